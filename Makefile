@@ -1,0 +1,64 @@
+# A fresh machine needs python3 (3.11 or later, with venv) and make; the rest is installed into .venv.
+PYTHON ?= python3
+VENV := .venv
+OLDEST := .venv-oldest
+SMOKE := .smoke
+TORCH := $(shell grep '^torch==' constraints.txt)
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
+
+.PHONY: run test test-oldest lint format smoke clean
+
+run: $(VENV)/.installed
+	HF_HUB_OFFLINE=1 $(VENV)/bin/kvbench run --policy criticalkv --budget 0.2 --task ruler
+
+test: $(VENV)/.installed
+	HF_HUB_OFFLINE=1 $(VENV)/bin/pytest
+
+lint: $(VENV)/.installed
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+format: $(VENV)/.installed
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+# torch goes first and alone, so that a CPU build is taken where pip has one at hand.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@echo "installing into $(VENV) (a few minutes the first time)"
+	rm -rf kvbench.egg-info
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt $(TORCH)
+	$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt -e '.[dev]'
+	touch $@
+
+# The oldest transformers that is supported, with what it pins released from the constraints.
+test-oldest: $(OLDEST)/.installed
+	HF_HUB_OFFLINE=1 $(OLDEST)/bin/pytest
+
+$(OLDEST)/.installed: pyproject.toml constraints.txt
+	@echo "installing into $(OLDEST)"
+	rm -rf kvbench.egg-info
+	$(PYTHON) -m venv $(OLDEST)
+	grep -vE '^(transformers|tokenizers|huggingface_hub|safetensors)==' constraints.txt > $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/python $(PIP_INSTALL) -c $(OLDEST)/constraints.txt $(TORCH)
+	$(OLDEST)/bin/python $(PIP_INSTALL) -c $(OLDEST)/constraints.txt 'transformers==5.17.*' -e '.[test]'
+	touch $@
+
+# The wheel, installed into an environment of its own and used outside the checkout.
+smoke:
+	rm -rf build $(SMOKE) && mkdir $(SMOKE)
+	$(PYTHON) -m venv $(SMOKE)/venv
+	$(SMOKE)/venv/bin/python -m pip wheel --quiet --no-deps -w $(SMOKE)/dist .
+	rm -rf build
+	$(SMOKE)/venv/bin/python $(PIP_INSTALL) -c constraints.txt $(TORCH)
+	$(SMOKE)/venv/bin/python $(PIP_INSTALL) -c constraints.txt $(SMOKE)/dist/*.whl
+	mkdir $(SMOKE)/elsewhere
+	cd $(SMOKE)/elsewhere && export PATH="$(CURDIR)/$(SMOKE)/venv/bin:$$PATH" HF_HUB_OFFLINE=1 && \
+	kvbench --help && kvbench list policies && kvbench list tasks && \
+	kvbench run --policy snapkv --task vt --samples 2 --length 512 --out tiny && \
+	test -s tiny/cells.parquet && kvbench report tiny
+	rm -rf $(SMOKE)
+
+clean:
+	rm -rf $(VENV) $(OLDEST) $(SMOKE) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

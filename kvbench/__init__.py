@@ -1,0 +1,34 @@
+"""kvbench: one benchmark for KV-cache eviction, policy x budget x model x task.
+
+The public names are loaded when they are first used, so that `import kvbench` is cheap.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvbench.budget import Budget
+    from kvbench.engine.session import attach, kept
+    from kvbench.runner import load, run
+    from kvbench.spelling import policy
+
+__version__ = "0.1.0"
+
+__all__ = ["Budget", "__version__", "attach", "kept", "load", "policy", "run"]
+
+_HOMES = {
+    "Budget": "kvbench.budget",
+    "attach": "kvbench.engine.session",
+    "kept": "kvbench.engine.session",
+    "load": "kvbench.runner",
+    "policy": "kvbench.spelling",
+    "run": "kvbench.runner",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'kvbench' has no attribute {name!r}")

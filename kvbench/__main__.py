@@ -1,0 +1,5 @@
+"""`python -m kvbench`."""
+
+from kvbench.cli import main
+
+main()

@@ -1,0 +1,85 @@
+"""A budget as the user writes it, resolved once to an integer number of cache entries."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+from kvbench.errors import UserError
+
+_RIGHT = "a budget is the fraction KEPT in (0, 1] as 0.2, a number of tokens as 512, or full"
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Entries kept per (layer, KV head) on average: a share of the context or a number of tokens.
+
+    Exactly one of `ratio` and `tokens` is set; `full` is ratio 1. An `int` 1 is ONE token and a
+    `float` 1.0 is the whole cache.
+    """
+
+    ratio: Fraction | None = None
+    tokens: int | None = None
+
+    @classmethod
+    def parse(cls, value: str | int | float | Budget) -> Budget:
+        """Read a budget.
+
+        Args:
+            value: `"0.2"`, `"512"`, `"full"`, an int (tokens, >= 1) or a float in (0, 1].
+
+        Raises:
+            UserError: The value is none of these.
+        """
+        if isinstance(value, Budget):
+            return value
+        if isinstance(value, bool):
+            raise UserError(f"budget {value!r} is not a number; {_RIGHT}")
+        if isinstance(value, int):
+            if value < 1:
+                raise UserError(f"budget {value} keeps nothing; {_RIGHT}")
+            return cls(tokens=value)
+        text = str(value).strip()
+        if text == "full":
+            return cls(ratio=Fraction(1))
+        if isinstance(value, str) and re.fullmatch(r"\d+", text):
+            return cls.parse(int(text))
+        try:
+            number = float(text)
+            if not math.isfinite(number):
+                raise ValueError
+            ratio = Fraction(text)
+        except ValueError:
+            raise UserError(f"budget {text!r} is not a number; {_RIGHT}") from None
+        if not 0 < ratio <= 1:
+            raise UserError(f"budget {text} is out of range; {_RIGHT}")
+        return cls(ratio=ratio)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether everything is kept whatever the context."""
+        return self.ratio == 1
+
+    def per_head(self, length: int) -> int:
+        """Entries kept per (layer, KV head) on average, `b`.
+
+        Args:
+            length: Valid context tokens of the sequence, `T`.
+
+        Returns:
+            `max(1, floor(ratio * T + 1/2))` in exact arithmetic, or `min(tokens, T)`.
+        """
+        if self.tokens is not None:
+            return max(1, min(self.tokens, length))
+        assert self.ratio is not None
+        return max(1, math.floor(self.ratio * length + Fraction(1, 2)))
+
+    def __str__(self) -> str:
+        if self.is_full:
+            return "full"
+        if self.tokens is not None:
+            return str(self.tokens)
+        assert self.ratio is not None
+        return repr(float(self.ratio))

@@ -1,0 +1,347 @@
+"""`kvbench check`: does a policy hold what every policy must hold?
+
+Small models with random weights, built on the spot, decide through `kvbench.kept`, as a run would.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import traceback
+import typing
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+import kvbench
+from kvbench.budget import Budget
+from kvbench.engine.session import kept
+from kvbench.errors import UserError
+from kvbench.plugin import Need, Part, Policy, Score, Scores, View
+from kvbench.spelling import KINDS, policy, spell
+
+_VOCABULARY = 96
+_TOKENS = 61
+_LENGTHS = (_TOKENS, 40, 17)
+_BUDGETS: tuple[str, ...] = ("1", "0.2", "13", "0.73", str(_TOKENS))
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """One invariant.
+
+    Attributes:
+        name: What was checked.
+        ok: Whether it holds.
+        detail: Where it does not: what was expected and what came; else what was tried.
+    """
+
+    name: str
+    ok: bool
+    detail: str
+
+
+class _Failed(Exception):
+    """An invariant that does not hold."""
+
+
+@dataclass(frozen=True)
+class _Probe(Score):
+    """A score that watches another: are its values finite, do its inputs stay as they were?"""
+
+    inner: Score
+    found: list[str] = field(default_factory=list, compare=False)
+    shown: list[tuple[str, Tensor, Tensor]] = field(default_factory=list, compare=False)
+
+    def __post_init__(self) -> None:
+        # The engine reads these from the instance, which stands for its class here.
+        object.__setattr__(self, "extras", self.inner.extras)
+        object.__setattr__(self, "nonnegative", self.inner.nonnegative)
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return self.inner.needs
+
+    def score(self, v: View) -> Scores | Tensor:
+        self.settle()
+        inputs = {"key": v.key, "value": v.value, "col": v.col, "valid": v.valid}
+        inputs |= {"position": v.position, "length": v.length}
+        inputs |= {f"obs[{need}]": seen for need, seen in v.obs.items()}
+        self.shown[:] = [(name, x, x.clone()) for name, x in inputs.items()]
+        found = self.inner.score(v)
+        value = found.value if isinstance(found, Scores) else found
+        if value.shape != v.shape:
+            raise _Failed(f"scores have shape {list(value.shape)}, not [B, H, n] {list(v.shape)}")
+        bad = int((~value.isfinite() & v.valid).sum())
+        if bad:
+            self.found.append(
+                f"{bad} of {int(v.valid.sum())} scores of layer {v.layer} are not finite"
+            )
+            value = value.nan_to_num(0.0, 0.0, 0.0)
+        return replace(found, value=value) if isinstance(found, Scores) else value
+
+    def settle(self) -> None:
+        """Compare what the last view showed with what it was."""
+        self.found.extend(
+            f"{name} was changed in place" for name, x, was in self.shown if _differ(x, was)
+        )
+        self.shown.clear()
+
+
+def _differ(a: Tensor, b: Tensor) -> bool:
+    return not torch.equal(a, b)
+
+
+@functools.cache
+def _models() -> dict[str, nn.Module]:
+    """Random weights large enough that attention is far from even."""
+    shape: dict[str, Any] = {
+        "vocab_size": _VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 2,
+        "initializer_range": 0.15,
+        "max_position_embeddings": 256,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        llama = LlamaForCausalLM(LlamaConfig(num_attention_heads=4, **shape))
+        qwen = Qwen3ForCausalLM(Qwen3Config(num_attention_heads=8, head_dim=8, **shape))
+        for weight in (*llama.parameters(), *qwen.parameters()):
+            if weight.dim() == 1:  # norms: with weights of 1 all of Qwen3's keys are equally long
+                weight.data += 0.3 * torch.randn_like(weight)
+    return {"Llama, G=2": llama.eval(), "Qwen3, G=4": qwen.eval()}
+
+
+def _tokens(rows: int, length: int) -> Tensor:
+    """Ids `[rows, length]`, no id twice in a row: two equal keys would tie but for rounding."""
+    generator = torch.Generator().manual_seed(rows * 1000 + length)
+    return torch.rand(rows, _VOCABULARY, generator=generator).argsort(1)[:, :length]
+
+
+def _keep(
+    model: nn.Module, ids: Tensor, p: Policy, budget: str, mask: Tensor | None = None, seed: int = 0
+) -> Tensor:
+    """What is kept, bool `[L, B, H, T]`."""
+    layers = kept(model, ids, p, budget, mask, seed=seed)
+    return torch.stack([layer for layer in layers if layer is not None])
+
+
+def run_checks(spec: str) -> list[CheckResult]:
+    """Try the invariants that every policy must hold.
+
+    Args:
+        spec: A policy's spelling, as `./my_policy.py:MyPolicy`.
+
+    Returns:
+        A result per invariant; where the policy cannot be loaded, that one alone.
+    """
+    try:
+        p = policy(spec)
+    except UserError as error:
+        return [CheckResult("loads", False, str(error))]
+    results = [CheckResult("loads", True, str(p))]
+    checks: list[tuple[str, Callable[[Policy], str]]] = [
+        ("parameters are spelled back", _parameters),
+        ("scores are finite and inputs untouched", _clean),
+        ("exactly N entries", _exact),
+        ("odd and short lengths", _odd),
+        ("a padded row keeps what it keeps alone", _padding),
+        ("rows do not depend on their batch", _batch),
+        ("deterministic", _deterministic),
+        ("bfloat16", _bfloat16),
+    ]
+    for name, check in checks:
+        try:
+            results.append(CheckResult(name, True, check(p)))
+        except _Failed as failure:
+            results.append(CheckResult(name, False, str(failure)))
+        except Exception as error:  # a plugin may raise anything; the other checks go on
+            results.append(CheckResult(name, False, _where(error)))
+    return results
+
+
+def _where(error: Exception) -> str:
+    """An error in one line, with the place in the plugin where it came from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = tuple(str(Path(m.__file__ or "").parent) for m in (kvbench, torch, transformers))
+    own = [f for f in frames if not f.filename.startswith(ours)]
+    place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}{place}"
+
+
+# --- the invariants -------------------------------------------------------------------------------
+
+
+def _count(p: Policy, keep: Tensor, budget: str, lengths: list[int], what: str) -> None:
+    """Hold the entries of every sequence against the budget."""
+    layers, _, heads, _ = keep.shape
+    for row, length in enumerate(lengths):
+        b = length if p.is_full else Budget.parse(budget).per_head(length)
+        expected, got = layers * heads * b, int(keep[:, row].sum())
+        if got != expected:
+            raise _Failed(
+                f"{what}, {length} tokens, budget {budget}: expected N = {layers} x {heads} x {b} "
+                f"= {expected} entries, got {got}"
+            )
+
+
+def _exact(p: Policy) -> str:
+    for name, model in _models().items():
+        for budget in _BUDGETS:
+            _count(p, _keep(model, _tokens(1, _TOKENS), p, budget), budget, [_TOKENS], name)
+    return f"{_TOKENS} tokens, budgets {', '.join(_BUDGETS)}, {' and '.join(_models())}"
+
+
+def _odd(p: Policy) -> str:
+    lengths = (1, 2, 3, 7, 33)
+    for name, model in _models().items():
+        for length in lengths:
+            for budget in ("1", "0.4"):
+                keep = _keep(model, _tokens(1, length), p, budget)
+                _count(p, keep, budget, [length], name)
+    return f"{', '.join(map(str, lengths))} tokens"
+
+
+def _padding(p: Policy) -> str:
+    ids = _tokens(len(_LENGTHS), _TOKENS)
+    mask = torch.arange(_TOKENS) >= _TOKENS - torch.tensor(_LENGTHS)[:, None]
+    for name, model in _models().items():
+        for budget in ("1", "0.2", "13"):
+            keep = _keep(model, ids, p, budget, mask)
+            _count(p, keep, budget, list(_LENGTHS), f"{name}, padded on the left")
+            for row, length in enumerate(_LENGTHS):
+                alone = _keep(model, ids[row : row + 1, -length:], p, budget)
+                _same(
+                    keep[:, row, :, -length:],
+                    alone[:, 0],
+                    f"{name}, budget {budget}, {length} tokens and {_TOKENS - length} of padding",
+                )
+    return f"rows of {', '.join(map(str, _LENGTHS))} tokens in one batch"
+
+
+def _batch(p: Policy) -> str:
+    ids = _tokens(3, 33)
+    for name, model in _models().items():
+        together = _keep(model, ids, p, "0.2")
+        turned = _keep(model, ids.flip(0), p, "0.2").flip(1)
+        _same(together, turned, f"{name}, the same rows in another order")
+        for row in range(3):
+            alone = _keep(model, ids[row : row + 1], p, "0.2")
+            _same(together[:, row], alone[:, 0], f"{name}, row {row} of 3 against itself alone")
+    return "three rows together, in another order, and alone"
+
+
+def _deterministic(p: Policy) -> str:
+    seeded = False
+    for name, model in _models().items():
+        ids = _tokens(2, _TOKENS)
+        first = _keep(model, ids, p, "0.2")
+        _same(_keep(model, ids, p, "0.2"), first, f"{name}, twice the same")
+        seeded |= _differ(_keep(model, ids, p, "0.2", seed=1), first)
+    return "twice the same; another seed " + ("keeps others" if seeded else "changes nothing")
+
+
+def _same(got: Tensor, expected: Tensor, what: str) -> None:
+    """Compare kept sets `[L, ..., T]`."""
+    wrong = got != expected
+    if bool(wrong.any()):
+        layer = int(wrong.flatten(1).any(1).nonzero()[0])
+        token = int(wrong[layer].flatten(0, -2).any(0).nonzero()[0])
+        raise _Failed(
+            f"{what}: {int((got & wrong).sum())} entries are kept and "
+            f"{int((expected & wrong).sum())} evicted otherwise than expected, first token {token} "
+            f"in layer {layer}"
+        )
+
+
+def _clean(p: Policy) -> str:
+    if p.score is None:
+        return "nothing is scored"
+    probe = _Probe(p.score)
+    watched = replace(p, score=probe)
+    ids = _tokens(len(_LENGTHS), _TOKENS)
+    mask = torch.arange(_TOKENS) >= _TOKENS - torch.tensor(_LENGTHS)[:, None]
+    for name, model in _models().items():
+        _keep(model, ids, watched, "0.2", mask)
+        probe.settle()
+        if probe.found:
+            raise _Failed(f"{name}: {probe.found[0]}")
+    return "in every layer, with padding"
+
+
+def _bfloat16(p: Policy) -> str:
+    for name, model in _models().items():
+        half = _in_bfloat16(model)
+        for budget in ("1", "0.2"):
+            keep = _keep(half, _tokens(1, _TOKENS), p, budget)
+            _count(p, keep, budget, [_TOKENS], f"{name} in bfloat16")
+            _same(_keep(half, _tokens(1, _TOKENS), p, budget), keep, f"{name}, twice the same")
+    return "exactly N, twice the same"
+
+
+@functools.cache
+def _in_bfloat16(model: nn.Module) -> nn.Module:
+    return copy.deepcopy(model).to(torch.bfloat16)
+
+
+# --- parameters -----------------------------------------------------------------------------------
+
+
+def _parameters(p: Policy) -> str:
+    if policy(str(p)) != p:
+        raise _Failed(f"{p} read again gives {policy(str(p))}")
+    names = []
+    for kind in KINDS:
+        piece: Part | None = getattr(p, kind)
+        if piece is None:
+            continue
+        types = piece.parameter_types()
+        for key, value in piece.parameters().items():
+            names.append(key)
+            _spelled_back(p, key, value, types[key])
+    return ", ".join(names) or "there are none"
+
+
+def _spelled_back(p: Policy, key: str, value: object, hint: object) -> None:
+    if policy(p, **{key: spell(value)}) != p:
+        raise _Failed(
+            f"{key}={spell(value)}, its own default, is not read back as {value!r}; a parameter is "
+            "an int, float, bool, str or a Literal"
+        )
+    for other in _others(value, hint):
+        try:
+            changed = policy(p, **{key: other})
+        except UserError:
+            continue  # out of its range, and said in one line
+        except Exception as error:
+            raise _Failed(
+                f"{key}={spell(other)} raises {type(error).__name__}; UserError with one line "
+                "would be right"
+            ) from error
+        again = policy(str(changed))
+        if again != changed or str(again) == str(p):
+            raise _Failed(f"{key}={spell(other)} is spelled {changed}, which reads as {again}")
+
+
+def _others(value: object, hint: object) -> Iterator[object]:
+    """Values other than the default, in range or not."""
+    options = typing.get_args(hint)
+    if typing.get_origin(hint) is typing.Literal:
+        yield from (option for option in options if option != value)
+    elif isinstance(value, bool):
+        yield not value
+    elif isinstance(value, int):
+        yield from (value + 2, max(1, value // 2) if value != 1 else 3, -1)
+    elif isinstance(value, float):
+        yield from (value / 2 if value else 0.5, 1.0 if value != 1 else 0.25, -1.0)
+    elif value is None and int in options:
+        yield from (5, -1)

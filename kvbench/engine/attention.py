@@ -1,0 +1,348 @@
+"""Attention over a ragged cache, registered with transformers under one name with its mask.
+
+No copy of any model's forward: a hook on the decoder opens a forward on the cache, a hook on every
+attention module hands over its cache layer and hidden states, and the attention function itself
+gets q, k and v after RoPE.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from kvbench.engine.cache import RaggedCache
+from kvbench.engine.layer import RaggedLayer
+from kvbench.engine.models import attention_modules, decoder_of
+
+NAME = "kvbench"
+
+
+@dataclass
+class Forward:
+    """One forward of the model on one ragged cache.
+
+    Attributes:
+        cache: The cache.
+        first: Logical column of the first new token.
+        n: New columns.
+        valid: New columns that are tokens, bool `[B, n]`; None: all.
+        rank: Which of its row's new tokens a column is, int64 `[B, n]`.
+        added: New tokens of every row (CPU).
+        on_layer: Called with a layer after its attention, with what the step observed.
+        want_mass: Whether packed layers give the mass of their entries.
+    """
+
+    cache: RaggedCache
+    first: int
+    n: int
+    valid: Tensor | None
+    rank: Tensor
+    added: list[int]
+    on_layer: Callable[[RaggedLayer, Step], None] | None = None
+    want_mass: bool = False
+    mask: Tensor | None = None
+
+
+@dataclass
+class Step:
+    """What the attention of one layer saw in one forward."""
+
+    index: int
+    query: Tensor
+    hidden: Tensor
+    scale: float
+    mass: Tensor | None = None
+
+
+@dataclass
+class _Hooked:
+    """What the hook on an attention module hands to the attention function."""
+
+    forward: Forward
+    layer: RaggedLayer
+    index: int
+    hidden: Tensor
+
+
+@dataclass
+class Attachment:
+    """A model with our attention in place: which forward runs, and what to do around it."""
+
+    model: nn.Module
+    before: Callable[[RaggedCache, Forward], None]
+    after: Callable[[RaggedCache, Forward], None]
+    active: Forward | None = None
+    handles: list[Any] = field(default_factory=list)
+
+
+_ATTACHED: dict[int, Attachment] = {}
+_ACTIVE: list[Forward] = []
+
+
+def _open(cache: RaggedCache, rows: int, n: int, device: torch.device, mask: Any) -> Forward:
+    """Register the new columns with the cache; left padding only."""
+    first = 0 if cache.valid is None else int(cache.valid.shape[1])
+    if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
+        raise ValueError("a kvbench cache needs a 2-D attention mask [batch, all columns]")
+    if cache.valid is not None and cache.batch != rows:
+        raise ValueError(f"the cache holds {cache.batch} sequences, the forward has {rows}")
+    valid: Tensor | None = None
+    added = [n] * rows
+    if mask is not None:
+        if mask.shape[1] != first + n:
+            raise ValueError(
+                f"attention_mask has {mask.shape[1]} columns; all {first + n} "
+                "(those in the cache and the new ones) would be right"
+            )
+        new = mask[:, first:].bool()
+        added = new.sum(-1).tolist()
+        if min(added) < n:
+            if bool((new[:, :-1] & ~new[:, 1:]).any()):
+                raise ValueError("kvbench needs padding on the left; set padding_side='left'")
+            valid = new
+    new_valid = torch.ones(rows, n, dtype=torch.bool, device=device) if valid is None else valid
+    cache.valid = new_valid if cache.valid is None else torch.cat([cache.valid, new_valid], 1)
+    cache.padded |= valid is not None
+    rank = torch.arange(n, device=device).expand(rows, n)
+    if valid is not None:
+        rank = (valid.long().cumsum(-1) - 1).clamp(min=0)
+    return Forward(cache, first, n, valid, rank, added)
+
+
+def kvbench_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """Sliding-window layers, and forwards without a ragged cache, get transformers' own mask."""
+    if _ACTIVE and kwargs.get("local_size") is None:
+        return None
+    mask: Tensor | None = sdpa_mask(*args, **kwargs)
+    return mask
+
+
+def kvbench_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The attention function: `query` `[B, H_q, n, d]` after RoPE, output `[B, n, H_q, d]`."""
+    hooked: _Hooked | None = module.__dict__.get("_kvbench")
+    if hooked is None:
+        out: tuple[Tensor, Tensor | None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
+        )
+        return out
+    if kwargs.get("softcap") is not None:
+        raise ValueError("attention with a soft cap on its logits is not supported")
+    forward, layer = hooked.forward, hooked.layer
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    step = Step(hooked.index, query, hooked.hidden, scale)
+    if layer.packed:
+        layer.append(forward.rank, forward.valid, forward.added, forward.first)
+        result, step.mass = attend(query, layer, forward.first, scale, forward.want_mass)
+    else:
+        result = _dense(query, layer, forward, scale)
+    if forward.on_layer is not None:
+        forward.on_layer(layer, step)
+    return result.transpose(1, 2).contiguous(), None
+
+
+def _dense(query: Tensor, layer: RaggedLayer, forward: Forward, scale: float) -> Tensor:
+    """Causal attention of new queries over all columns of an uncompressed layer."""
+    key, value = layer.extend()
+    group = query.shape[1] // key.shape[1]
+    key = key.repeat_interleave(group, 1) if group > 1 else key
+    value = value.repeat_interleave(group, 1) if group > 1 else value
+    n, columns = query.shape[2], key.shape[2]
+    if not forward.cache.padded and n == columns:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=n > 1, scale=scale)
+    if not forward.cache.padded and n == 1:
+        return F.scaled_dot_product_attention(query, key, value, scale=scale)
+    if forward.mask is None:
+        column = torch.arange(columns, device=query.device)
+        own = column[forward.first :, None]
+        mask = (column <= own)[None, None]
+        if forward.cache.padded:
+            assert forward.cache.valid is not None
+            # A padding query sees itself: a row without any key would give NaN.
+            mask = (mask & forward.cache.valid[:, None, None]) | (column == own)
+        forward.mask = mask
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=forward.mask, scale=scale)
+
+
+def attend(
+    query: Tensor, layer: RaggedLayer, first: int, scale: float, want_mass: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of new queries over a packed layer that holds their own entries already.
+
+    Causality among new tokens goes by logical column.
+
+    Args:
+        query: `[B, H_q, n, d]`.
+        layer: A packed layer.
+        first: Logical column of the first new query.
+        scale: Factor of the logits.
+        want_mass: Also give the attention that every entry received, summed over the queries.
+
+    Returns:
+        Output `[B, H_q, n, d]`, and the mass float32 `[B, H_q, longest segment]` or None.
+    """
+    if want_mass or query.device.type != "cpu":
+        return _attend_padded(query, layer, first, scale, want_mass)
+    return _attend_segments(query, layer, first, scale), None
+
+
+def _attend_segments(query: Tensor, layer: RaggedLayer, first: int, scale: float) -> Tensor:
+    """One SDPA per segment, without a copy of any K or V: what a CPU likes best.
+
+    A segment's result does not depend on what else is in the batch.
+    """
+    b, hq, n, d = query.shape
+    group = hq // layer.heads
+    assert layer.key is not None and layer.value is not None
+    q = query.reshape(b * layer.heads, 1, 1, group * n, d).unbind(0)
+    out = []
+    column = torch.arange(first, first + n, dtype=torch.int32).repeat(group)[:, None]
+    for s, (a, length) in enumerate(zip(layer.start, layer.length, strict=True)):
+        if length == 0:
+            out.append(torch.zeros_like(q[s]))
+            continue
+        key = layer.key[a : a + length].view(1, 1, length, d)
+        value = layer.value[a : a + length].view(1, 1, length, d)
+        mask = None
+        if n > 1:
+            held = layer.col[a : a + length]
+            # A padding query comes before all that the row holds: it may see what it likes.
+            mask = (held <= column) | (column < held[0])
+        out.append(F.scaled_dot_product_attention(q[s], key, value, attn_mask=mask, scale=scale))
+    return torch.stack(out).view(b, hq, n, d)
+
+
+def _attend_padded(
+    query: Tensor, layer: RaggedLayer, first: int, scale: float, want_mass: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Gather the segments into a rectangle: the reference on a GPU, and where mass is wanted."""
+    b, hq, n, d = query.shape
+    group = hq // layer.heads
+    assert layer.key is not None and layer.value is not None
+    rows, live = layer.padded_rows()
+    key, value, held = layer.key[rows], layer.value[rows], layer.col[rows]
+    column = torch.arange(first, first + n, dtype=torch.int32, device=query.device)[:, None]
+    seen = (held[:, :, None] <= column) & live[:, :, None]
+    # Queries without any entry (padding, or an empty segment) see everything; they are not read.
+    blind = ~seen.any(-1, keepdim=True)
+    mask = (seen | blind)[:, :, None].expand(-1, -1, group, -1, -1).flatten(2, 3)
+    q = query.reshape(b, layer.heads, group * n, d)
+    if not want_mass:
+        out = F.scaled_dot_product_attention(q, key, value, attn_mask=mask, scale=scale)
+        return out.view(b, hq, n, d), None
+    logits = (q.float() @ key.float().transpose(-1, -2)) * scale
+    attention = torch.softmax(logits.masked_fill(~mask, float("-inf")), -1)
+    out = (attention @ value.float()).to(query.dtype).view(b, hq, n, d)
+    real = (~blind).repeat(1, 1, group, 1)
+    return out, (attention * real).view(b, hq, n, -1).sum(2)
+
+
+AttentionInterface.register(NAME, kvbench_attention)
+AttentionMaskInterface.register(NAME, kvbench_mask)
+
+
+@contextmanager
+def attached(
+    model: nn.Module,
+    before: Callable[[RaggedCache, Forward], None],
+    after: Callable[[RaggedCache, Forward], None],
+) -> Iterator[Attachment]:
+    """Put our attention into the model's text decoder; restore everything on exit.
+
+    Args:
+        model: A causal language model of a supported family.
+        before: Called when a forward on a ragged cache opens.
+        after: Called when it has ended.
+
+    Raises:
+        ValueError: The model is attached already.
+    """
+    if id(model) in _ATTACHED:
+        raise ValueError("this model is attached already: attachments do not nest")
+    decoder = decoder_of(model)
+    old = decoder.config._attn_implementation
+    state = Attachment(model, before, after)
+    depth = len(_ACTIVE)
+
+    def opening(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        cache = kwargs.get("past_key_values")
+        if not isinstance(cache, RaggedCache):
+            return None
+        tokens = kwargs.get("input_ids", args[0] if args else None)
+        given = tokens if tokens is not None else kwargs["inputs_embeds"]
+        forward = _open(
+            cache, given.shape[0], given.shape[1], given.device, kwargs.get("attention_mask")
+        )
+        if tokens is None:
+            cache.ids = None
+        elif cache.ids is not None:
+            cache.ids.append(tokens)
+        _ACTIVE.append(forward)
+        state.active = forward
+        before(cache, forward)
+        if cache.padded and kwargs.get("position_ids") is None:
+            # Without them the model would count padding, and a later `generate` would not.
+            assert cache.valid is not None
+            position = (cache.valid.long().cumsum(-1) - 1).clamp(min=0)[:, forward.first :]
+            return args, {**kwargs, "position_ids": position}
+        return None
+
+    def closing(module: nn.Module, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+        forward, state.active = state.active, None
+        del _ACTIVE[depth:]
+        if forward is not None and out is not None:
+            after(forward.cache, forward)
+
+    def entering(index: int, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        layer = None
+        if state.active is not None:
+            layer = state.active.cache.layers[int(module.layer_idx)]  # type: ignore[arg-type]
+        if state.active is None or not isinstance(layer, RaggedLayer):
+            module.__dict__["_kvbench"] = None
+            return
+        hidden: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        module.__dict__["_kvbench"] = _Hooked(state.active, layer, index, hidden)
+
+    def leaving(module: nn.Module, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+        module.__dict__["_kvbench"] = None
+
+    _ATTACHED[id(model)] = state
+    try:
+        decoder.set_attn_implementation(NAME)
+        state.handles += [
+            decoder.register_forward_pre_hook(opening, with_kwargs=True),
+            decoder.register_forward_hook(closing, with_kwargs=True, always_call=True),
+        ]
+        for index, module in attention_modules(model):
+            state.handles += [
+                module.register_forward_pre_hook(
+                    lambda m, a, k, i=index: entering(i, m, a, k), with_kwargs=True
+                ),
+                module.register_forward_hook(leaving, with_kwargs=True, always_call=True),
+            ]
+        yield state
+    finally:
+        for handle in state.handles:
+            handle.remove()
+        for _, module in attention_modules(model):
+            module.__dict__.pop("_kvbench", None)
+        del _ACTIVE[depth:]
+        decoder.set_attn_implementation(old)
+        del _ATTACHED[id(model)]

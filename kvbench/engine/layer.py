@@ -1,0 +1,270 @@
+"""One full-attention layer of the ragged cache: dense during the prefill, then packed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+_UNSUPPORTED = "a kvbench cache takes part in neither beam search nor assisted decoding"
+
+
+class RaggedLayer(CacheLayerMixin):
+    """K and V of one full-attention layer, dense while the context is prefilled, then packed.
+
+    Attributes:
+        seen: Logical length: columns seen so far, padding and evicted ones counted.
+        start, length, room: First row, live rows and rows owned of every segment (CPU).
+        key, value: `[B, H, S, d]` while dense, `[rows, d]` once packed.
+        col: Logical column of every row, int32 `[rows]` (packed).
+        extras: Per-entry state of the policy, `[rows]` each (packed).
+        state: What a merger keeps between cuts.
+        scale: Factor of the attention logits.
+    """
+
+    is_sliding = False
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.seen = 0
+        self.packed = False
+        self.batch = self.heads = self.dim = 0
+        self.scale = 1.0
+        self.key: Tensor | None = None
+        self.value: Tensor | None = None
+        self.col = torch.empty(0, dtype=torch.int32)
+        self.extras: dict[str, Tensor] = {}
+        self.state: dict[str, Tensor] = {}
+        self.start: list[int] = []
+        self.length: list[int] = []
+        self.room: list[int] = []
+        self.pending: tuple[Tensor, Tensor] | None = None
+        self.is_initialized = False
+
+    # -- what transformers calls ------------------------------------------------------------------
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Take shapes, dtype and device from the first keys."""
+        self.batch, self.heads, _, self.dim = key_states.shape
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Park the new K and V `[B, H, n, d]` for the attention function, which stores them."""
+        if self.pending is not None:
+            raise RuntimeError(
+                "keys and values were never attended: use the cache inside kvbench.attach(...)"
+            )
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.pending = (key_states, value_states)
+        self.seen += key_states.shape[-2]
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        """Logical length, so that positions and chunked prefill stay right."""
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Columns and offset of a full mask."""
+        return self.seen + query_length, 0
+
+    def get_max_length(self) -> int:
+        """No limit."""
+        return -1
+
+    def crop(self, tokens_to_remove: Any) -> None:
+        """Refuse: evicted entries cannot come back."""
+        raise ValueError(_UNSUPPORTED)
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        """Refuse: the rows of a beam search have different entries."""
+        raise ValueError(_UNSUPPORTED)
+
+    batch_repeat_interleave = reorder_cache
+    batch_select_indices = reorder_cache
+
+    # -- storing ----------------------------------------------------------------------------------
+    def extend(self) -> tuple[Tensor, Tensor]:
+        """Append what is pending to a dense layer; give all K and V, `[B, H, S, d]`."""
+        key, value = self.take_pending()
+        self.key = key if self.key is None else torch.cat([self.key, key], dim=-2)
+        self.value = value if self.value is None else torch.cat([self.value, value], dim=-2)
+        return self.key, self.value
+
+    def take_pending(self) -> tuple[Tensor, Tensor]:
+        """Hand over the new K and V of this forward."""
+        assert self.pending is not None
+        pending, self.pending = self.pending, None
+        return pending
+
+    def pack(
+        self,
+        key: Tensor,
+        value: Tensor,
+        keep: Tensor,
+        col: Tensor,
+        extras: Mapping[str, Tensor],
+        reserve: int | None = None,
+    ) -> None:
+        """Replace what is held by the chosen entries; everything else is freed.
+
+        Args:
+            key, value: `[B, H, n, d]`.
+            keep: What stays, bool `[B, H, n]`.
+            col: Logical columns, `[B, H, n]`, rising along the last axis.
+            extras: Per-entry state, `[B, H, n]` each.
+            reserve: Rows of room behind every segment; None sizes it to what is kept.
+        """
+        self.batch, self.heads, n = keep.shape
+        flat = keep.reshape(-1, n)
+        self.length = flat.sum(-1).tolist()
+        source = flat.reshape(-1).nonzero().squeeze(-1)
+        target = self._layout(reserve)
+        rows = sum(self.room)
+        self.key = key.new_empty(rows, self.dim)
+        self.value = value.new_empty(rows, self.dim)
+        self.col = torch.empty(rows, dtype=torch.int32, device=key.device)
+        self.key[target] = key.reshape(-1, self.dim)[source]
+        self.value[target] = value.reshape(-1, self.dim)[source]
+        self.col[target] = col.expand(keep.shape).reshape(-1)[source].to(torch.int32)
+        self.extras = {}
+        for name, held in extras.items():
+            self.extras[name] = held.new_zeros(rows)
+            self.extras[name][target] = held.reshape(-1)[source]
+        self.packed = True
+
+    def append(self, rank: Tensor, valid: Tensor | None, added: Sequence[int], first: int) -> None:
+        """Store what is pending behind every segment of a packed layer.
+
+        Args:
+            rank: Which of the new tokens of its row a column is, int64 `[B, n]`.
+            valid: New columns that are tokens, bool `[B, n]`; None: all.
+            added: New tokens of every row (CPU).
+            first: Logical column of the first new one.
+        """
+        key, value = self.take_pending()
+        assert self.key is not None and self.value is not None
+        n = key.shape[-2]
+        new = [added[s // self.heads] for s in range(len(self.length))]
+        if any(a + m > r for a, m, r in zip(self.length, new, self.room, strict=True)):
+            self._grow(max(added))
+        ends = [a + b for a, b in zip(self.start, self.length, strict=True)]
+        base = torch.tensor(ends, device=key.device).view(self.batch, self.heads, 1)
+        target = (base + rank[:, None]).reshape(-1)
+        col = torch.arange(first, first + n, dtype=torch.int32, device=key.device)
+        col = col.expand(self.batch, self.heads, n).reshape(-1)
+        flat_key, flat_value = key.reshape(-1, self.dim), value.reshape(-1, self.dim)
+        if valid is not None:
+            chosen = valid[:, None].expand(-1, self.heads, -1).reshape(-1)
+            target, col = target[chosen], col[chosen]
+            flat_key, flat_value = flat_key[chosen], flat_value[chosen]
+        self.key[target] = flat_key
+        self.value[target] = flat_value
+        self.col[target] = col
+        for held in self.extras.values():
+            held[target] = 0
+        self.length = [a + m for a, m in zip(self.length, new, strict=True)]
+
+    def rows(self) -> Tensor:
+        """Row of every live entry, segment by segment, int64 `[entries]`."""
+        return _runs(self.start, self.length, self.col.device)
+
+    def padded_rows(self) -> tuple[Tensor, Tensor]:
+        """Rows of the live entries as a rectangle.
+
+        Returns:
+            Row indices int64 `[B, H, n]` (a valid row where there is no entry) and which of them
+            are live, bool `[B, H, n]`; `n` is the longest segment.
+        """
+        device = self.col.device
+        length = torch.tensor(self.length, device=device).view(self.batch, self.heads, 1)
+        start = torch.tensor(self.start, device=device).view(self.batch, self.heads, 1)
+        offset = torch.arange(max(self.length), device=device)
+        live = offset < length
+        rows = start.clamp(max=max(len(self.col) - 1, 0)) + torch.where(live, offset, 0)
+        return rows.clamp(max=max(len(self.col) - 1, 0)), live
+
+    def _layout(self, reserve: int | None) -> Tensor:
+        """Place the segments for the current lengths; give the row of every entry."""
+        if reserve is None:
+            mean = sum(self.length) // max(1, len(self.length))
+            reserve = min(64, max(8, mean // 8))
+        self.room = [a + reserve for a in self.length]
+        self.start = [0] * len(self.room)
+        for s in range(1, len(self.room)):
+            self.start[s] = self.start[s - 1] + self.room[s - 1]
+        return self.rows_of(self.start, self.length)
+
+    def rows_of(self, start: list[int], length: list[int]) -> Tensor:
+        """Rows of the given segments, int64 `[entries]`, on the layer's device."""
+        return _runs(start, length, self.device)
+
+    def _grow(self, n: int) -> None:
+        source = self.rows()
+        target = self._layout(max(n, 16, max(self.length) // 8))
+        total = sum(self.room)
+
+        def moved(x: Tensor) -> Tensor:
+            out = x.new_zeros(total, *x.shape[1:])
+            out[target] = x[source]
+            return out
+
+        assert self.key is not None and self.value is not None
+        self.key, self.value, self.col = moved(self.key), moved(self.value), moved(self.col)
+        self.extras = {name: moved(x) for name, x in self.extras.items()}
+
+    # -- copies and sizes -------------------------------------------------------------------------
+    def fork(self) -> RaggedLayer:
+        """Give a layer that may go on alone; dense tensors are shared, packed ones copied."""
+        other = copy.copy(self)
+        other.start, other.length, other.room = [*self.start], [*self.length], [*self.room]
+        other.state = dict(self.state)
+        other.extras = dict(self.extras)
+        if self.packed:
+            assert self.key is not None and self.value is not None
+            other.key, other.value = self.key.clone(), self.value.clone()
+            other.col = self.col.clone()
+            other.extras = {name: x.clone() for name, x in self.extras.items()}
+        return other
+
+    def entries(self, row: int | None = None) -> int:
+        """Live entries of one sequence, or of all; a dense layer counts its columns."""
+        if not self.packed:
+            dense = 0 if self.key is None else self.heads * self.key.shape[-2]
+            return dense * (self.batch if row is None else 1)
+        if row is None:
+            return sum(self.length)
+        return sum(self.length[row * self.heads : (row + 1) * self.heads])
+
+    def entry_bytes(self) -> int:
+        """Bytes of one entry: K, V and the policy's extras."""
+        assert self.key is not None
+        extras = sum(x.element_size() for x in self.extras.values())
+        return 2 * self.dim * self.key.element_size() + extras
+
+    def allocated_bytes(self) -> int:
+        """Bytes of all tensors that the layer owns, room and columns included."""
+        owned = [t for t in (self.key, self.value) if t is not None]
+        if self.packed:
+            owned += [self.col, *self.extras.values()]
+        return sum(t.numel() * t.element_size() for t in owned)
+
+
+def _runs(start: Sequence[int], length: Sequence[int], device: torch.device) -> Tensor:
+    """Concatenate the ranges `start[s] .. start[s] + length[s]`, int64."""
+    total = sum(length)
+    count = torch.tensor(length, dtype=torch.int64, device=device)
+    first = torch.tensor(start, dtype=torch.int64, device=device)
+    before = count.cumsum(0) - count
+    shift = torch.repeat_interleave(first - before, count, output_size=total)
+    return torch.arange(total, device=device) + shift

@@ -1,0 +1,169 @@
+"""What the engine needs of a model: its decoder, its attention modules, its shapes; and loading."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from kvbench.errors import UserError
+from kvbench.plugin import ModelInfo
+
+REFERENCE = "reference"
+
+FAMILIES: dict[str, str] = {
+    "Llama": "LlamaForCausalLM (2, 3, 3.1, 3.2 text)",
+    "Mistral": "MistralForCausalLM; with a sliding window in every layer nothing is left to evict",
+    "Qwen2": "Qwen2ForCausalLM (2, 2.5)",
+    "Qwen3": "Qwen3ForCausalLM",
+    "Phi-3": "Phi3ForCausalLM (3, 3.5 mini)",
+    "Gemma-3": "Gemma3ForCausalLM; sliding layers stay whole, the global ones are evicted from",
+}
+"""Families whose attention is tested against a masked full cache, and what to know of each."""
+
+
+def decoder_of(model: nn.Module) -> Any:
+    """The text decoder: the module that holds the layers (vision towers stay as they are)."""
+    inner = model.model if hasattr(model, "model") else model
+    inner = inner.language_model if hasattr(inner, "language_model") else inner
+    if not hasattr(inner, "layers"):
+        raise UserError(f"{type(model).__name__} has no decoder layers that kvbench can find")
+    return inner
+
+
+def full_layer_ids(model: nn.Module) -> list[int]:
+    """`layer_idx` of the full-attention layers, the ones that are evicted from."""
+    layers = DynamicCache(config=decoder_of(model).config).layers
+    return [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer]
+
+
+def attention_modules(model: nn.Module) -> list[tuple[int, nn.Module]]:
+    """Attention modules of the full-attention layers, each with its index among them."""
+    decoder = decoder_of(model)
+    return [(i, decoder.layers[idx].self_attn) for i, idx in enumerate(full_layer_ids(model))]
+
+
+def model_info(model: nn.Module) -> ModelInfo:
+    """Shapes and output projections of a model.
+
+    Raises:
+        UserError: It has no full-attention layer, so there is nothing to evict.
+    """
+    modules = [module for _, module in attention_modules(model)]
+    config: Any = decoder_of(model).config
+    if not modules:
+        raise UserError(
+            f"{type(model).__name__} has no full-attention layer (all slide): nothing to evict"
+        )
+    query_heads = int(config.num_attention_heads)
+    dim = getattr(config, "head_dim", None) or config.hidden_size // query_heads
+
+    def output_weight(layer: int) -> Tensor:
+        weight: Tensor = modules[layer].o_proj.weight  # type: ignore[union-attr, assignment]
+        return weight.view(weight.shape[0], query_heads, int(dim)).permute(1, 2, 0)
+
+    return ModelInfo(
+        name=str(getattr(config, "_name_or_path", "")) or type(model).__name__,
+        layers=len(modules),
+        kv_heads=int(config.num_key_value_heads),
+        query_heads=query_heads,
+        head_dim=int(dim),
+        hidden_size=int(config.hidden_size),
+        output_weight=output_weight,
+    )
+
+
+def resolve_model(name: str) -> str:
+    """Give what transformers can load: the shipped reference model's folder, a path, a hub id.
+
+    Raises:
+        UserError: A path that does not exist or holds no config.json.
+    """
+    if name == REFERENCE:
+        from kvbench import reference
+
+        return str(reference.path())
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UserError(f"model {name}: no config.json in that folder")
+        return str(path)
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if looks_local or name.count("/") != 1:
+        raise UserError(
+            f"model {name}: no such folder; reference, a local folder or a hub id "
+            "(organisation/name) would be right"
+        )
+    return name
+
+
+def pick_device(device: str) -> torch.device:
+    """`auto` is a GPU where there is one, else the CPU."""
+    if device != "auto":
+        try:
+            return torch.empty(0, device=device).device
+        except (RuntimeError, AssertionError) as error:
+            reason = str(error).splitlines()[0]
+            raise UserError(f"device {device} cannot be used here: {reason}") from None
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """`auto` is float32 on the CPU and bfloat16 on a GPU."""
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if dtype not in known:
+        raise UserError(f"dtype {dtype}: auto, {', '.join(known)} would be right")
+    return known[dtype]
+
+
+def load_config(name: str, revision: str | None = None) -> Any:
+    """Load a model's configuration without its weights.
+
+    Raises:
+        UserError: It is not there, with the reason in one line.
+    """
+    from transformers import AutoConfig
+
+    return _load(AutoConfig, name, revision)
+
+
+def load_tokenizer(name: str, revision: str | None = None) -> Any:
+    """Load a tokenizer, padding on the left."""
+    from transformers import AutoTokenizer
+
+    return _load(AutoTokenizer, name, revision, padding_side="left")
+
+
+def load_model(
+    name: str, revision: str | None, device: torch.device, dtype: torch.dtype
+) -> nn.Module:
+    """Load a causal language model for inference (never remote code, never pickled weights)."""
+    from transformers import AutoModelForCausalLM
+
+    model = _load(
+        AutoModelForCausalLM,
+        name,
+        revision,
+        dtype=dtype,
+        use_safetensors=True,
+        attn_implementation="sdpa",
+    )
+    model = model.to(device).eval().requires_grad_(False)
+    return model  # type: ignore[no-any-return]
+
+
+def _load(kind: Any, name: str, revision: str | None, **kwargs: Any) -> Any:
+    source = resolve_model(name)
+    try:
+        return kind.from_pretrained(source, revision=revision, **kwargs)
+    except (OSError, ValueError) as error:
+        reason = next((s for s in str(error).splitlines() if s.strip()), type(error).__name__)
+        offline = os.environ.get("HF_HUB_OFFLINE") == "1" and not Path(source).is_dir()
+        hint = " (HF_HUB_OFFLINE=1 is set and it is not in the local cache)" if offline else ""
+        raise UserError(f"model {name} cannot be loaded{hint}: {reason}") from None

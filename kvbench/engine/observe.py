@@ -1,0 +1,163 @@
+"""What is observed during a prefill: the last queries, and the attention that entries receive.
+
+Observers hold one state per layer and replace it, never write into it: a fork shares all states.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+_BLOCK = 1 << 22
+"""Attention weights held at once for each sequence when columns are summed, in float32."""
+
+
+class _Last(NamedTuple):
+    """The last queries of a layer.
+
+    Attributes:
+        query: `[B, H_q, w, d]`, zeros in front where a sequence has fewer.
+        seen: Which of them exist, bool `[B, w]`.
+    """
+
+    query: Tensor
+    seen: Tensor
+
+
+class QueryObserver:
+    """Keeps the last `window` queries of every layer.
+
+    Args:
+        window: How many queries of each sequence; padding is not counted, wherever it stands.
+    """
+
+    def __init__(self, window: int) -> None:
+        self.window = window
+        self._last: dict[int, _Last] = {}
+
+    @torch.no_grad()
+    def update(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        hidden: Tensor,
+        valid: Tensor,
+        scale: float,
+    ) -> None:
+        """Take in one forward of one layer (see `kvbench.plugin.Observer`)."""
+        batch, heads, n, dim = q.shape
+        last = self._last.get(layer)
+        if last is None:
+            empty = q.new_zeros(batch, heads, self.window, dim)
+            last = _Last(empty, valid.new_zeros(batch, self.window))
+        # Padding may lie between old and new. A stable sort by existence brings the queries that
+        # exist to the end and keeps their order.
+        seen = torch.cat([last.seen, valid[:, valid.shape[1] - n :]], 1)
+        order = seen.long().argsort(dim=-1, stable=True)[:, -self.window :]
+        seen = seen.gather(1, order)
+        index = order[:, None, :, None].expand(-1, heads, -1, dim)
+        old = last.query.gather(2, index.clamp(max=self.window - 1))
+        new = q.gather(2, (index - self.window).clamp(min=0))
+        query = torch.where(index < self.window, old, new)
+        self._last[layer] = _Last(query.masked_fill(~seen[:, None, :, None], 0.0), seen)
+
+    def fork(self) -> Self:
+        """Give an observer that may go on without changing this one."""
+        other = type(self)(self.window)
+        other._last = dict(self._last)
+        return other
+
+    def read(self, layer: int) -> Tensor:
+        """Give the last queries, `[B, H_q, window, d]`, newest last, zeros where there is none."""
+        return self._last[layer].query
+
+
+class MassObserver:
+    """Sums the attention that every entry receives, per query head.
+
+    Args:
+        observe: How many of the last queries count, exactly, in however many chunks they came;
+            None: all.
+    """
+
+    def __init__(self, observe: int | None) -> None:
+        self.observe = observe
+        self._queries = None if observe is None else QueryObserver(observe)
+        self._mass: dict[int, Tensor] = {}
+
+    @torch.no_grad()
+    def update(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        hidden: Tensor,
+        valid: Tensor,
+        scale: float,
+    ) -> None:
+        """Take in one forward of one layer (see `kvbench.plugin.Observer`)."""
+        position = (valid.long().cumsum(-1) - 1).masked_fill(~valid, -1)
+        if self._queries is not None:
+            # The window moves on: what its oldest queries gave is not kept apart, so the sum over
+            # the window is made anew. It costs `observe` rows, less than a chunk's own attention.
+            self._queries.update(layer, q, k, v, hidden, valid, scale)
+            last = self._queries._last[layer]
+            behind = torch.arange(last.seen.shape[1] - 1, -1, -1, device=q.device)
+            at = (valid.sum(-1)[:, None] - 1 - behind).masked_fill(~last.seen, -1)
+            self._mass[layer] = column_sums(last.query, k, at, position, scale)
+            return
+        mass = column_sums(q, k, position[:, position.shape[1] - q.shape[2] :], position, scale)
+        before = self._mass.get(layer)
+        if before is not None:
+            mass[..., : before.shape[-1]] += before
+        self._mass[layer] = mass
+
+    def fork(self) -> Self:
+        """Give an observer that may go on without changing this one."""
+        other = type(self)(self.observe)
+        other._mass = dict(self._mass)
+        if self._queries is not None:
+            other._queries = self._queries.fork()
+        return other
+
+    def read(self, layer: int) -> Tensor:
+        """Give the attention that every column received, float32 `[B, H_q, S]`."""
+        return self._mass[layer]
+
+
+def column_sums(q: Tensor, k: Tensor, at: Tensor, position: Tensor, scale: float) -> Tensor:
+    """Sum causal softmax attention over queries, by blocks of queries, each with all keys.
+
+    Exact: a row's softmax is taken over all its keys at once. A block holds
+    `B * H_q * block * S` weights in float32; `2 H_q n S d` flops a sequence.
+
+    Args:
+        q: Queries `[B, H_q, n, d]`.
+        k: Keys `[B, H, S, d]`.
+        at: Logical position of every query, int64 `[B, n]`; -1: it does not exist.
+        position: Logical position of every key, int64 `[B, S]`; -1: it does not exist.
+        scale: Factor of the logits.
+
+    Returns:
+        float32 `[B, H_q, S]`.
+    """
+    batch, query_heads, n = q.shape[:3]
+    heads, columns = k.shape[1:3]
+    transposed = k.float().transpose(-1, -2)
+    total = torch.zeros(batch, heads, query_heads // heads, columns, device=q.device)
+    block = max(1, _BLOCK // (query_heads * columns))
+    for start in range(0, n, block):
+        rows = q[:, :, start : start + block].float() * scale
+        mine = at[:, None, start : start + block, None]
+        seen = (position[:, None, None] <= mine) & (position >= 0)[:, None, None]
+        logits = rows.unflatten(1, (heads, -1)).flatten(2, 3) @ transposed
+        logits = logits.view(batch, heads, -1, rows.shape[2], columns)
+        weights = logits.masked_fill_(~seen[:, :, None], float("-inf")).softmax(-1)
+        # A query that does not exist sees nothing, and its softmax is not a number.
+        total += weights.masked_fill_(~seen[:, :, None], 0.0).sum(3)
+    return total.flatten(1, 2)

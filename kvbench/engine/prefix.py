@@ -1,0 +1,138 @@
+"""One prefill that serves many cells."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from kvbench.budget import Budget
+from kvbench.engine.attention import Forward, attached
+from kvbench.engine.cache import RaggedCache
+from kvbench.engine.compress import Cut, Shared, cut_cache, row_seeds
+from kvbench.engine.models import decoder_of, model_info
+from kvbench.engine.session import observe
+from kvbench.plugin import ModelInfo, Moment, Need, Policy
+
+
+@contextmanager
+def engine(model: nn.Module) -> Iterator[None]:
+    """Put kvbench's attention into a model for as long as prefixes and their caches are used."""
+
+    def before(cache: RaggedCache, forward: Forward) -> None:
+        forward.on_layer = lambda layer, step: (
+            None if layer.packed else observe(cache, forward, layer, step)
+        )
+
+    with attached(model, before, lambda cache, forward: None):
+        yield
+
+
+def forward(
+    model: nn.Module, cache: RaggedCache, ids: Tensor, mask: Tensor | None = None
+) -> Tensor:
+    """Run new tokens on a cache.
+
+    Args:
+        model: The model, inside `engine`.
+        cache: Where they are appended.
+        ids: New tokens `[B, n]`, padded on the left.
+        mask: Which of the new columns are tokens, `[B, n]`; None: all.
+
+    Returns:
+        Logits after the last token, `[B, vocabulary]`.
+    """
+    seen = cache.valid
+    new = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+    columns = new if seen is None else torch.cat([seen, new], 1)
+    padded = cache.padded or mask is not None
+    if padded:
+        position = (columns.long().cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+    else:
+        first = columns.shape[1] - ids.shape[1]
+        position = torch.arange(first, columns.shape[1], device=ids.device)[None]
+    logits: Tensor = model(
+        input_ids=ids,
+        attention_mask=columns.long() if padded else None,
+        position_ids=position,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    ).logits
+    return logits[:, -1]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One cell's wish: compress for this policy and budget at this moment."""
+
+    policy: Policy
+    budget: Budget
+    moment: Moment
+    seed: int
+
+
+class Prefix:
+    """Full K/V and observations of a context, shared by all cells and never changed by them.
+
+    Args:
+        model: The model, inside `engine`.
+        needs: What the cells' policies need observed.
+    """
+
+    def __init__(self, model: nn.Module, needs: Iterable[Need]) -> None:
+        self.model = model
+        self.info: ModelInfo = model_info(model)
+        self.cache = RaggedCache(decoder_of(model).config)
+        self.cache.observers = {need: need.observer(self.info) for need in needs}
+        self.seconds = 0.0
+        self._shared = Shared()
+
+    def extend(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Prefill further tokens `[B, n]`; give the logits after the last, `[B, vocabulary]`."""
+        begin = time.perf_counter()
+        logits = forward(self.model, self.cache, ids, mask)
+        self._shared = Shared()
+        self.seconds += time.perf_counter() - begin
+        return logits
+
+    def fork(self) -> Prefix:
+        """Give a prefix that may be extended alone (K/V so far are shared)."""
+        other = object.__new__(Prefix)
+        other.model, other.info, other.seconds = self.model, self.info, self.seconds
+        other.cache = self.cache.fork()
+        other._shared = Shared()
+        return other
+
+    def compress(
+        self, cells: Sequence[Request], reserve: int | None = None
+    ) -> Iterator[tuple[RaggedCache, float]]:
+        """Make one packed cache per cell, one at a time, each with its seconds.
+
+        Scores that cells share are computed once; a score that reads the budget is not shared.
+
+        Args:
+            cells: What to make.
+            reserve: Rows of room per segment for what will be appended.
+
+        Raises:
+            BudgetError: A policy did not meet its budget.
+        """
+        lengths = self.cache.lengths().tolist()
+        for cell in cells:
+            begin = time.perf_counter()
+            budget = lengths
+            if not cell.policy.is_full:
+                budget = [cell.budget.per_head(n) for n in lengths]
+            seeds = row_seeds(self.cache, cell.seed)
+            cut = Cut(cell.policy, self.cache, self.info, cell.moment, budget, seeds, self._shared)
+            made = self.cache.fork()
+            made.observers = {}
+            for layer in made.ragged:
+                layer.reset()
+            cut_cache(cut, made, reserve)
+            yield made, time.perf_counter() - begin

@@ -1,0 +1,31 @@
+"""Errors that are the user's to mend: one line that says what is wrong and what would be right."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """Bad input. The message is one line; the command line prints it and exits with status 2."""
+
+
+class BudgetError(RuntimeError):
+    """A policy did not hold exactly the entries that its budget allows. The cell fails."""
+
+
+def nearest(name: str, names: Iterable[str], n: int = 3) -> str:
+    """Name the known spellings closest to an unknown one.
+
+    Args:
+        name: What was written.
+        names: What is known.
+        n: How many suggestions at most.
+
+    Returns:
+        `"; did you mean a, b?"`, or an empty string where nothing is close.
+    """
+    known = sorted(set(names))
+    close = difflib.get_close_matches(name, known, n=n, cutoff=0.5)
+    close += [k for k in known if k not in close and name and (k.startswith(name) or name in k)]
+    return f"; did you mean {', '.join(close[:n])}?" if close else ""

@@ -1,0 +1,1 @@
+"""How a plan is carried out: on this machine, one model at a time."""

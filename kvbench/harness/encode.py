@@ -1,0 +1,91 @@
+"""From prompt text to token ids: one tokenisation, parted into context and question."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def split_encode(
+    tokenizer: PreTrainedTokenizerBase, context: str, question: str
+) -> tuple[list[int], list[int]]:
+    """Tokenise a prompt and part it where the context ends.
+
+    The whole string is tokenised once, so that the ids are those a model would be given without any
+    parting. The cut is the token boundary at or before the context's end; a token that straddles it
+    belongs to the question. The tokens that the tokenizer puts first (BOS) are added once, and not
+    at all where the text brings them, as chat templates do. Tokens that it would put last (EOS) are
+    left out: the prompt goes on. A slow tokenizer has no offsets: the parts are tokenised apart.
+
+    Args:
+        tokenizer: Of the model.
+        context: First part of the prompt.
+        question: The rest of it, following directly.
+
+    Returns:
+        Token ids of the context (with BOS), and of the question.
+    """
+    if tokenizer.is_fast:
+        encoded = _encode(tokenizer, context + question, return_offsets_mapping=True)
+        ids: list[int] = encoded["input_ids"]
+        ends = (end for _, end in encoded["offset_mapping"])
+        cut = next((i for i, end in enumerate(ends) if end > len(context)), len(ids))
+        head, tail = ids[:cut], ids[cut:]
+    else:
+        head = _encode(tokenizer, context)["input_ids"] if context else []
+        tail = _encode(tokenizer, question)["input_ids"] if question else []
+    return _begin(tokenizer, head, tail) + head, tail
+
+
+def count_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
+    """Count the tokens of a prompt as `split_encode` would give them."""
+    ids: list[int] = _encode(tokenizer, text)["input_ids"]
+    return len(_begin(tokenizer, ids, [])) + len(ids)
+
+
+def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Hash what decides how a prompt is tokenised, the chat template included.
+
+    Returns:
+        16 hex digits. Padding and truncation settings, which callers change, play no part.
+    """
+    template = json.dumps(tokenizer.chat_template, sort_keys=True)
+    return hashlib.sha256((_model_hash(tokenizer) + template).encode()).hexdigest()[:16]
+
+
+@functools.lru_cache(maxsize=8)
+def _model_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    content: Any
+    if tokenizer.is_fast:
+        content = json.loads(tokenizer.backend_tokenizer.to_str())
+        content = {k: v for k, v in content.items() if k not in ("truncation", "padding")}
+    else:
+        content = [type(tokenizer).__name__, tokenizer.get_vocab(), tokenizer.special_tokens_map]
+    text = json.dumps([content, _leading(tokenizer)], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@functools.lru_cache(maxsize=8)
+def _leading(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The ids that the tokenizer puts before a text: BOS, or nothing."""
+    bare = _encode(tokenizer, "a")["input_ids"]
+    full = tokenizer("a", verbose=False)["input_ids"]
+    for at in range(len(full) - len(bare) + 1):
+        if full[at : at + len(bare)] == bare:
+            return tuple(full[:at])
+    return ()
+
+
+def _begin(tokenizer: PreTrainedTokenizerBase, head: list[int], tail: list[int]) -> list[int]:
+    first = list(_leading(tokenizer))
+    return [] if (head + tail)[: len(first)] == first else first
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str, **options: bool) -> Any:
+    # verbose=False: the tokenizer would warn of prompts beyond its own idea of a maximum.
+    return tokenizer(text, add_special_tokens=False, verbose=False, **options)

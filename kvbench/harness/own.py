@@ -1,0 +1,171 @@
+"""The user's own data as a task: `--task ./mine.jsonl`.
+
+Each line is an object with `context`, `question` and `answers` (a string or a list of strings).
+It may have `metric` (one of `METRICS`; `contains_all` where it is left out), `max_new_tokens` (128)
+and `until` (a string or a list: what ends the answer). Lines with the same context share its
+prefill.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvbench.errors import UserError, nearest
+from kvbench.harness.data import complete, read_rows
+from kvbench.harness.protocol import Benchmark, Doc
+
+_MAX_NEW_TOKENS = 128
+
+
+def own_benchmark(path: str | Path) -> Benchmark:
+    """Make a benchmark of a JSONL file; its one task is named after the file.
+
+    Args:
+        path: The file.
+
+    Raises:
+        UserError: The file cannot be read, or a line is not as it must be; it names the line.
+    """
+    file = Path(path)
+    if not file.stem:
+        raise UserError(f"{path} has no name to call a task by")
+    rows = [_row(row, f"{file}:{number}") for number, row in read_rows(file)]
+    if not rows:
+        raise UserError(f"{file} has no rows")
+    metrics = {row["metric"] for row in rows}
+    return Benchmark(
+        name="own",
+        leaves=(file.stem,),
+        docs=functools.partial(_docs, rows),
+        yaml=Path(__file__).parent,
+        summary=f"the rows of {file}",
+        source=str(file),
+        metric=metrics.pop() if len(metrics) == 1 else "score",
+        sized=False,
+    )
+
+
+def _docs(rows: list[Doc], leaf: str, **_: Any) -> list[Doc]:
+    return rows
+
+
+def _row(row: Any, where: str) -> Doc:
+    """Check a line and bring it into the form of `Benchmark.docs`."""
+    if not isinstance(row, dict):
+        raise UserError(f"{where}: must be an object with context, question and answers")
+    for name in ("context", "question", "answers"):
+        if name not in row:
+            raise UserError(f"{where}: {name!r} is missing{_spelt(name, row)}")
+    for name in ("context", "question"):
+        if not isinstance(row[name], str) or not row[name].strip():
+            raise UserError(f"{where}: {name!r} must be a text that is not empty")
+    answers = [row["answers"]] if isinstance(row["answers"], str) else row["answers"]
+    if not isinstance(answers, list) or not answers or not all(map(_filled, answers)):
+        raise UserError(f"{where}: 'answers' must be a text or a list of texts that are not empty")
+    metric = row.get("metric", "contains_all")
+    if metric not in METRICS:
+        hint = nearest(str(metric), METRICS) or f"; there are {', '.join(METRICS)}"
+        raise UserError(f"{where}: unknown metric {metric!r}{hint}")
+    limit = row.get("max_new_tokens", _MAX_NEW_TOKENS)
+    if type(limit) is not int or limit < 1:
+        raise UserError(f"{where}: 'max_new_tokens' must be a whole number of at least 1")
+    until = row.get("until", [])
+    until = [until] if isinstance(until, str) else until
+    if not isinstance(until, list) or not all(map(_filled, until)):
+        raise UserError(f"{where}: 'until' must be a text or a list of texts that are not empty")
+    parted = row["context"][-1].isspace() or row["question"][0].isspace()
+    doc = {
+        "context": row["context"] + ("" if parted else "\n"),
+        "question": row["question"],
+        "outputs": answers,
+        "metric": metric,
+        "max_new_tokens": limit,
+        "until": until,
+    }
+    return complete(doc, where)
+
+
+def _filled(value: object) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _spelt(name: str, row: dict[str, Any]) -> str:
+    hint = nearest(name, map(str, row), n=1)
+    return hint.replace("did you mean", "it has").rstrip("?") if hint else ""
+
+
+# --- metrics --------------------------------------------------------------------------------------
+
+
+def process_results(doc: Doc, results: list[str]) -> dict[str, float]:
+    """Score a response with the metric that its row names; called by lm-eval."""
+    value = METRICS[doc["metric"]](results[0], doc["outputs"])
+    return {"score": value, doc["metric"]: value}
+
+
+def contains_all(response: str, answers: Sequence[str]) -> float:
+    """The share of the answers that the response contains, whatever their case."""
+    low = response.lower()
+    return sum(answer.lower() in low for answer in answers) / len(answers)
+
+
+def exact(response: str, answers: Sequence[str]) -> float:
+    """1 if the response is one of the answers, but for case, punctuation, articles and spaces."""
+    return float(_words(response) in [_words(answer) for answer in answers])
+
+
+def f1(response: str, answers: Sequence[str]) -> float:
+    """F1 of the words shared with the best answer, as SQuAD defines it (arXiv:1606.05250)."""
+    return max(_f1(_words(response), _words(answer)) for answer in answers)
+
+
+def rouge_l(response: str, answers: Sequence[str]) -> float:
+    """F1 of the longest common subsequence of words with the best answer (ROUGE-L, unstemmed)."""
+    scores = []
+    for answer in answers:
+        a = re.findall(r"[a-z0-9]+", response.lower())
+        b = re.findall(r"[a-z0-9]+", answer.lower())
+        scores.append(_harmonic(_common_subsequence(a, b), len(a), len(b)))
+    return max(scores)
+
+
+METRICS: dict[str, Callable[[str, Sequence[str]], float]] = {
+    "contains_all": contains_all,
+    "exact": exact,
+    "f1": f1,
+    "rougeL": rouge_l,
+}
+
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def _words(text: str) -> list[str]:
+    words = text.lower().translate(_PUNCTUATION).split()
+    return [word for word in words if word not in ("a", "an", "the")]
+
+
+def _f1(a: list[str], b: list[str]) -> float:
+    if not a or not b:
+        return float(a == b)
+    return _harmonic((Counter(a) & Counter(b)).total(), len(a), len(b))
+
+
+def _harmonic(shared: int, a: int, b: int) -> float:
+    return 2 * shared / (a + b) if shared else 0.0
+
+
+def _common_subsequence(a: Sequence[str], b: Sequence[str]) -> int:
+    row = [0] * (len(b) + 1)
+    for word in a:
+        diagonal = 0
+        for j, other in enumerate(b, 1):
+            above = row[j]
+            row[j] = diagonal + 1 if word == other else max(above, row[j - 1])
+            diagonal = above
+    return row[-1]

@@ -1,0 +1,197 @@
+"""What a benchmark is, and what a harness gives the runner: prompts, and a scorer of responses.
+
+A harness never sees a model. The runner takes `LoadedTask.requests`, has the engine answer them,
+and calls `LoadedTask.score` on the responses it has, at any time and as often as it likes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kvbench.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Key = tuple[str, int, int]
+"""A response's key within a cell: (sample_id, question_id, repeat)."""
+
+Doc = dict[str, Any]
+"""A row of a task's data. See `Benchmark.docs`."""
+
+DocsHook = Callable[..., "list[Doc] | Path"]
+
+LEXICONS = ("natural", "reference")
+
+
+class NeedsHub(UserError):
+    """A task's data cannot be had here, mostly for want of the hub. The runner drops the leaf."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One question about one context.
+
+    `context + question` is the whole prompt, with few-shot examples, chat template and answer
+    prefix applied; the question follows the context directly.
+
+    Attributes:
+        task: Leaf name.
+        sample_id: Name of the sample, unique in the task together with `question_id`.
+        doc_id: Index of the sample's row in the task's data.
+        question_id: Counts the questions about one context, from 0.
+        context_id: Hash of the context; statistics cluster by it.
+        context: The part of the prompt whose cache is compressed.
+        question: The rest of the prompt.
+        until: Strings that end the answer.
+        max_new_tokens: Limit of the answer, in tokens.
+        target: The reference answers.
+        extra: What a report may group by, e.g. `depth` (percent) of a needle.
+    """
+
+    task: str
+    sample_id: str
+    doc_id: int
+    question_id: int
+    context_id: str
+    context: str
+    question: str
+    until: tuple[str, ...]
+    max_new_tokens: int
+    target: tuple[str, ...]
+    extra: Mapping[str, str | int | float] = field(default_factory=dict)
+
+
+@dataclass
+class LoadedTask(ABC):
+    """The prompts of a leaf task at one length, and its scorer.
+
+    Attributes:
+        name: Leaf name.
+        group: Name of the benchmark.
+        version: Version of the task; with the data hash it says what was asked.
+        data_hash: 16 hex digits over task version, tokenizer, length, seed and lexicon, or, for
+            data that is not generated, over the content. Never over the number of samples.
+        metric: Name of the metric.
+        higher_is_better: Whether more is better.
+        chance: Score of a responder that has not seen the context.
+        length: Tokens that prompt and answer may take, or 0 where the data is not sized.
+        requests: Ordered by sample; those of one context are adjacent.
+    """
+
+    name: str
+    group: str
+    version: str
+    data_hash: str
+    metric: str
+    higher_is_better: bool
+    chance: float
+    length: int
+    requests: list[Request]
+
+    @abstractmethod
+    def score(self, responses: Mapping[Key, str]) -> tuple[dict[Key, float], float]:
+        """Score the responses that there are.
+
+        Args:
+            responses: Response text by (sample_id, question_id, repeat); any subset of the samples.
+
+        Returns:
+            The score of each response, and the harness's aggregate over them (NaN for none).
+
+        Raises:
+            KeyError: A key that is not of this task.
+        """
+
+
+class Harness(Protocol):
+    """Loads tasks. `kvbench.harness.lm_eval.LmEvalHarness` is one."""
+
+    name: str
+
+    def load(
+        self,
+        task: str,
+        *,
+        length: int,
+        samples: int,
+        seed: int,
+        tokenizer: PreTrainedTokenizerBase,
+        tokenizer_id: str,
+        lexicon: str,
+        chat_template: bool,
+        cache_dir: Path,
+    ) -> LoadedTask:
+        """Load a leaf task.
+
+        Args:
+            task: Leaf name, or the path of the user's own `.jsonl`.
+            length: Tokens of context + question + answer at most.
+            samples: How many samples; the first of a larger number are the same.
+            seed: Seed of the data.
+            tokenizer: Sizes the prompts and applies the chat template.
+            tokenizer_id: What the tokenizer is called in messages; its content is hashed.
+            lexicon: "natural" (real models) or "reference" (the shipped tiny model).
+            chat_template: Whether to apply the tokenizer's chat template.
+            cache_dir: Where generated data is kept.
+
+        Raises:
+            NeedsHub: The data lies on the hub, which is not to be had.
+            UserError: The task is unknown, or does not fit into `length`.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A group of tasks: the value of a `kvbench.tasks` entry point, built in or a third party's.
+
+    Attributes:
+        name: Name of the group, e.g. "ruler".
+        leaves: Names of its tasks, unique over all benchmarks.
+        docs: `docs(leaf, *, length, samples, seed, tokenizer, lexicon, cache_dir, size)` gives the
+            data. Sized: the first `samples` rows, of which row i must not depend on `samples`;
+            `size(context, question, gen_prefix="")` counts the tokens of the prompt as the model
+            will see it, chat template and BOS included, and prompt and answer must fit into
+            `length`. Not sized: all rows, or the path of a JSONL that holds them. A row has
+            `context` (str), `question` (str), `outputs` (list of str), and may have `gen_prefix`
+            (str: start of the answer, given in the prompt), `max_new_tokens` (int), `until` (list
+            of str), `variant` (str: which data it is, where that differs between machines; joins
+            the version) and `extra` (mapping; becomes `Request.extra`). Further fields are for the
+            YAML and must be of one type in all rows. It raises `NeedsHub` where data cannot be had;
+            the message goes on from "<leaf> is left out: ".
+        yaml: Folder with lm-eval's task YAML: `<leaf>.yaml`, or `<name>.yaml` for all leaves. Its
+            `doc_to_text` holds `{{context}}<|kvb_split|>{{question}}`.
+        version: Version of the data and the prompts.
+        summary: One line.
+        source: URL or paper.
+        licence: SPDX name of the licence of prompts and data.
+        needs_hub: Leaves that need the Hugging Face hub.
+        harness: Name of the harness.
+        metric: Which metric of the YAML is the score; `metric,filter` where it has several filters.
+        chance: Score of a responder that has not seen the context.
+        default_lengths: Lengths to run where the user names none.
+        sized: Whether `length` plays a part. The user's own data is not sized: its cells have
+            length 0, whatever `--length` says.
+        lexicons: The lexicons that the benchmark has prompts for.
+    """
+
+    name: str
+    leaves: tuple[str, ...]
+    docs: DocsHook
+    yaml: Path
+    version: str = "1"
+    summary: str = ""
+    source: str = ""
+    licence: str = ""
+    needs_hub: frozenset[str] = frozenset()
+    harness: str = "lm_eval"
+    metric: str = "score"
+    chance: float = 0.0
+    default_lengths: tuple[int, ...] = (1024,)
+    sized: bool = True
+    lexicons: tuple[str, ...] = LEXICONS

@@ -1,0 +1,152 @@
+"""What `kvbench list` shows: a record for every policy, task and model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from kvbench import registry
+from kvbench.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Record = dict[str, Any]
+"""Column names to values that JSON can hold."""
+
+
+def policies() -> tuple[list[Record], list[str]]:
+    """Every registered policy with its paper, its parts and its parameters.
+
+    Returns:
+        The records, and a line for each policy whose package does not import.
+    """
+    from kvbench.spelling import KINDS, policy
+
+    records: list[Record] = []
+    failed: list[str] = []
+    for name in registry.names(registry.POLICIES):
+        try:
+            found = policy(name)
+        except UserError as error:
+            failed.append(str(error))
+            continue
+        parts = {kind: part for kind in KINDS if (part := getattr(found, kind)) is not None}
+        parameters = [part.parameters() for part in parts.values()]
+        records.append(
+            {
+                "name": name,
+                "is": str(found),
+                "summary": found.summary,
+                "paper": found.paper,
+                "parts": {} if found.is_full else {k: p.name for k, p in parts.items()},
+                "parameters": {}
+                if found.is_full
+                else {k: v for p in parameters for k, v in p.items()},
+                "package": registry.origin(registry.POLICIES, name),
+            }
+        )
+    return records, failed
+
+
+def tasks() -> tuple[list[Record], list[str]]:
+    """Every registered benchmark with its tasks.
+
+    Returns:
+        The records, and a line for each benchmark whose package does not import.
+    """
+    groups, failed = registry.benchmarks()
+    records = [
+        {
+            "name": name,
+            "tasks": list(group.leaves),
+            "needs_hub": [leaf for leaf in group.leaves if leaf in group.needs_hub],
+            "harness": group.harness,
+            "metric": group.metric,
+            "summary": group.summary,
+            "source": group.source,
+            "licence": group.licence,
+            "package": registry.origin(registry.TASKS, name),
+        }
+        for name, group in groups.items()
+    ]
+    return records, failed
+
+
+def models() -> tuple[list[Record], list[str]]:
+    """The reference model and the families that are tested.
+
+    Returns:
+        The records, and no line: nothing can fail.
+    """
+    from kvbench.engine.models import FAMILIES
+
+    shipped = {
+        "name": "reference",
+        "note": "shipped in the package, no network and no GPU; its scores are about policies",
+    }
+    return [shipped, *({"name": k, "note": v} for k, v in FAMILIES.items())], []
+
+
+KINDS: dict[str, Callable[[], tuple[list[Record], list[str]]]] = {
+    "policies": policies,
+    "tasks": tasks,
+    "models": models,
+}
+
+
+def records(kind: str) -> tuple[list[Record], list[str]]:
+    """The records of a kind, and a line for each plugin that does not import.
+
+    Args:
+        kind: `policies`, `tasks` or `models`.
+
+    Raises:
+        UserError: There is no such kind.
+    """
+    if kind not in KINDS:
+        hint = nearest(kind, KINDS) or f"; there are {', '.join(KINDS)}"
+        raise UserError(f"cannot list {kind!r}{hint}")
+    return KINDS[kind]()
+
+
+def table(kind: str, rows: list[Record]) -> Table:
+    """The records of a kind as a table for the terminal."""
+    from rich.table import Table
+    from rich.text import Text
+
+    columns, row_of = _TABLES[kind]
+    result = Table(box=None, pad_edge=False, header_style="bold")
+    for number, column in enumerate(columns):
+        result.add_column(column, overflow="fold", no_wrap=number == 0)
+    for row in rows:
+        result.add_row(*(Text(cell) for cell in row_of(row)))
+    return result
+
+
+def _policy_row(row: Record) -> list[str]:
+    alias = f"the same as {row['is']}; " if row["is"] != row["name"] else ""
+    lines = [alias + row["summary"], row["paper"], _pairs(row["parts"]), _pairs(row["parameters"])]
+    return [row["name"], "\n".join(line for line in lines if line)]
+
+
+def _pairs(values: Record) -> str:
+    return " ".join(f"{key}={'none' if value is None else value}" for key, value in values.items())
+
+
+def _task_row(row: Record) -> list[str]:
+    hub = ", ".join(row["needs_hub"]) or "no"
+    if row["needs_hub"] == row["tasks"]:
+        hub = "yes"
+    return [row["name"], ", ".join(row["tasks"]), hub, row["harness"], row["summary"]]
+
+
+def _model_row(row: Record) -> list[str]:
+    return [row["name"], row["note"]]
+
+
+_TABLES: dict[str, tuple[tuple[str, ...], Callable[[Record], list[str]]]] = {
+    "policies": (("policy", "what it keeps, paper, parts, parameters with defaults"), _policy_row),
+    "tasks": (("group", "tasks", "needs the hub", "harness", "about"), _task_row),
+    "models": (("model", "what to know"), _model_row),
+}

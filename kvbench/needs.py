@@ -1,0 +1,114 @@
+"""What a policy may know of the model, and what the engine observes for it.
+
+Re-exported by `kvbench.plugin`, the page that a plugin author reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol, Self
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What a policy may know of the model.
+
+    `output_weight(layer)` gives the output projection of a layer as `[H_q, d, d_model]`, one slice
+    per query head (a view of the model's own weight, in its dtype, without a copy).
+    """
+
+    name: str
+    layers: int
+    kv_heads: int
+    query_heads: int
+    head_dim: int
+    hidden_size: int
+    output_weight: Callable[[int], Tensor] = field(compare=False, repr=False)
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head, `G`."""
+        return self.query_heads // self.kv_heads
+
+
+class Observer(Protocol):
+    """Accumulates one kind of observation over the forwards of a prefill, for all layers."""
+
+    def update(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        hidden: Tensor,
+        valid: Tensor,
+        scale: float,
+    ) -> None:
+        """Take in one forward of one layer.
+
+        Args:
+            layer: Index among the full-attention layers.
+            q: New queries after RoPE, `[B, H_q, n, d]`.
+            k: All keys so far, the new ones last, `[B, H, S, d]`.
+            v: All values so far, `[B, H, S, d]`.
+            hidden: New hidden states that enter the attention block, `[B, n, d_model]`.
+            valid: Which columns are tokens and not padding, bool `[B, S]`.
+            scale: Factor of the logits, usually `1 / sqrt(d)`.
+        """
+        ...
+
+    def fork(self) -> Self:
+        """Give an observer that may go on without changing this one."""
+        ...
+
+    def read(self, layer: int) -> Tensor:
+        """Give what was observed in a layer; the `Need` says in which shape."""
+        ...
+
+
+@dataclass(frozen=True)
+class Need:
+    """Something that the engine observes for a part. Hashable; equal needs are observed once."""
+
+    per_entry: ClassVar[bool] = False
+    """Aligned with the cache entries on its last axis."""
+
+    def observer(self, model: ModelInfo) -> Observer:
+        """Make the observer that serves this need."""
+        raise NotImplementedError(f"{type(self).__name__} names no observer")
+
+
+@dataclass(frozen=True)
+class Queries(Need):
+    """The last `window` queries after RoPE, `[B, H_q, window, d]`, newest last.
+
+    A row with fewer tokens has zeros in front; `View.window_logits` masks them.
+    """
+
+    window: int = 32
+
+    def observer(self, model: ModelInfo) -> Observer:
+        from kvbench.engine.observe import QueryObserver
+
+        return QueryObserver(self.window)
+
+
+@dataclass(frozen=True)
+class AttentionMass(Need):
+    """Attention that every entry received, summed over queries, float32 `[B, H_q, n]`.
+
+    Exact column sums by blocks of queries, never a `T x T` matrix. `observe` counts only that many
+    last queries (None: all). At decode it is the mass of the step's new queries alone: a policy
+    accumulates it in its extras.
+    """
+
+    observe: int | None = None
+    per_entry: ClassVar[bool] = True
+
+    def observer(self, model: ModelInfo) -> Observer:
+        from kvbench.engine.observe import MassObserver
+
+        return MassObserver(self.observe)

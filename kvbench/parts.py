@@ -1,0 +1,131 @@
+"""The generic parts: uniform allocation, top-k selection, and a score made from a function."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from kvbench.errors import UserError
+from kvbench.plugin import Allocator, Score, Scored, Scores, Selector, View
+
+
+def rank_entries(scores: Scores, valid: Tensor) -> Tensor:
+    """Order the entries of every head from the most to the least worth keeping.
+
+    Protected entries come first, by class and then recency; the others by value, ties to the more
+    recent entry, so that the order does not depend on the backend; what is not valid comes last.
+
+    Args:
+        scores: Values and protection classes, `[B, H, n]`.
+        valid: Which entries exist, bool `[B, H, n]`.
+
+    Returns:
+        Rank of every entry, int64 `[B, H, n]`; 0 is kept first.
+    """
+    n = valid.shape[-1]
+    classes = scores.protect.to(torch.int8).masked_fill(~valid, -1).flip(-1)
+    value = scores.value.masked_fill(~valid, float("-inf")).flip(-1)
+    # Flipped, so that a stable sort leaves the more recent of two equals in front.
+    value = value.masked_fill(classes > 0, 0.0)
+    by_value = value.argsort(dim=-1, descending=True, stable=True)
+    by_class = classes.gather(-1, by_value).argsort(dim=-1, descending=True, stable=True)
+    order = n - 1 - by_value.gather(-1, by_class)
+    rank = torch.empty_like(order)
+    return rank.scatter_(-1, order, torch.arange(n, device=order.device).expand_as(order))
+
+
+@dataclass(frozen=True)
+class TopK(Selector):
+    """The entries of largest value, protected ones first, ties to the more recent token."""
+
+    name: ClassVar[str] = "topk"
+
+    def select(self, v: View, scores: Scores, share: Tensor) -> Tensor:
+        """Choose exactly `share` valid entries per head, bool `[B, H, n]`."""
+        return (rank_entries(scores, v.valid) < share[..., None]) & v.valid
+
+
+def spread_evenly(total: Tensor, heads: int) -> Tensor:
+    """Spread integer totals evenly, the remainder to the first heads.
+
+    Args:
+        total: int64 `[...]`.
+        heads: Number of shares.
+
+    Returns:
+        int64 `[..., heads]` summing to `total`.
+    """
+    index = torch.arange(heads, device=total.device)
+    return total[..., None] // heads + (index < (total % heads)[..., None])
+
+
+def portion(count: Tensor, ratio: float, heads: int = 1) -> Tensor:
+    """Give `floor(ratio * count / heads)` in exact arithmetic: 0.29 of 100 is 29.
+
+    Args:
+        count: int64, any shape.
+        ratio: In [0, 1], read as it is written (to six digits where it has more).
+        heads: Divides the count.
+    """
+    exact = Fraction(str(ratio)).limit_denominator(1_000_000)
+    return count * exact.numerator // (exact.denominator * heads)
+
+
+@dataclass(frozen=True)
+class Uniform(Allocator):
+    """Every KV head of every layer gets the same share."""
+
+    name: ClassVar[str] = "uniform"
+
+    def allocate(self, layers: Sequence[Scored], total: Tensor) -> Tensor:
+        """Spread a total over the heads, int64 `[B, len(layers), H]`."""
+        heads = layers[0].view.model.kv_heads
+        shares = spread_evenly(total, len(layers) * heads)
+        return shares.view(-1, len(layers), heads)
+
+
+@dataclass(frozen=True)
+class FunctionScore(Score):
+    """A score that is one function of a `View`; its keyword parameters are the policy's."""
+
+    function: Callable[..., Tensor | Scores]
+    keywords: tuple[tuple[str, Any], ...] = ()
+
+    @classmethod
+    def of(cls, function: Callable[..., Tensor | Scores]) -> FunctionScore:
+        """Wrap a function.
+
+        Raises:
+            UserError: It takes no view, or a further parameter has no default.
+        """
+        parameters = list(inspect.signature(function).parameters.values())
+        if not parameters:
+            raise UserError(f"{function.__name__} takes no argument; a score takes a View")
+        for p in parameters[1:]:
+            if p.default is p.empty:
+                raise UserError(f"parameter {p.name} of {function.__name__} needs a default")
+        return cls(function, tuple((p.name, p.default) for p in parameters[1:]))
+
+    def parameters(self) -> dict[str, Any]:
+        """The function's keyword parameters."""
+        return dict(self.keywords)
+
+    def parameter_types(self) -> dict[str, Any]:
+        """Types from the annotations, or from the defaults where there is none."""
+        hints = typing.get_type_hints(self.function)
+        return {k: hints.get(k, type(value)) for k, value in self.keywords}
+
+    def replace(self, **changes: Any) -> Self:
+        """Give a copy with other keyword parameters."""
+        return type(self)(self.function, tuple({**self.parameters(), **changes}.items()))
+
+    def score(self, v: View) -> Scores | Tensor:
+        """Call the function."""
+        return self.function(v, **self.parameters())

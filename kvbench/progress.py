@@ -1,0 +1,173 @@
+"""How a run says how far it is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+class Reporter(Protocol):
+    """What the runner tells. It may start several stretches of work, one after the other."""
+
+    def start(self, total_units: int, description: str) -> None:
+        """Begin a stretch of work; an unfinished one ends.
+
+        Args:
+            total_units: Units of work to come, for example responses.
+            description: What is done, in a few words.
+        """
+        ...
+
+    def advance(self, n: int = 1) -> None:
+        """Count `n` more units as done."""
+        ...
+
+    def message(self, text: str) -> None:
+        """Say a line that stays."""
+        ...
+
+    def stop(self) -> None:
+        """End the stretch of work, finished or not. May be called at any time, and twice."""
+        ...
+
+
+class Silent:
+    """Says nothing."""
+
+    def start(self, total_units: int, description: str) -> None:
+        """See `Reporter`."""
+
+    def advance(self, n: int = 1) -> None:
+        """See `Reporter`."""
+
+    def message(self, text: str) -> None:
+        """See `Reporter`."""
+
+    def stop(self) -> None:
+        """See `Reporter`."""
+
+
+class Lines:
+    """A plain line now and then, for logs and pipes.
+
+    Args:
+        write: Takes a line.
+        every: Seconds between two lines at least.
+        clock: Gives seconds.
+    """
+
+    def __init__(
+        self,
+        write: Callable[[str], None],
+        every: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._write = write
+        self._every = every
+        self._clock = clock
+        self._running = False
+        self._description = ""
+        self._done = self._total = 0
+        self._began = self._said = 0.0
+
+    def start(self, total_units: int, description: str) -> None:
+        """See `Reporter`."""
+        self.stop()
+        self._running, self._description = True, description
+        self._done, self._total = 0, total_units
+        self._began = self._said = self._clock()
+
+    def advance(self, n: int = 1) -> None:
+        """See `Reporter`."""
+        self._done += n
+        now = self._clock()
+        if self._running and self._done < self._total and now - self._said >= self._every:
+            self._said = now
+            left = (now - self._began) / self._done * (self._total - self._done)
+            self._write(f"{self._description}: {self._done}/{self._total}, {duration(left)} left")
+
+    def message(self, text: str) -> None:
+        """See `Reporter`."""
+        self._write(text)
+
+    def stop(self) -> None:
+        """See `Reporter`."""
+        if self._running and self._done:
+            spent = duration(self._clock() - self._began)
+            self._write(f"{self._description}: {self._done}/{self._total} in {spent}")
+        self._running = False
+
+
+class Bar:
+    """A progress bar with the time left, for terminals.
+
+    Args:
+        console: Where to draw.
+    """
+
+    def __init__(self, console: Console) -> None:
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+
+        self._console = console
+        self._columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(elapsed_when_finished=False),
+        )
+        self._make = Progress
+        self._bar: Progress | None = None
+
+    def start(self, total_units: int, description: str) -> None:
+        """See `Reporter`."""
+        self.stop()
+        self._bar = self._make(*self._columns, console=self._console)
+        self._bar.add_task(description, total=total_units)
+        self._bar.start()
+
+    def advance(self, n: int = 1) -> None:
+        """See `Reporter`."""
+        if self._bar is not None:
+            self._bar.advance(self._bar.task_ids[0], n)
+
+    def message(self, text: str) -> None:
+        """See `Reporter`."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def stop(self) -> None:
+        """See `Reporter`."""
+        if self._bar is not None:
+            self._bar.stop()
+        self._bar = None
+
+
+def duration(seconds: float) -> str:
+    """Seconds as `42 s`, `3 min 20 s` or `2 h 5 min`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min"
+
+
+def reporter(console: Console) -> Reporter:
+    """A bar where the console is a terminal, else plain lines."""
+    if console.is_terminal:
+        return Bar(console)
+    return Lines(lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True))

@@ -1,0 +1,19 @@
+"""The reference model that ships with kvbench.
+
+A Qwen3-architecture model of about one million parameters, trained from nothing on the small
+language of :mod:`kvbench.reference.grammar`. It exists so that every KV-cache eviction method can
+be compared in seconds on a laptop, without a download. The folder :func:`path` returns loads with
+``AutoModelForCausalLM.from_pretrained`` and ``AutoTokenizer.from_pretrained``, offline. The model
+card in that folder says how well it does and what its figures can and cannot predict.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+NAME = "reference-1"
+
+
+def path() -> Path:
+    """Return the folder with the weights, configuration and tokenizer of the reference model."""
+    return Path(__file__).resolve().parent / NAME

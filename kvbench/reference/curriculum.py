@@ -1,0 +1,258 @@
+"""The curriculum that produced the shipped weights: what the model is shown, in which order.
+
+The stages are read by :mod:`kvbench.reference.train`. Why they look as they do: retrieval by
+content forms suddenly, after one to two million tokens of short sequences full of questions;
+several values of a key and chains of variables need an easy start (two values, one hop); once a
+skill works at 160 tokens, 2048 is nearly free; and the decay of the learning rate at the end is
+worth 15 to 25 points on everything that counts or enumerates.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from kvbench.reference.samples import Knobs
+
+_FULL = Knobs()
+
+
+@dataclasses.dataclass(frozen=True)
+class Feed:
+    """One part of every step.
+
+    Attributes:
+        tokens: tokens a step, padding included.
+        lengths: sequence lengths, of which each step takes one at random; repeats add weight.
+        mix: share of each task in the rows.
+        weight: share of the feed in the loss of the step, on any scale.
+    """
+
+    tokens: int
+    lengths: tuple[int, ...]
+    mix: Mapping[str, float]
+    weight: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """A stretch of training.
+
+    Attributes:
+        name: for the log.
+        tokens: how many tokens it lasts.
+        rate: factor on the full learning rates (Muon 0.02, AdamW 0.002) at its start and its end,
+            linear in between.
+        feeds: what every step is made of.
+        knobs: difficulty of the samples.
+    """
+
+    name: str
+    tokens: int
+    rate: tuple[float, float]
+    feeds: tuple[Feed, ...]
+    knobs: Knobs = _FULL
+
+
+_EASY = Knobs(values=(2, 2), hops=(0, 1), long_hops=0, items=8, copied=24, questions=16)
+_MIDDLE = Knobs(values=(2, 3), hops=(0, 3), long_hops=8, items=16, copied=48)
+
+CURRICULUM: tuple[Stage, ...] = (
+    Stage(
+        "warm-up",
+        1_706_816,
+        (1.0, 1.0),
+        (
+            Feed(
+                4096,
+                (64, 96),
+                {"repeat": 0.12, "multikey": 0.5, "mixed": 0.2, "multiquery": 0.1, "copy": 0.08},
+            ),
+        ),
+        _EASY,
+    ),
+    Stage(
+        "induction",
+        3_000_000,
+        (1.0, 1.0),
+        (
+            Feed(
+                4096,
+                (32, 32, 48, 64),
+                {"repeat": 0.35, "multikey": 0.55, "copy": 0.1},
+            ),
+        ),
+        _EASY,
+    ),
+    Stage(
+        "retrieval",
+        1_944_976,
+        (0.85, 0.7851675),
+        (
+            Feed(
+                5120,
+                (96, 128, 160),
+                {
+                    "repeat": 0.02,
+                    "multikey": 0.35,
+                    "mixed": 0.25,
+                    "multiquery": 0.1,
+                    "vt": 0.1,
+                    "multivalue": 0.08,
+                    "copy": 0.04,
+                    "uuid": 0.06,
+                },
+            ),
+        ),
+        _EASY,
+    ),
+    Stage(
+        "retrieval, slower",
+        255_024,
+        (0.7615920, 0.75),
+        (
+            Feed(
+                5120,
+                (96, 128, 160),
+                {
+                    "repeat": 0.02,
+                    "multikey": 0.35,
+                    "mixed": 0.25,
+                    "multiquery": 0.1,
+                    "vt": 0.1,
+                    "multivalue": 0.08,
+                    "copy": 0.04,
+                    "uuid": 0.06,
+                },
+            ),
+        ),
+        _EASY,
+    ),
+    Stage(
+        "enumeration",
+        3_500_000,
+        (0.75, 0.75),
+        (
+            Feed(
+                5120,
+                (128, 160, 224),
+                {
+                    "multikey": 0.18,
+                    "mixed": 0.17,
+                    "multiquery": 0.06,
+                    "vt": 0.17,
+                    "multivalue": 0.22,
+                    "list": 0.06,
+                    "copy": 0.04,
+                    "uuid": 0.06,
+                    "dialogue": 0.04,
+                },
+                0.85,
+            ),
+            Feed(1024, (128,), {"cwe": 0.5, "fwe": 0.5}, 0.15),
+        ),
+        _EASY,
+    ),
+    Stage(
+        "longer",
+        3_337_648,
+        (0.75, 0.7166235),
+        (
+            Feed(
+                6144,
+                (256, 256, 384, 512),
+                {
+                    "single": 0.02,
+                    "multikey": 0.14,
+                    "mixed": 0.18,
+                    "multiquery": 0.07,
+                    "vt": 0.17,
+                    "multivalue": 0.22,
+                    "list": 0.06,
+                    "copy": 0.04,
+                    "uuid": 0.06,
+                    "dialogue": 0.04,
+                },
+                0.8,
+            ),
+            Feed(2048, (128, 256), {"cwe": 0.5, "fwe": 0.5}, 0.2),
+        ),
+        _MIDDLE,
+    ),
+    Stage(
+        "counting",
+        2_662_352,
+        (0.7221863, 0.7),
+        (
+            Feed(
+                5120,
+                (256, 256, 384, 512),
+                {
+                    "single": 0.02,
+                    "multikey": 0.12,
+                    "mixed": 0.18,
+                    "multiquery": 0.07,
+                    "vt": 0.17,
+                    "multivalue": 0.27,
+                    "list": 0.04,
+                    "copy": 0.04,
+                    "uuid": 0.06,
+                    "dialogue": 0.04,
+                },
+                0.7,
+            ),
+            Feed(3072, (128, 256, 256), {"cwe": 0.45, "fwe": 0.55}, 0.3),
+        ),
+        _MIDDLE,
+    ),
+    Stage(
+        "long",
+        5_500_000,
+        (0.7, 0.6),
+        (
+            Feed(
+                5120,
+                (256, 512, 512, 1024),
+                {
+                    "single": 0.06,
+                    "multikey": 0.12,
+                    "mixed": 0.15,
+                    "multiquery": 0.07,
+                    "vt": 0.16,
+                    "multivalue": 0.27,
+                    "list": 0.04,
+                    "copy": 0.05,
+                    "uuid": 0.06,
+                    "dialogue": 0.04,
+                },
+                0.7,
+            ),
+            Feed(3072, (128, 256, 512), {"cwe": 0.45, "fwe": 0.55}, 0.3),
+        ),
+    ),
+    Stage(
+        "decay",
+        15_000_000,
+        (0.6, 0.01),
+        (
+            Feed(
+                5120,
+                (128, 256, 512, 512, 1024, 2048),
+                {
+                    "single": 0.06,
+                    "multikey": 0.13,
+                    "mixed": 0.14,
+                    "multiquery": 0.07,
+                    "vt": 0.16,
+                    "multivalue": 0.27,
+                    "list": 0.05,
+                    "copy": 0.05,
+                    "uuid": 0.06,
+                    "dialogue": 0.04,
+                },
+                0.7,
+            ),
+            Feed(3072, (128, 256, 512, 512, 1024, 2048), {"cwe": 0.5, "fwe": 0.5}, 0.3),
+        ),
+    ),
+)

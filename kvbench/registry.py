@@ -1,0 +1,228 @@
+"""Finds plugins: what installed packages register as entry points, and what a user's file holds."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import sys
+import traceback
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvbench.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from kvbench.harness.protocol import Benchmark
+
+POLICIES = "kvbench.policies"
+PARTS = "kvbench.parts"
+TASKS = "kvbench.tasks"
+
+_KIND = {POLICIES: "policy", PARTS: "part", TASKS: "task"}
+
+
+@functools.cache
+def _entries(group: str) -> dict[str, tuple[EntryPoint, ...]]:
+    """Entry points by name; more than one for a name only where packages disagree."""
+    found: dict[str, dict[str, EntryPoint]] = {}
+    for entry in entry_points(group=group):
+        found.setdefault(entry.name, {}).setdefault(entry.value, entry)
+    return {name: tuple(found[name].values()) for name in sorted(found)}
+
+
+def names(group: str) -> list[str]:
+    """The names that installed packages register, sorted.
+
+    Args:
+        group: `POLICIES`, `PARTS` or `TASKS`.
+    """
+    return list(_entries(group))
+
+
+def get(group: str, name: str) -> Any:
+    """Load what a name is registered for.
+
+    Args:
+        group: `POLICIES`, `PARTS` or `TASKS`.
+        name: A registered name.
+
+    Raises:
+        UserError: The name is unknown, two packages claim it, or its package does not import.
+    """
+    return _load(_entry(group, name))
+
+
+def origin(group: str, name: str) -> str:
+    """The package that registers a name, as `package==version`.
+
+    Raises:
+        UserError: The name is unknown, or two packages claim it.
+    """
+    return _package(_entry(group, name))
+
+
+def _entry(group: str, name: str) -> EntryPoint:
+    known = _entries(group)
+    if name not in known:
+        hint = nearest(name, known) or f"; there are {', '.join(known) or 'none'}"
+        raise UserError(f"unknown {_KIND[group]} {name!r}{hint}")
+    first, *others = known[name]
+    if others:
+        packages = ", ".join(_package(entry) for entry in (first, *others))
+        raise UserError(f"{_KIND[group]} {name!r} is registered by two packages: {packages}")
+    return first
+
+
+def _package(entry: EntryPoint) -> str:
+    return f"{entry.dist.name}=={entry.dist.version}" if entry.dist else entry.value
+
+
+def _load(entry: EntryPoint) -> Any:
+    try:
+        return entry.load()
+    except UserError:
+        raise
+    except Exception as error:
+        kind = _KIND.get(entry.group, "plugin")
+        raise UserError(
+            f"{kind} {entry.name!r} of package {_package(entry)} cannot be loaded: {_line(error)}"
+        ) from error
+
+
+def _line(error: Exception) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+# --- a user's own file ----------------------------------------------------------------------------
+
+
+def split_file(spec: str) -> tuple[Path, str] | None:
+    """The file and the object that `./my_policy.py:MyPolicy` names.
+
+    Args:
+        spec: The spelling, with or without the parameters of a policy after it.
+
+    Returns:
+        Path and name (empty where none is given), or None for a registered name.
+    """
+    path, mark, rest = spec.partition(".py")
+    if not mark or (rest and not rest.startswith(":")):
+        return None
+    return Path(path + mark), rest[1:].partition(":")[0]
+
+
+def file_digest(spec: str) -> str:
+    """16 hex digits of the content of the file that a spelling names.
+
+    Raises:
+        UserError: The file cannot be read.
+    """
+    file = split_file(spec)
+    path = file[0] if file else Path(spec)
+    return hashlib.sha256(_read(path)).hexdigest()[:16]
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+
+
+def load_file(spec: str) -> Any:
+    """Load an object from a Python file.
+
+    The same file with the same content is run once in a process.
+
+    Args:
+        spec: `./my_policy.py:MyPolicy`.
+
+    Raises:
+        UserError: There is no such file or object, or the file does not run.
+    """
+    file = split_file(spec)
+    if file is None or not file[1]:
+        raise UserError(f"{spec!r} names no object of a file; write ./my_policy.py:MyPolicy")
+    path, name = file
+    module = _run_file(path.resolve(), str(path), file_digest(spec))
+    if not hasattr(module, name):
+        public = [n for n in vars(module) if not n.startswith("_")]
+        raise UserError(f"{path} has no {name!r}{nearest(name, public)}")
+    return getattr(module, name)
+
+
+@functools.cache
+def _run_file(path: Path, shown: str, digest: str) -> Any:
+    name = f"kvbench_file_{path.stem}_{digest}"
+    found = importlib.util.spec_from_file_location(name, path)
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    sys.modules[name] = module  # dataclasses and pickle look a class's module up there
+    try:
+        found.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        frames = traceback.extract_tb(error.__traceback__)
+        line = next((f.lineno for f in reversed(frames) if f.filename == str(path)), None)
+        if isinstance(error, SyntaxError):
+            line, text = error.lineno, f"SyntaxError: {error.msg}"
+        else:
+            text = _line(error)
+        where = f"{shown}:{line}" if line else shown
+        raise UserError(f"{where} does not run: {text}") from error
+    return module
+
+
+# --- tasks ----------------------------------------------------------------------------------------
+
+
+def benchmarks() -> tuple[dict[str, Benchmark], list[str]]:
+    """All benchmarks that load, and one line for each that does not.
+
+    Returns:
+        Benchmarks by group name, and the messages of those that failed.
+    """
+    loaded: dict[str, Benchmark] = {}
+    failed: list[str] = []
+    for name in names(TASKS):
+        try:
+            loaded[name] = get(TASKS, name)
+        except UserError as error:
+            failed.append(str(error))
+    return loaded, failed
+
+
+def resolve_task(spec: str) -> list[tuple[str, Benchmark]]:
+    """The leaf tasks that a spelling stands for.
+
+    Args:
+        spec: A group (`ruler`), a leaf (`vt`), or a file (`./mine.jsonl`).
+
+    Returns:
+        Pairs of leaf name and benchmark, in the benchmark's order.
+
+    Raises:
+        UserError: There is no such task, or its package does not import.
+    """
+    if spec.endswith(".jsonl"):
+        from kvbench.harness.own import own_benchmark
+
+        mine = own_benchmark(spec)
+        return [(leaf, mine) for leaf in mine.leaves]
+    if spec in names(TASKS):
+        group: Benchmark = get(TASKS, spec)
+        return [(leaf, group) for leaf in group.leaves]
+    loaded, failed = benchmarks()
+    owners = [(name, group) for name, group in loaded.items() if spec in group.leaves]
+    if len(owners) > 1:
+        groups = ", ".join(name for name, _ in owners)
+        raise UserError(f"task {spec!r} is in more than one group: {groups}; name the group")
+    if owners:
+        return [(spec, owners[0][1])]
+    known = {*loaded, *(leaf for group in loaded.values() for leaf in group.leaves)}
+    hint = nearest(spec, known) or f"; there are {', '.join(sorted(known)) or 'none'}"
+    raise UserError("; ".join([f"unknown task {spec!r}{hint}", *failed]))

@@ -1,0 +1,203 @@
+"""The mean over the tasks of a group, with intervals that respect pairing and contexts."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from kvbench.stats import DRAWS, Floats, bootstrap_weights, bounded_interval, few_vary
+
+SETTING = ["model", "model_revision", "group", "length", "seed"]
+CONFIG = ["policy", "budget", "moment"]
+HELD = ["held_entries", "kv_bytes_live", "kv_bytes_full"]
+_BOUNDS = ["score", "score_lo", "score_hi", "diff", "diff_lo", "diff_hi"]
+_KEY = ["context_id", "sample_id", "question_id", "repeat"]
+
+
+def group_means(
+    cells: pd.DataFrame, samples: pd.DataFrame | None = None, *, seed: int = 0, n: int = DRAWS
+) -> pd.DataFrame:
+    """The mean over the tasks of a group, per policy and budget, with intervals.
+
+    Every task weighs the same. The bootstrap is stratified: contexts are drawn within each task,
+    independently between tasks, and the same draw serves every policy, so differences to full are
+    paired. Where a task varies in few contexts its `bounded_interval` is added by
+    square-and-add. With a single task the numbers are those of `summary` and `paired`.
+
+    Tasks that do not discriminate are left out (unless none does: then all count and
+    `discriminative` is false). A group whose tasks differ in direction or in scale has no mean and
+    no rows.
+
+    Args:
+        cells: The frame of `cells.parquet`.
+        samples: The frame of `samples.parquet`. Without it the intervals of the tasks in `cells`
+            are joined by square-and-add, which is nearly the same.
+        seed: Seed of the bootstrap.
+        n: Draws.
+
+    Returns:
+        A row per (model, group, length, seed, policy, budget, moment) with `status` ("error" where
+        a task of the group failed; its numbers are then NaN), `tasks` and `samples` (counts),
+        `discriminative`, `higher_is_better`, `score`, `score_lo`, `score_hi`, `full_score`,
+        `diff`, `diff_lo`, `diff_hi`, and the mean over tasks of `held_entries`, `kv_bytes_live`
+        and `kv_bytes_full`.
+    """
+    rows: list[dict[str, Any]] = []
+    by_cell: dict[str, pd.DataFrame] | None = None
+    if samples is not None:
+        by_cell = {str(cell): part for cell, part in samples.groupby("cell", sort=False)}
+    for setting, part in cells.groupby(SETTING, sort=False):
+        names = setting if isinstance(setting, tuple) else (setting,)
+        head = dict(zip(SETTING, names, strict=True))
+        rows += [head | row for row in _group_rows(part, by_cell, seed, n)]
+    return pd.DataFrame(rows)
+
+
+def _group_rows(
+    part: pd.DataFrame, by_cell: Mapping[str, pd.DataFrame] | None, seed: int, n: int
+) -> list[dict[str, Any]]:
+    part = part.drop_duplicates([*CONFIG, "task"], keep="last")
+    ok = part[part["status"] == "ok"]
+    telling = ok.groupby("task")["discriminative"].all()
+    if not len(telling):
+        return []
+    tasks = sorted(telling.index[telling]) or sorted(telling.index)
+    ok = ok[ok["task"].isin(tasks)]
+    unit = ok.groupby("task")["score"].agg(lambda s: bool(s.between(0, 1).all()))
+    if ok["higher_is_better"].nunique() != 1 or unit.nunique() != 1:
+        return []
+    configs = list(part[CONFIG].drop_duplicates().itertuples(index=False, name=None))
+    full = next((i for i, config in enumerate(configs) if config[0] == "full"), None)
+    score, diff = _Strata(len(configs), n), _Strata(len(configs), n)
+    for task in tasks:
+        mine = ok[ok["task"] == task]
+        if by_cell is None:
+            known = mine.set_index(CONFIG)[_BOUNDS].reindex(pd.MultiIndex.from_tuples(configs))
+            numbers = known.to_numpy(dtype=np.float64)
+            score.add_interval(*numbers[:, :3].T)
+            diff.add_interval(*numbers[:, 3:].T)
+            continue
+        cell_of = {tuple(row[:3]): str(row[3]) for row in mine[[*CONFIG, "cell"]].to_numpy()}
+        used = [by_cell[c] for c in cell_of.values() if c in by_cell]
+        if not used:
+            score.miss()
+            continue
+        wide = pd.concat(used).pivot(index=_KEY, columns="cell", values="score")
+        wide = wide.reindex(columns=[cell_of.get(config, "") for config in configs])
+        values = wide.to_numpy(dtype=np.float64)
+        codes = wide.index.get_level_values(0).factorize(sort=True)[0]
+        stream = zlib.crc32(str(task).encode()) if len(tasks) > 1 else 0
+        weights = bootstrap_weights(int(codes.max()) + 1, seed=seed, n=n, stream=stream)
+        bounded = bool(np.nanmin(values) >= 0 and np.nanmax(values) <= 1)
+        score.add(values, codes, weights, bounded, signed=False)
+        if full is not None:
+            diff.add(values - values[:, [full]], codes, weights, bounded, signed=True)
+    mean, lo, hi = score.interval()
+    gap, gap_lo, gap_hi = diff.interval() if full is not None else (mean * np.nan,) * 3
+    held = ok.groupby(CONFIG)[HELD].mean()
+    counts = ok.groupby(CONFIG)["samples"].sum()
+    rows = []
+    for i, config in enumerate(configs):
+        fine = bool(np.isfinite(mean[i]))
+        same = i == full and fine
+        rows.append(
+            dict(zip(CONFIG, config, strict=True))
+            | {
+                "status": "ok" if fine else "error",
+                "tasks": len(tasks),
+                "samples": int(counts.loc[config]) if fine else 0,
+                "discriminative": bool(telling.any()),
+                "higher_is_better": bool(ok["higher_is_better"].iloc[0]),
+                "score": mean[i],
+                "score_lo": lo[i],
+                "score_hi": hi[i],
+                "full_score": mean[full] if full is not None and fine else np.nan,
+                "diff": 0.0 if same else gap[i],
+                "diff_lo": 0.0 if same else gap_lo[i],
+                "diff_hi": 0.0 if same else gap_hi[i],
+            }
+            | {name: float(held.loc[config, name]) if fine else np.nan for name in HELD}
+        )
+    return rows
+
+
+class _Strata:
+    """Sums over tasks of means, of their resamples, and of what few varying contexts add."""
+
+    def __init__(self, columns: int, n: int) -> None:
+        self.count = 0
+        self.mean = np.zeros(columns)
+        self.draws = np.zeros((n, columns))
+        self.below = np.zeros(columns)
+        self.above = np.zeros(columns)
+
+    def miss(self) -> None:
+        """A task without a sample: no column has a mean over all tasks."""
+        self.mean += np.nan
+
+    def add(
+        self,
+        values: Floats,
+        codes: npt.NDArray[np.intp],
+        weights: Floats,
+        bounded: bool,
+        *,
+        signed: bool,
+    ) -> None:
+        """Add a task.
+
+        Args:
+            values: `[keys, columns]`, NaN where a column lacks the key.
+            codes: `[keys]`, the context of each key, ascending from 0.
+            weights: `[n, contexts]`, how often each context is drawn.
+            bounded: Whether scores lie in [0, 1].
+            signed: Whether `values` are differences.
+        """
+        present = np.isfinite(values)
+        starts = np.searchsorted(codes, np.arange(weights.shape[1]))
+        totals = np.add.reduceat(np.where(present, values, 0.0), starts, axis=0)
+        sizes = np.add.reduceat(present.astype(np.float64), starts, axis=0)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            mean = totals.sum(0) / sizes.sum(0)
+            draws = (weights @ totals) / (weights @ sizes)
+        for k in np.flatnonzero(np.isfinite(mean)):
+            some = sizes[:, k] > 0
+            means = totals[some, k] / sizes[some, k]
+            if bounded and few_vary(means):
+                lo, hi = bounded_interval(means, sizes[some, k], signed=signed)
+                self.below[k] += (mean[k] - lo) ** 2
+                self.above[k] += (hi - mean[k]) ** 2
+                draws[:, k] = mean[k]
+            elif len(means) == 1:
+                self.below[k] = self.above[k] = np.inf
+        self.count += 1
+        self.mean += mean
+        self.draws += draws
+
+    def add_interval(self, mean: Floats, lo: Floats, hi: Floats) -> None:
+        """Add a task of which only mean and interval are known, `[columns]` each."""
+        self.count += 1
+        self.mean += mean
+        self.draws += mean
+        self.below += (mean - lo) ** 2
+        self.above += (hi - mean) ** 2
+
+    def interval(self) -> tuple[Floats, Floats, Floats]:
+        """Mean, lower and upper end for every column; NaN where a task is missing."""
+        mean, draws = self.mean / self.count, self.draws / self.count
+        lo, hi = np.full_like(mean, np.nan), np.full_like(mean, np.nan)
+        for k in np.flatnonzero(np.isfinite(mean)):
+            a, b = np.nanquantile(draws[:, k], [0.025, 0.975])
+            lo[k] = mean[k] - math.hypot(
+                max(0.0, mean[k] - a), math.sqrt(self.below[k]) / self.count
+            )
+            hi[k] = mean[k] + math.hypot(
+                max(0.0, b - mean[k]), math.sqrt(self.above[k]) / self.count
+            )
+        return mean, lo, hi

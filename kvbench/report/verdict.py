@@ -1,0 +1,78 @@
+"""The cheapest policy within one point of full, and how sure that is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pandas as pd
+
+POINT = 0.01
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What may be said about one task or mean in one panel.
+
+    Attributes:
+        kind: "found" (`row` is the cheapest within a point of full), "none" (`row` is the closest
+            to full), "silent" (full is not above chance), "no full" (full has no score), "scale"
+            (not scored in 0 to 1, so a point means nothing) or "empty" (nothing but full).
+        row: The row of the frame, if the kind has one.
+        sure: Whether even the unfavourable end of its paired interval is within a point.
+        equal: Rows that hold the same bytes and are within a point as well.
+        cheaper: Rows that hold less, are not within a point, but whose interval reaches it.
+    """
+
+    kind: str
+    row: pd.Series | None = None
+    sure: bool = False
+    equal: tuple[pd.Series, ...] = ()
+    cheaper: tuple[pd.Series, ...] = ()
+
+
+def cheapest(rows: pd.DataFrame, *, unit: bool, within: float = POINT) -> Verdict:
+    """Find the policy and budget that holds the fewest bytes among those within a point of full.
+
+    Args:
+        rows: Cells of one task, or group means, of one panel.
+        unit: Whether the task is scored in [0, 1].
+        within: How far from full counts as the same, in the task's own unit.
+
+    Returns:
+        The verdict. Of several that hold the same bytes the best score is taken.
+    """
+    ok = rows[rows["status"] == "ok"]
+    points = ok[ok["policy"] != "full"]
+    if not len(points):
+        return Verdict("empty")
+    if not ok["discriminative"].all():
+        # Without full nothing could be held against chance; say that first.
+        return Verdict("silent" if (ok["policy"] == "full").any() else "no full")
+    if points["diff"].isna().all():
+        return Verdict("no full")
+    if not unit:
+        return Verdict("scale")
+    sign = 1.0 if points["higher_is_better"].iloc[0] else -1.0
+    gain = sign * points["diff"]
+    worst = points["diff_lo"] if sign > 0 else -points["diff_hi"]
+    best = points["diff_hi"] if sign > 0 else -points["diff_lo"]
+    slack = -within - 1e-9  # a loss of exactly one point is within a point
+    ranked = points.assign(_gain=gain, _worst=worst, _best=best)
+    good = ranked[ranked["_gain"] >= slack]
+    order = ["kv_bytes_live", "_gain"]
+    if not len(good):
+        closest = ranked.sort_values(["_gain", "kv_bytes_live"], ascending=[False, True])
+        return Verdict("none", closest.iloc[0])
+    good = good.sort_values(order, ascending=[True, False], kind="stable")
+    row = good.iloc[0]
+    equal = good.iloc[1:]
+    equal = equal[equal["kv_bytes_live"] <= row["kv_bytes_live"] * 1.001]
+    less = ranked[(ranked["kv_bytes_live"] < row["kv_bytes_live"]) & (ranked["_gain"] < slack)]
+    less = less[less["_best"] >= slack].sort_values(order, ascending=[True, False])
+    return Verdict(
+        "found",
+        row,
+        bool(row["_worst"] >= slack),
+        tuple(r for _, r in equal.iterrows()),
+        tuple(r for _, r in less.iterrows()),
+    )

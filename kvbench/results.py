@@ -1,0 +1,167 @@
+"""From responses to the two result tables: scores, intervals, differences to the full cache."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvbench import stats
+from kvbench.grid import Cell
+from kvbench.harness.protocol import Key, LoadedTask, Request
+from kvbench.store import Response
+from kvbench.tables import CELLS_SCHEMA, SAMPLES_SCHEMA, SCHEMA_VERSION
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_MEANS = (
+    "budget_entries held_entries kv_bytes_live kv_bytes_allocated kv_bytes_full "
+    "prefill_s compress_s decode_s"
+).split()
+_SCORES = "score score_se score_lo score_hi full_score diff diff_lo diff_hi".split()
+
+
+def frames(
+    jobs: Sequence[tuple[LoadedTask, Sequence[Cell]]], responses: Sequence[Response]
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Score every cell from its responses.
+
+    Only the requests of the tasks as loaded count: a store may hold more samples.
+
+    Args:
+        jobs: Tasks with their cells.
+        responses: All responses of the run.
+
+    Returns:
+        The tables of `kvbench.tables`: cells and samples.
+    """
+    import pandas as pd
+
+    by_cell: dict[str, list[Response]] = {}
+    for response in responses:
+        by_cell.setdefault(response.cell, []).append(response)
+    cells: list[dict[str, Any]] = []
+    samples: list[dict[str, Any]] = []
+    for task, own in jobs:
+        requests = {(r.sample_id, r.question_id): r for r in task.requests}
+        full: dict[Key, float] = {}
+        estimate: stats.Estimate | None = None
+        for cell in sorted(own, key=lambda c: not c.is_full):
+            mine = by_cell.get(cell.cell, [])
+            got = [r for r in mine if (r.sample_id, r.question_id) in requests]
+            row, scores = _cell(task, cell, got, requests)
+            if cell.is_full and scores:
+                full, estimate = scores, _estimate(scores, requests)
+            _compare(row, scores, full, estimate, task, requests)
+            cells.append(row)
+            samples += [_sample(task, cell, r, requests, scores) for r in got]
+    return (
+        pd.DataFrame(cells, columns=CELLS_SCHEMA.names),
+        pd.DataFrame(samples, columns=SAMPLES_SCHEMA.names),
+    )
+
+
+def _key(response: Response) -> Key:
+    return (response.sample_id, response.question_id, response.repeat)
+
+
+def _clusters(scores: dict[Key, float], requests: dict[tuple[str, int], Request]) -> list[str]:
+    return [requests[key[:2]].context_id for key in scores]
+
+
+def _estimate(scores: dict[Key, float], requests: dict[tuple[str, int], Request]) -> stats.Estimate:
+    return stats.summary(list(scores.values()), _clusters(scores, requests))
+
+
+def _cell(
+    task: LoadedTask,
+    cell: Cell,
+    got: Sequence[Response],
+    requests: dict[tuple[str, int], Request],
+) -> tuple[dict[str, Any], dict[Key, float]]:
+    """The row of one cell before it is compared, and the score of each response."""
+    error = next((r.error for r in got if r.error), "")
+    if not error and len(got) < len(requests):
+        error = f"{len(got)} of {len(requests)} responses"
+    row: dict[str, Any] = {
+        **cell.row(),
+        "schema": SCHEMA_VERSION,
+        "samples": len({r.sample_id for r in got if not r.error}),
+        "metric": task.metric,
+        "status": "error" if error else "ok",
+        "error": error,
+        "higher_is_better": task.higher_is_better,
+        "discriminative": False,
+        **dict.fromkeys((*_SCORES, *_MEANS), math.nan),
+    }
+    if error:
+        return row, {}
+    scores, aggregate = task.score({_key(r): r.response for r in got})
+    estimate = _estimate(scores, requests)
+    row |= {
+        "score": aggregate,
+        "score_se": estimate.se,
+        "score_lo": estimate.lo,
+        "score_hi": estimate.hi,
+    }
+    for name in _MEANS:
+        row[name] = sum(float(getattr(r, name)) for r in got) / len(got)
+    return row, scores
+
+
+def _compare(
+    row: dict[str, Any],
+    scores: dict[Key, float],
+    full: dict[Key, float],
+    estimate: stats.Estimate | None,
+    task: LoadedTask,
+    requests: dict[tuple[str, int], Request],
+) -> None:
+    """Add the paired difference to the full cache on the same samples."""
+    if estimate is None or not scores:
+        return
+    names = {key: requests[key[:2]].context_id for key in scores}
+    difference = stats.paired(scores, full, names)
+    row |= {
+        "full_score": estimate.mean,
+        "diff": difference.mean,
+        "diff_lo": difference.lo,
+        "diff_hi": difference.hi,
+        "discriminative": stats.discriminative(estimate.lo, task.chance),
+    }
+
+
+def _sample(
+    task: LoadedTask,
+    cell: Cell,
+    response: Response,
+    requests: dict[tuple[str, int], Request],
+    scores: dict[Key, float],
+) -> dict[str, Any]:
+    request = requests[response.sample_id, response.question_id]
+    return {
+        "cell": cell.cell,
+        "task": cell.task,
+        "policy": cell.policy,
+        "budget": cell.budget,
+        "moment": cell.moment,
+        "sample_id": response.sample_id,
+        "context_id": response.context_id,
+        "response": response.response,
+        "stop": response.stop,
+        "error": response.error,
+        "target": list(request.target),
+        "schema": SCHEMA_VERSION,
+        "length": task.length,
+        "doc_id": response.doc_id,
+        "question_id": response.question_id,
+        "repeat": response.repeat,
+        "context_tokens": response.context_tokens,
+        "question_tokens": response.question_tokens,
+        "generated_tokens": response.generated_tokens,
+        "score": scores.get(_key(response), math.nan),
+        "budget_entries": response.budget_entries,
+        "held_entries": response.held_entries,
+        "kv_bytes_live": response.kv_bytes_live,
+    }

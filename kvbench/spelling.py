@@ -1,0 +1,214 @@
+"""How a policy is written: `NAME[:key=value...]`, and back.
+
+A name is a registered policy (`snapkv`) or an object in a file (`./my_policy.py:MyPolicy`). The
+keys `score`, `allocate`, `select` and `merge` exchange a part; every other key is a parameter of
+one of the parts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import types
+import typing
+from typing import Any
+
+from kvbench import registry
+from kvbench.errors import UserError, nearest
+from kvbench.parts import FunctionScore, TopK, Uniform
+from kvbench.plugin import Allocator, Merger, Part, Policy, Score, Selector
+
+POLICIES = "kvbench.policies"
+PARTS = "kvbench.parts"
+KINDS: dict[str, type[Part]] = {
+    "score": Score,
+    "allocate": Allocator,
+    "select": Selector,
+    "merge": Merger,
+}
+_GENERIC: dict[str, type[Part]] = {"allocate.uniform": Uniform, "select.topk": TopK}
+
+
+def policy(spec: str | Policy, **params: Any) -> Policy:
+    """Give the policy that a spelling names.
+
+    Args:
+        spec: `NAME[:key=value...]`, for example `snapkv:window=64:select=two_stage`, or
+            `./file.py:Name[:key=value...]`.
+        **params: Further parameters, as in the spelling; they win over it.
+
+    Returns:
+        An immutable policy; `str(p)` is its canonical spelling.
+
+    Raises:
+        UserError: The name or a parameter is unknown (the nearest are named), or ill-typed.
+    """
+    if isinstance(spec, Policy):
+        return _apply(spec, params)
+    name, pairs = _split(spec)
+    if ".py:" in name:
+        found = as_policy(registry.load_file(name), name)
+    else:
+        found = as_policy(registry.get(POLICIES, name), name)
+    return _apply(found, {**pairs, **params})
+
+
+def as_policy(obj: object, name: str) -> Policy:
+    """Make a policy of what a plugin gave: a `Policy`, a `Score` (class or instance), a function.
+
+    Args:
+        obj: What the entry point or the file's name holds.
+        name: How it was named; a file's policy keeps the file's spelling.
+
+    Raises:
+        UserError: It is none of these.
+    """
+    if isinstance(obj, type) and issubclass(obj, Score):
+        obj = obj()
+    elif inspect.isfunction(obj):
+        obj = FunctionScore.of(obj)
+    if isinstance(obj, Score):
+        doc = inspect.getdoc(obj.function if isinstance(obj, FunctionScore) else obj) or ""
+        summary = doc.strip().split("\n")[0]
+        obj = Policy(name=name, score=obj, allocate=Uniform(), select=TopK(), summary=summary)
+    if not isinstance(obj, Policy):
+        raise UserError(
+            f"{name} is {type(obj).__name__}, not a policy; "
+            "a Policy, a Score or a function of a View would be right"
+        )
+    if ".py:" in name:
+        obj = dataclasses.replace(obj, name=name)
+    return dataclasses.replace(obj, base=obj)
+
+
+def part(kind: str, name: str) -> Part:
+    """Make a part by its kind (`score`, `allocate`, `select`, `merge`) and name, with its defaults.
+
+    Raises:
+        UserError: No such part; the nearest are named.
+    """
+    generic = _GENERIC.get(f"{kind}.{name}")
+    if generic is not None:
+        return generic()
+    prefix = f"{kind}."
+    known = [n.removeprefix(prefix) for n in registry.names(PARTS) if n.startswith(prefix)]
+    if name not in known:
+        known += [n.removeprefix(prefix) for n in _GENERIC if n.startswith(prefix)]
+        raise UserError(
+            f"{kind}={name}: no such part{nearest(name, known)} (known: {', '.join(sorted(known))})"
+        )
+    made = registry.get(PARTS, prefix + name)
+    instance = made() if isinstance(made, type) else made
+    if not isinstance(instance, KINDS[kind]):
+        raise UserError(f"{kind}={name} is no {KINDS[kind].__name__}")
+    return instance
+
+
+def canonical(p: Policy) -> str:
+    """Spell a policy in the one way that names it: what differs from its base, sorted."""
+    base = p.base if p.base is not None else p
+    text = [p.name]
+    compared: dict[str, Part | None] = {}
+    for kind in KINDS:
+        mine, theirs = getattr(p, kind), getattr(base, kind)
+        if type(mine) is not type(theirs):
+            text.append(f"{kind}={'none' if mine is None else mine.name}")
+            theirs = None if mine is None else part(kind, mine.name)
+        compared[kind] = theirs
+    changed: dict[str, Any] = {}
+    for kind, theirs in compared.items():
+        mine = getattr(p, kind)
+        if mine is not None and theirs is not None:
+            default = theirs.parameters()
+            changed |= {k: v for k, v in mine.parameters().items() if v != default[k]}
+    if p.buffer != base.buffer:
+        changed["buffer"] = p.buffer
+    return ":".join(text + [f"{k}={spell(changed[k])}" for k in sorted(changed)])
+
+
+def _split(spec: str) -> tuple[str, dict[str, str]]:
+    fields = spec.strip().split(":")
+    start = 1
+    if fields[0].endswith(".py"):
+        if len(fields) < 2 or "=" in fields[1]:
+            raise UserError(f"{spec}: name what is in the file, as {fields[0]}:MyPolicy")
+        start = 2
+    pairs: dict[str, str] = {}
+    for item in fields[start:]:
+        key, equals, value = item.partition("=")
+        if not equals or not key or not value:
+            raise UserError(f"{spec}: {item!r} is not key=value, as in snapkv:window=64")
+        if key in pairs:
+            raise UserError(f"{spec}: {key} is given twice")
+        pairs[key] = value
+    return ":".join(fields[:start]), pairs
+
+
+def _apply(p: Policy, params: dict[str, Any]) -> Policy:
+    given = dict(params)
+    changes: dict[str, Any] = {}
+    for kind in KINDS:
+        if kind in given:
+            name = given.pop(kind)
+            if p.is_full:
+                raise UserError(f"full keeps everything and has no {kind}")
+            none = kind == "merge" and name in (None, "none")
+            current = getattr(p, kind)
+            if none:
+                changes[kind] = None
+            elif isinstance(name, Part):
+                changes[kind] = name
+            elif current is None or current.name != name:
+                changes[kind] = part(kind, str(name))
+    if "buffer" in given:
+        changes["buffer"] = _cast("buffer", given.pop("buffer"), int)
+        if changes["buffer"] < 0:
+            raise UserError("buffer: a number of entries, 0 or more, would be right")
+    p = dataclasses.replace(p, **changes)
+    known: set[str] = {"buffer", *KINDS}
+    for kind in KINDS:
+        piece = getattr(p, kind)
+        if piece is None:
+            continue
+        names = piece.parameter_types()
+        known |= set(names)
+        mine = {k: _cast(k, v, names[k]) for k, v in given.items() if k in names}
+        if mine:
+            p = dataclasses.replace(p, **{kind: piece.replace(**mine)})
+    for key in given:
+        if key not in known:
+            listed = ", ".join(sorted(known))
+            raise UserError(
+                f"{p.name} has no parameter {key!r}{nearest(key, known)} (it has: {listed})"
+            )
+    return p
+
+
+def _cast(key: str, value: Any, kind: Any) -> Any:
+    options = typing.get_args(kind)
+    if typing.get_origin(kind) is typing.Literal:
+        if value not in options:
+            raise UserError(f"{key}={value}: one of {', '.join(map(str, options))} would be right")
+        return value
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        if value in (None, "none"):
+            return None
+        return _cast(key, value, next(o for o in options if o is not type(None)))
+    try:
+        if kind is bool:
+            return {"true": True, "1": True, "false": False, "0": False}[str(value).lower()]
+        if kind is int and isinstance(value, float) and not value.is_integer():
+            raise ValueError
+        return kind(value)
+    except (KeyError, TypeError, ValueError):
+        word = {bool: "true or false", int: "a whole number", float: "a number"}.get(
+            kind, str(kind)
+        )
+        raise UserError(f"{key}={value}: {word} would be right") from None
+
+
+def spell(value: Any) -> str:
+    """Spell a parameter's value."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "none" if value is None else str(value)

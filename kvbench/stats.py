@@ -1,0 +1,249 @@
+"""How sure a score is: clustered standard errors, bootstrap intervals, paired differences to full.
+
+Questions about one context are not independent, so the unit that is drawn is the context, never
+the question (Miller 2024, "Adding Error Bars to Evals", arXiv 2411.00640: clustered standard
+errors and paired differences). Everything is deterministic: the draws depend on a seed and on the
+number of contexts, the contexts are taken in sorted order, and so an interval depends neither on
+the order of the rows nor on which other cells were computed before.
+
+Where a percentile bootstrap knows too little it says too much: 50 right answers of 50 would give
+an interval of no width, 49 of 50 one whose lower end is above Wilson's for 50 of 50. So where fewer
+than `FEW` contexts differ from the commonest result, scores between 0 and 1 get Wilson's interval
+on the number of contexts instead. It is exact in kind for one 0/1 answer per context and
+conservative otherwise: a score in [0, 1] with mean p varies by p(1 - p) at most. Differences get
+the same treatment: their gains and their losses are two such means, joined by square-and-add
+(Newcombe 1998, Statistics in Medicine 17, 2635).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Key = TypeVar("Key", bound=Hashable)
+
+DRAWS = 2000
+FEW = 5
+Z = 1.959963984540054  # the 97.5% quantile of the normal distribution
+_CACHED_WEIGHTS = 1_000_000  # at most 8 MB for a matrix that is kept
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean with its uncertainty.
+
+    Attributes:
+        mean: Mean over all scores.
+        se: Standard error clustered by context; where nothing varies, a quarter of the interval's
+            width or so (its half width over 1.96), never 0 for scores in [0, 1].
+        lo: Lower end of the 95% interval.
+        hi: Upper end.
+        n: Scores.
+        clusters: Contexts.
+    """
+
+    mean: float
+    se: float
+    lo: float
+    hi: float
+    n: int = 0
+    clusters: int = 0
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A mean paired difference, first minus second, with its 95% interval over `n` pairs."""
+
+    mean: float
+    lo: float
+    hi: float
+    n: int = 0
+
+
+NO_DIFFERENCE = Difference(math.nan, math.nan, math.nan)
+
+
+def summary(
+    scores: npt.ArrayLike, clusters: Sequence[str], *, seed: int = 0, n: int = DRAWS
+) -> Estimate:
+    """Mean, clustered standard error and 95% interval of the scores of one cell.
+
+    The standard error is equation 4 of arXiv 2411.00640, `sqrt(sum_c (sum_i s_ic - mean)^2) / n`,
+    times `sqrt(C / (C - 1))`, so that with one score per context it is the usual one.
+
+    Args:
+        scores: `[n]`, finite.
+        clusters: `[n]`, the context of each score.
+        seed: Seed of the bootstrap.
+        n: Draws of the bootstrap.
+
+    Returns:
+        The estimate. A single context of a task that is not scored in [0, 1] says nothing about
+        others: its interval is infinite.
+
+    Raises:
+        ValueError: No scores, a score that is not finite, or lengths that differ.
+    """
+    values = _checked(scores, clusters)
+    totals, sizes = _by_cluster(values, clusters)
+    mean = float(totals.sum() / sizes.sum())
+    bounded = bool(values.min() >= 0.0 and values.max() <= 1.0)
+    lo, hi = _interval(totals, sizes, bounded, signed=False, seed=seed, n=n)
+    se = _clustered_se(totals, sizes, mean)
+    if not se > 0.0:
+        se = (hi - lo) / (2 * Z)
+    return Estimate(mean, se, lo, hi, len(values), len(sizes))
+
+
+def paired(
+    a: Mapping[Key, float],
+    b: Mapping[Key, float],
+    clusters: Mapping[Key, str],
+    *,
+    seed: int = 0,
+    n: int = DRAWS,
+) -> Difference:
+    """Mean of `a - b` over the keys that both have, with a bootstrap clustered by context.
+
+    Args:
+        a: Score by key, for example by `(sample_id, question_id, repeat)`.
+        b: The scores to compare with, usually full's.
+        clusters: Context by key; may hold more keys.
+        seed: Seed of the bootstrap.
+        n: Draws.
+
+    Returns:
+        The difference; NaN with `n = 0` where no key is common.
+    """
+    keys = [key for key in a if key in b]
+    if not keys:
+        return NO_DIFFERENCE
+    names = [clusters[key] for key in keys]
+    first = _checked([a[key] for key in keys], names)
+    second = _checked([b[key] for key in keys], names)
+    bounded = bool(min(first.min(), second.min()) >= 0 and max(first.max(), second.max()) <= 1)
+    totals, sizes = _by_cluster(first - second, names)
+    lo, hi = _interval(totals, sizes, bounded, signed=True, seed=seed, n=n)
+    return Difference(float(totals.sum() / sizes.sum()), lo, hi, len(keys))
+
+
+def discriminative(full_lo: float, chance: float) -> bool:
+    """Whether a task can tell policies apart: full's lower bound is above the chance level.
+
+    Where it is not, every difference is noise around chance. NaN (full failed or was not run) is
+    not above anything.
+    """
+    return bool(full_lo > chance)
+
+
+def wilson(p: float, n: float) -> tuple[float, float]:
+    """Wilson's 95% score interval of a proportion `p` seen in `n` independent trials."""
+    shrink = 1.0 + Z * Z / n
+    centre = (p + Z * Z / (2 * n)) / shrink
+    half = Z / shrink * math.sqrt(p * (1 - p) / n + Z * Z / (4 * n * n))
+    # At p = 0 and 1 the ends are exact; rounding must not leave the mean outside its interval.
+    return (max(0.0, min(p, centre - half)), min(1.0, max(p, centre + half)))
+
+
+def bootstrap_weights(clusters: int, *, seed: int = 0, n: int = DRAWS, stream: int = 0) -> Floats:
+    """How often each context is drawn in each resample: `[n, clusters]`, rows sum to `clusters`.
+
+    Drawn once for a number of contexts and used for every cell, which is what pairs the cells and
+    makes a grid cheap.
+
+    Args:
+        clusters: Contexts.
+        seed: Seed of the bootstrap.
+        n: Draws.
+        stream: Which independent set of draws: strata must not share one.
+    """
+    if clusters * n <= _CACHED_WEIGHTS:
+        return _kept_weights(clusters, seed, n, stream)
+    return _draw_weights(clusters, seed, n, stream)
+
+
+def _draw_weights(clusters: int, seed: int, n: int, stream: int) -> Floats:
+    rng = np.random.default_rng([seed, stream, clusters])
+    picks = rng.integers(0, clusters, size=(n, clusters))
+    picks += np.arange(n)[:, None] * clusters
+    counts = np.bincount(picks.ravel(), minlength=n * clusters)
+    weights = counts.reshape(n, clusters).astype(np.float64)
+    weights.flags.writeable = False
+    return weights
+
+
+_kept_weights = lru_cache(maxsize=32)(_draw_weights)
+
+
+def few_vary(means: Floats) -> bool:
+    """Whether fewer than `FEW` contexts differ from the commonest result, given their means."""
+    _, counts = np.unique(np.round(means, 12), return_counts=True)
+    return bool(len(means) - counts.max() < FEW)
+
+
+def bounded_interval(means: Floats, sizes: Floats, *, signed: bool) -> tuple[float, float]:
+    """The interval used where few contexts vary; see the module's text.
+
+    Args:
+        means: `[C]` mean score of each context in [0, 1], or mean difference in [-1, 1].
+        sizes: `[C]` scores of each context.
+        signed: Whether these are differences.
+    """
+    c = len(means)
+    share = sizes / sizes.sum()
+    if not signed:
+        return wilson(float(np.clip(share @ means, 0.0, 1.0)), c)
+    gain = float(np.clip(share @ np.maximum(means, 0.0), 0.0, 1.0))
+    loss = float(np.clip(share @ np.maximum(-means, 0.0), 0.0, 1.0))
+    (gain_lo, gain_hi), (loss_lo, loss_hi) = wilson(gain, c), wilson(loss, c)
+    lo = gain - loss - math.hypot(gain - gain_lo, loss_hi - loss)
+    hi = gain - loss + math.hypot(gain_hi - gain, loss - loss_lo)
+    return max(-1.0, lo), min(1.0, hi)
+
+
+def _interval(
+    totals: Floats, sizes: Floats, bounded: bool, *, signed: bool, seed: int, n: int
+) -> tuple[float, float]:
+    means = totals / sizes
+    if bounded and few_vary(means):
+        return bounded_interval(means, sizes, signed=signed)
+    if len(sizes) == 1:
+        return -math.inf, math.inf
+    drawn = bootstrap_weights(len(sizes), seed=seed, n=n)
+    lo, hi = np.quantile((drawn @ totals) / (drawn @ sizes), [0.025, 0.975])
+    return float(lo), float(hi)
+
+
+def _clustered_se(totals: Floats, sizes: Floats, mean: float) -> float:
+    c = len(sizes)
+    if c == 1:
+        return math.nan
+    residual = totals - mean * sizes
+    return float(np.sqrt(np.square(residual).sum() * c / (c - 1)) / sizes.sum())
+
+
+def _by_cluster(values: Floats, clusters: Sequence[str]) -> tuple[Floats, Floats]:
+    """Sum and number of the values of each context, contexts in sorted order: `[C]`, `[C]`."""
+    _, index = np.unique(np.asarray(clusters, dtype=str), return_inverse=True)
+    # Sorted within a context, too: a sum of floats must not depend on the order of the rows.
+    order = np.lexsort((values, index))
+    totals = np.bincount(index[order], weights=values[order]).astype(np.float64)
+    return totals, np.bincount(index).astype(np.float64)
+
+
+def _checked(scores: npt.ArrayLike, clusters: Sequence[str]) -> Floats:
+    values = np.asarray(scores, dtype=np.float64)
+    if values.ndim != 1 or not len(values):
+        raise ValueError("scores must be one row of at least one number")
+    if len(values) != len(clusters):
+        raise ValueError(f"{len(values)} scores but {len(clusters)} contexts")
+    if not np.isfinite(values).all():
+        raise ValueError("a score is not finite; a cell with failed samples has no interval")
+    return values

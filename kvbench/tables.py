@@ -1,0 +1,60 @@
+"""The schemas of the two result tables. Others rely on names and types."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SCHEMA_VERSION = 1
+
+
+def _schema(columns: dict[Any, str]) -> Any:
+    return pa.schema([(name, kind) for kind, names in columns.items() for name in names.split()])
+
+
+CELLS_SCHEMA = _schema(
+    {
+        pa.string(): "cell match model model_revision task group policy budget moment metric "
+        "status error task_version data_hash dtype device attention versions",
+        pa.int32(): "schema length samples",
+        pa.int64(): "seed",
+        pa.float64(): "score score_se score_lo score_hi full_score diff diff_lo diff_hi "
+        "budget_entries held_entries kv_bytes_live kv_bytes_allocated kv_bytes_full "
+        "prefill_s compress_s decode_s",
+        pa.bool_(): "higher_is_better discriminative",
+    }
+)
+"""`cells.parquet`: a row per model, leaf task, length, policy, budget, moment and seed."""
+
+SAMPLES_SCHEMA = _schema(
+    {
+        pa.string(): "cell task policy budget moment sample_id context_id response stop error",
+        pa.list_(pa.string()): "target",
+        pa.int32(): "schema length doc_id question_id repeat "
+        "context_tokens question_tokens generated_tokens",
+        pa.float64(): "score",
+        pa.int64(): "budget_entries held_entries kv_bytes_live",
+    }
+)
+"""`samples.parquet`: a row per cell, sample, question and repeat."""
+
+
+def to_table(frame: pd.DataFrame, schema: Any) -> Any:
+    """Give a frame exactly the columns and types of a schema.
+
+    Args:
+        frame: Must have every column of the schema and no other; `schema` is filled in.
+        schema: `CELLS_SCHEMA` or `SAMPLES_SCHEMA`.
+
+    Raises:
+        ValueError: A column is missing, unknown, or does not fit its type.
+    """
+    frame = frame.assign(schema=SCHEMA_VERSION)
+    wrong = set(frame.columns) ^ set(schema.names)
+    if wrong:
+        raise ValueError(f"columns missing or unknown: {', '.join(sorted(wrong))}")
+    return pa.Table.from_pandas(frame[schema.names], schema=schema, preserve_index=False)

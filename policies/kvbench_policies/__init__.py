@@ -1,0 +1,1 @@
+"""Eviction policies, one method a file, each registered as an entry point."""

@@ -1,0 +1,20 @@
+"""CriticalKV's two-stage selection on SnapKV: even shares.
+
+arXiv 2502.03805, Algorithm 1, with the window attention of arXiv 2404.14469; see `criticalkv`.
+"""
+
+from __future__ import annotations
+
+from kvbench.parts import Uniform
+from kvbench.plugin import Policy
+from kvbench_policies.criticalkv import TwoStage
+from kvbench_policies.snapkv import WindowAttention
+
+CRITICAL_SNAPKV = Policy(
+    name="critical_snapkv",
+    score=WindowAttention(),
+    allocate=Uniform(),
+    select=TwoStage(),
+    summary="SnapKV with the second half of every head's share chosen by attention times ||V W_O||",
+    paper="arXiv 2502.03805, Algorithm 1, on SnapKV",
+)

@@ -1,0 +1,119 @@
+"""CriticalKV: two-stage selection that bounds the perturbation of the attention output.
+
+Feng, Lv, Guo, Cao, Zhou, Xie: CriticalKV: Optimizing KV Cache Eviction from an Output Perturbation
+Perspective, arXiv 2502.03805, Algorithm 1 and Theorem 3.5. alpha = 0.5 as in all of the paper's
+experiments (the 0.25 in the algorithm's header is a slip), epsilon = 1e-4 (footnote 3). The same
+selection on SnapKV is `critical_snapkv`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvbench.errors import UserError
+from kvbench.parts import portion, rank_entries
+from kvbench.plugin import Policy, Scores, Selector, View
+from kvbench_policies.adakv import HeadAdaptive
+from kvbench_policies.snapkv import WindowAttention
+
+_BLOCK = 1 << 22
+"""Elements of `V W_O` held at once for each sequence, in float32."""
+
+
+def projected_value_norm(v: View, norm: str = "l1") -> Tensor:
+    """How large a value is after the output projection, mean over the head's query heads.
+
+        mean_{g in group} || V_{h,i} W_O^(g) ||
+
+    `V W_O` is formed block of tokens by block of tokens and never held whole. Costs
+    `2 H_q n d d_model` flops a sequence.
+
+    Args:
+        v: The layer; values `[B, H, n, d]`.
+        norm: `l1` or `l2`.
+
+    Returns:
+        float32 `[B, H, n]`.
+    """
+    heads, n = v.shape[1:]
+    weight = v.model.output_weight(v.layer).float()
+    weight = weight.unflatten(0, (heads, v.model.group))
+    order = 1 if norm == "l1" else 2
+    block = max(1, _BLOCK // (heads * v.model.hidden_size))
+    total = torch.zeros(v.shape, device=v.value.device)
+    for start in range(0, n, block):
+        value = v.value[:, :, start : start + block].float()
+        for g in range(v.model.group):
+            projected = value @ weight[:, g]
+            total[:, :, start : start + block] += torch.linalg.vector_norm(
+                projected, ord=order, dim=-1
+            )
+    return total / v.model.group
+
+
+@dataclass(frozen=True)
+class TwoStage(Selector):
+    """Algorithm 1. Stage 1: by attention; stage 2: by attention times the projected value's norm.
+
+    A head of share `n`, its window (all that is protected, `w` entries) included: stage 1 keeps the
+    window and the top `max(0, floor(first_stage * n) - w)` others by attention `A`; stage 2 fills
+    the rest with the largest `(A_i + eps) * ||V_i W_O||`. Shares are settled before, from
+    attention alone. Ties go to the more recent token.
+
+    Scores that fall below zero (not attention: `knorm`, `recency`, ...) are shifted, head by head,
+    so that the smallest of the head's valid entries is 0; scores that do not are taken as they are.
+
+    Attributes:
+        first_stage: Share of a head's entries that stage 1 keeps, the paper's alpha.
+        eps: Added to attention so that the norm decides among what got none.
+        norm: `l1`, or `l2` (appendix).
+        variant: `paper`, or `release` (the authors' and kvpress' code): the head's best
+            `floor(safeguard * b)` entries are in stage 1 as well, so that a head at its floor has
+            no stage 2; `b` is the layer's mean share.
+        safeguard: The allocator's safeguard, read by `variant=release` alone.
+    """
+
+    name: ClassVar[str] = "two_stage"
+    first_stage: float = 0.5
+    eps: float = 1e-4
+    norm: Literal["l1", "l2"] = "l1"
+    variant: Literal["paper", "release"] = "paper"
+    safeguard: float = 0.2
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        for key, share in (("first_stage", self.first_stage), ("safeguard", self.safeguard)):
+            if not 0 <= share <= 1:
+                raise UserError(f"{key}={share}: a share in [0, 1] would be right")
+        if not (self.eps >= 0 and math.isfinite(self.eps)):
+            raise UserError(f"eps={self.eps}: a number, 0 or more, would be right")
+
+    def select(self, v: View, scores: Scores, share: Tensor) -> Tensor:
+        """Choose exactly `share` (int64 `[B, H]`) entries per head, bool `[B, H, n]`."""
+        first = portion(share, self.first_stage)
+        if self.variant == "release":
+            mean = portion(share.sum(-1), self.safeguard, share.shape[-1])
+            first = torch.maximum(first, mean[:, None])
+        window = (v.valid & (scores.protect > 0)).sum(-1)
+        first = torch.minimum(torch.maximum(first, window), share)
+        stage1 = rank_entries(scores, v.valid) < first[..., None]
+        attention = scores.value.float()
+        least = attention.masked_fill(~v.valid, 0.0).amin(-1, keepdim=True).clamp(max=0.0)
+        worth = (attention - least + self.eps) * projected_value_norm(v, self.norm)
+        chosen = Scores(worth, stage1.to(torch.int8))
+        return (rank_entries(chosen, v.valid) < share[..., None]) & v.valid
+
+
+CRITICALKV = Policy(
+    name="criticalkv",
+    score=WindowAttention(),
+    allocate=HeadAdaptive(),
+    select=TwoStage(),
+    summary="AdaKV with the second half of every head's share chosen by attention times ||V W_O||",
+    paper="arXiv 2502.03805, Algorithm 1, on AdaKV",
+)

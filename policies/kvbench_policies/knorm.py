@@ -1,0 +1,39 @@
+"""Key norm: keys of small norm receive much attention.
+
+Devoto, Zhao, Scardapane, Minervini: A Simple and Effective L2 Norm-Based Strategy for KV Cache
+Compression, arXiv 2406.11430, section 3. (The paper leaves the first two layers whole; here every
+layer is cut, as every policy keeps exactly its budget.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvbench.parts import TopK, Uniform
+from kvbench.plugin import Policy, Score, View
+
+
+@dataclass(frozen=True)
+class KeyNorm(Score):
+    """`s_i = -||k_i||_2`, of the key as it is cached."""
+
+    name: ClassVar[str] = "knorm"
+
+    def score(self, v: View) -> Tensor:
+        """Score the entries of one layer, float32 `[B, H, n]`."""
+        norm: Tensor = torch.linalg.vector_norm(v.key.float(), dim=-1)
+        return -norm
+
+
+KNORM = Policy(
+    name="knorm",
+    score=KeyNorm(),
+    allocate=Uniform(),
+    select=TopK(),
+    summary="keeps the keys of smallest L2 norm",
+    paper="arXiv 2406.11430, section 3",
+)

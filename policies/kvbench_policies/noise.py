@@ -1,0 +1,33 @@
+"""Random eviction, the control: what a method must beat to have learned anything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvbench.parts import TopK, Uniform
+from kvbench.plugin import Policy, Score, View
+
+
+@dataclass(frozen=True)
+class Noise(Score):
+    """Uniform noise in [0, 1), fixed by (run seed, context, layer, head, position)."""
+
+    name: ClassVar[str] = "random"
+    nonnegative: ClassVar[bool] = True
+
+    def score(self, v: View) -> Tensor:
+        """Score the entries of one layer, float32 `[B, H, n]`."""
+        return v.noise()
+
+
+RANDOM = Policy(
+    name="random",
+    score=Noise(),
+    allocate=Uniform(),
+    select=TopK(),
+    summary="keeps entries at random, seeded",
+    paper="a control, of no paper",
+)

@@ -1,0 +1,78 @@
+"""SnapKV: the attention of the last queries on the context, pooled over neighbours.
+
+Li, Huang, Yang, Venkitesh, Locatelli, Ye, Cai, Lewis, Chen: SnapKV: LLM Knows What You are Looking
+for Before Generation, arXiv 2404.14469, section 4 and Listing 1. Window 32 and max pooling of size
+7 are the settings of CriticalKV's and AdaKV's experiments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import Tensor
+from torch.nn.functional import avg_pool1d, max_pool1d
+
+from kvbench.errors import UserError
+from kvbench.parts import TopK, Uniform
+from kvbench.plugin import Need, Policy, Queries, Score, Scores, View, protect_window
+
+
+@dataclass(frozen=True)
+class WindowAttention(Score):
+    """Attention that the queries of the last `window` tokens give to the tokens before them.
+
+        s_i = pool( reduce_{g in group}( mean_{q in window} A_g[q, i] ) )   for i < T - window
+
+    Softmax in float32 over the whole context, causal within the window; the query heads of a KV
+    head are reduced BEFORE pooling; the window's own columns are cut off before pooling and are
+    protected. Pooling sees the past alone: beyond its ends (the sequence's start, with or without
+    padding, and the window) lie zeros, which max pooling ignores and `avg` counts in its divisor.
+
+    Attributes:
+        window: Queries that observe, in tokens.
+        kernel: Width of the pooling in entries, odd; 1 pools nothing.
+        pool: `max` or `avg`.
+        group: How the query heads of a KV head are reduced: `mean`, `max` or `sum`.
+    """
+
+    name: ClassVar[str] = "window"
+    nonnegative: ClassVar[bool] = True
+    window: int = 32
+    kernel: int = 7
+    pool: Literal["max", "avg"] = "max"
+    group: Literal["mean", "max", "sum"] = "mean"
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        if self.window < 1:
+            raise UserError(f"window={self.window}: a number of tokens, 1 or more, would be right")
+        if self.kernel < 1 or self.kernel % 2 == 0:
+            raise UserError(f"kernel={self.kernel}: an odd number, 1 or more, would be right")
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """The last `window` queries."""
+        return frozenset({Queries(self.window)})
+
+    def score(self, v: View) -> Scores:
+        """Score the entries of one layer, float32 `[B, H, n]`; 0 in the window."""
+        attention = v.window_attention(self.window).mean(2)
+        past = (v.age >= self.window) & v.valid
+        value = v.grouped(attention, self.group).masked_fill(~past, 0.0)
+        value = self._pool(value).masked_fill(~past, 0.0)
+        return Scores(value, protect_window(v, self.window))
+
+    def _pool(self, value: Tensor) -> Tensor:
+        pool = max_pool1d if self.pool == "max" else avg_pool1d
+        return pool(value, self.kernel, stride=1, padding=self.kernel // 2)
+
+
+SNAPKV = Policy(
+    name="snapkv",
+    score=WindowAttention(),
+    allocate=Uniform(),
+    select=TopK(),
+    summary="keeps the last 32 tokens and what their queries attend to, max-pooled over neighbours",
+    paper="arXiv 2404.14469, section 4",
+)

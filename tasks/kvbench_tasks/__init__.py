@@ -1,0 +1,1 @@
+"""Benchmarks, a folder each, registered as entry points."""

@@ -1,0 +1,140 @@
+"""Samples that depend on nothing but their seed, and that fill their length to the token."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvbench.errors import UserError
+
+Doc = dict[str, Any]
+
+_ENDLESS = 1 << 40
+
+
+class Size(Protocol):
+    """Counts the tokens of a prompt as the model will see it."""
+
+    def __call__(self, context: str, question: str, gen_prefix: str = "") -> int: ...
+
+
+class Streams:
+    """Independent random generators of one sample, by purpose.
+
+    Args:
+        parts: What the sample depends on: task, length, seed, index.
+    """
+
+    def __init__(self, *parts: str | int) -> None:
+        self._name = "|".join(map(str, parts))
+        self._made: dict[str, random.Random] = {}
+
+    def __getitem__(self, purpose: str) -> random.Random:
+        """The generator for a purpose, which goes on where it was left."""
+        if purpose not in self._made:
+            self._made[purpose] = self.fresh(purpose)
+        return self._made[purpose]
+
+    def fresh(self, purpose: str) -> random.Random:
+        """The generator for a purpose, from its start."""
+        seed = hashlib.sha256(f"{self._name}|{purpose}".encode()).digest()
+        return random.Random(int.from_bytes(seed, "big"))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A sample whose haystack can have any size.
+
+    Attributes:
+        build: Gives the row with a haystack of n units; the same n gives the same row.
+        least: The smallest n.
+        most: The largest n.
+    """
+
+    build: Callable[[int], Doc]
+    least: int = 0
+    most: int = _ENDLESS
+
+
+def fit(task: str, plans: Sequence[Plan], length: int, size: Size) -> Doc:
+    """Build the largest row of the first plan that fits.
+
+    Args:
+        task: Named in the error.
+        plans: In order of preference; later ones need less room.
+        length: Tokens of prompt and answer at most.
+        size: Counts a prompt.
+
+    Raises:
+        UserError: No plan fits.
+    """
+
+    def cost(doc: Doc) -> int:
+        used = size(doc["context"], doc["question"], doc.get("gen_prefix", ""))
+        return used + int(doc["max_new_tokens"])
+
+    needs = []
+    for plan in plans:
+        least = plan.build(plan.least)
+        needs.append(cost(least))
+        if needs[-1] <= length:
+            return _fill(plan, least, needs[-1], cost, length)
+    raise UserError(
+        f"{task} does not fit into --length {length} with this tokenizer; "
+        f"it needs at least {min(needs)}"
+    )
+
+
+def _fill(plan: Plan, least: Doc, least_cost: int, cost: Callable[[Doc], int], room: int) -> Doc:
+    """The row of n units with cost(n) <= room < cost(n + 1), by interpolation and halving.
+
+    A unit has at least a token, so more than `room` units are not tried, even where a tokenizer
+    drops what it does not know.
+    """
+    low, low_cost, best = plan.least, least_cost, least
+    high, high_cost = min(plan.most, plan.least + room) + 1, None
+    probe = low + 16
+    steps = 0
+    while high - low > 1 and low_cost < room:
+        probe = min(max(probe, low + 1), high - 1)
+        doc = plan.build(probe)
+        found = cost(doc)
+        if found <= room:
+            low, low_cost, best = probe, found, doc
+        else:
+            high, high_cost = probe, found
+        steps += 1
+        if high_cost is None:
+            rate = (low_cost - least_cost) / (low - plan.least)
+            probe = low + (int((room - low_cost) / rate) if rate > 0 else low - plan.least)
+        elif steps % 8 == 0:
+            probe = (low + high) // 2
+        else:
+            # Costs are nearly linear: step from the nearer side to a little beyond the crossing, so
+            # that the bracket closes from both sides.
+            rate = max(1, high_cost - low_cost) / (high - low)
+            under, over = room - low_cost, high_cost - room
+            if under < over:
+                probe = low + int(1.25 * under / rate) + 1
+            else:
+                probe = high - int(1.25 * over / rate) - 1
+    return best
+
+
+def scatter(units: Sequence[str], statements: Sequence[tuple[float, str]]) -> list[str]:
+    """Insert statements between the units of a haystack.
+
+    Args:
+        units: The haystack.
+        statements: Depth (0 before everything, 1 after everything) and text.
+    """
+    pieces: list[str] = []
+    done = 0
+    for depth, text in sorted(statements, key=lambda statement: statement[0]):
+        at = int(depth * len(units))
+        pieces += [*units[done:at], text]
+        done = at
+    return [*pieces, *units[done:]]

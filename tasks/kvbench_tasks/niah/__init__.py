@@ -1,0 +1,61 @@
+"""Needle in a haystack: one needle, at eleven depths in turn. See README.md."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvbench.harness.protocol import Benchmark, Doc
+
+if TYPE_CHECKING:
+    from kvbench_tasks.fitting import Plan, Size
+    from kvbench_tasks.lexicon import Lexicon
+
+DEPTHS = tuple(range(0, 101, 10))
+"""Percent of the haystack before the needle; sample i has depth i modulo 11."""
+
+
+def docs(
+    leaf: str,
+    *,
+    length: int,
+    samples: int,
+    seed: int,
+    tokenizer: Any,
+    lexicon: str,
+    cache_dir: Path,
+    size: Size,
+) -> list[Doc]:
+    """See `Benchmark.docs`."""
+    from kvbench_tasks.generate import generate
+    from kvbench_tasks.lexicon import Niah
+
+    def plans(words: Lexicon, index: int) -> Sequence[Plan]:
+        return words.niah(Niah("essay"), depths=[DEPTHS[index % len(DEPTHS)] / 100])
+
+    rows = generate(
+        leaf,
+        plans,
+        length=length,
+        samples=samples,
+        seed=seed,
+        lexicon_name=lexicon,
+        size=size,
+        essays_in=cache_dir,
+    )
+    return [{**row, "extra": {"depth": DEPTHS[i % len(DEPTHS)]}} for i, row in enumerate(rows)]
+
+
+BENCHMARK = Benchmark(
+    name="niah",
+    leaves=("niah_depth",),
+    docs=docs,
+    yaml=Path(__file__).parent,
+    version="1",
+    summary="One needle at 0, 10, ..., 100 percent of the haystack, for a map of depth and length",
+    source="https://github.com/gkamradt/LLMTest_NeedleInAHaystack, in RULER's words",
+    licence="Apache-2.0",
+    metric="string_match",
+    default_lengths=(512, 1024, 2048),
+)

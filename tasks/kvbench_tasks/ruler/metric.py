@@ -1,0 +1,24 @@
+"""RULER's metrics (scripts/eval/synthetic/constants.py), as lm-eval calls them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+_UNPRINTABLE = re.compile(r"[\x00-\x1f]")
+
+
+def string_match_all(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
+    """The share of the reference answers that the response contains, whatever their case."""
+    found = _found(doc, results)
+    return {"string_match": sum(found) / len(found)}
+
+
+def string_match_part(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
+    """1 if the response contains any of the reference answers, whatever their case; else 0."""
+    return {"string_match": float(any(_found(doc, results)))}
+
+
+def _found(doc: dict[str, Any], results: list[str]) -> list[bool]:
+    response = _UNPRINTABLE.sub("\n", results[0].strip()).strip().lower()
+    return [output.lower() in response for output in doc["outputs"]]

@@ -1,0 +1,131 @@
+"""RULER's qa_1 (SQuAD) and qa_2 (HotpotQA): the answer's document among others."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+from kvbench.harness.protocol import NeedsHub
+from kvbench_tasks import hub
+from kvbench_tasks.fitting import Doc, Plan, Size, Streams, fit
+from kvbench_tasks.natural import framed, prompts
+
+
+def qa_rows(
+    leaf: str,
+    *,
+    length: int,
+    samples: int,
+    seed: int,
+    lexicon: str,
+    cache_dir: Path,
+    size: Size,
+) -> list[Doc]:
+    """The rows of a task; see `Benchmark.docs`. The seed decides the order of the questions."""
+    if lexicon != "natural":
+        raise NeedsHub("asks about English documents, which the reference model cannot read")
+    questions, documents = _squad(cache_dir) if leaf == "qa_1" else _hotpot(cache_dir)
+    order = Streams(leaf, seed)["questions"].sample(range(len(questions)), len(questions))
+    rows = []
+    for i in range(samples):
+        question = questions[order[i % len(order)]]
+        streams = Streams(leaf, length, seed, i)
+        rows.append(fit(leaf, [_plan(question, documents, streams)], length, size))
+    return rows
+
+
+def _plan(question: dict[str, Any], documents: list[str], streams: Streams) -> Plan:
+    """The question's own documents, then others of its article, then any."""
+    own, more = question["own"], question["more"]
+    named = {*own, *more}
+    more = streams["more"].sample(more, len(more))
+    others = streams["others"]
+    count = len(documents)
+
+    @functools.cache
+    def rest() -> list[int]:
+        return [i for i in others.sample(range(count), count) if i not in named]
+
+    def build(n: int) -> Doc:
+        chosen = [*own, *more, *(rest() if n > len(own) + len(more) else [])][:n]
+        streams.fresh("order").shuffle(chosen)
+        texts = [
+            prompts()["qa"]["document"].format(i=i, document=documents[d])
+            for i, d in enumerate(chosen, 1)
+        ]
+        template = prompts()["qa"]["template"]
+        body = "\n\n".join(texts)
+        return framed("qa", template, body, question["outputs"], query=question["query"])
+
+    return Plan(build, least=len(own), most=count)
+
+
+Data = tuple[list[dict[str, Any]], list[str]]
+
+
+@functools.lru_cache(maxsize=2)
+def _squad(cache_dir: Path) -> Data:
+    rows = hub.fetch(
+        "rajpurkar/squad_v2",
+        None,
+        "validation",
+        cache_dir=cache_dir,
+        convert=lambda split: [
+            {name: row[name] for name in ("title", "context", "question", "answers")}
+            for row in split
+        ],
+    )
+    documents = sorted({row["context"] for row in rows})
+    number = {text: i for i, text in enumerate(documents)}
+    articles: dict[str, dict[int, None]] = {}
+    for row in rows:
+        articles.setdefault(row["title"], {})[number[row["context"]]] = None
+    questions = []
+    for row in rows:
+        if row["answers"]["text"]:  # the others cannot be answered
+            own = number[row["context"]]
+            questions.append(
+                {
+                    "query": row["question"],
+                    "outputs": list(dict.fromkeys(row["answers"]["text"])),
+                    "own": [own],
+                    "more": [i for i in articles[row["title"]] if i != own],
+                }
+            )
+    return questions, documents
+
+
+@functools.lru_cache(maxsize=2)
+def _hotpot(cache_dir: Path) -> Data:
+    rows = hub.fetch(
+        "hotpotqa/hotpot_qa",
+        "distractor",
+        "validation",
+        cache_dir=cache_dir,
+        convert=lambda split: [
+            {
+                "question": row["question"],
+                "answer": row["answer"],
+                "documents": [
+                    f"{title}\n{''.join(sentences)}"
+                    for title, sentences in zip(
+                        row["context"]["title"], row["context"]["sentences"], strict=True
+                    )
+                ],
+            }
+            for row in split
+        ],
+    )
+    documents = sorted({text for row in rows for text in row["documents"]})
+    number = {text: i for i, text in enumerate(documents)}
+    questions = [
+        {
+            "query": row["question"],
+            "outputs": [row["answer"]],
+            "own": list(dict.fromkeys(number[text] for text in row["documents"])),
+            "more": [],
+        }
+        for row in rows
+    ]
+    return questions, documents

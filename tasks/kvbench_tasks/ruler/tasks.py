@@ -1,0 +1,72 @@
+"""Which task of RULER is what, with the parameters of its `synthetic.yaml`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvbench_tasks.fitting import Doc, Plan, Size
+from kvbench_tasks.generate import generate
+from kvbench_tasks.lexicon import Lexicon, Niah
+
+_NIAH = {
+    "niah_single_1": Niah("noise"),
+    "niah_single_2": Niah("essay"),
+    "niah_single_3": Niah("essay", value="uuids"),
+    "niah_multikey_1": Niah("essay", keys=4),
+    "niah_multikey_2": Niah("needle"),
+    "niah_multikey_3": Niah("needle", key="uuids", value="uuids"),
+    "niah_multivalue": Niah("essay", values=4),
+    "niah_multiquery": Niah("essay", keys=4, queries=4),
+}
+_HOPS = 4
+
+
+def rows(
+    leaf: str,
+    *,
+    length: int,
+    samples: int,
+    seed: int,
+    tokenizer: Any,
+    lexicon: str,
+    cache_dir: Path,
+    size: Size,
+) -> list[Doc]:
+    """The rows of a task; see `Benchmark.docs`."""
+    if leaf.startswith("qa_"):
+        from kvbench_tasks.ruler.qa import qa_rows
+
+        return qa_rows(
+            leaf,
+            length=length,
+            samples=samples,
+            seed=seed,
+            lexicon=lexicon,
+            cache_dir=cache_dir,
+            size=size,
+        )
+    needles = _NIAH.get(leaf)
+    essay = needles is not None and needles.haystack == "essay"
+    return generate(
+        leaf,
+        _plans(leaf),
+        length=length,
+        samples=samples,
+        seed=seed,
+        lexicon_name=lexicon,
+        size=size,
+        essays_in=cache_dir if essay else None,
+    )
+
+
+def _plans(leaf: str) -> Callable[[Lexicon, int], Sequence[Plan]]:
+    def plans(lexicon: Lexicon, index: int) -> Sequence[Plan]:
+        if leaf in _NIAH:
+            return lexicon.niah(_NIAH[leaf])
+        if leaf == "vt":
+            return lexicon.vt(_HOPS)
+        return lexicon.cwe() if leaf == "cwe" else lexicon.fwe()
+
+    return plans

@@ -1,0 +1,117 @@
+"""One prefill serves every cell, as if each had its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import kvbench
+from kvbench.budget import Budget
+from kvbench.engine.prefix import Prefix, Request, engine
+from kvbench.errors import BudgetError
+from kvbench.parts import FunctionScore, TopK, Uniform
+from kvbench.plugin import Policy, Score, Scores, Selector, View
+
+from .conftest import batch, build
+
+CELLS = [
+    ("random", 0.2),
+    ("random:allocate=global", 0.2),
+    ("snapkv:window=8", 0.1),
+    ("snapkv:window=8", 0.5),
+    ("adakv:window=8", 0.3),
+    ("criticalkv:window=8", 0.3),
+    ("h2o", 12),
+    ("full", "full"),
+]
+
+
+def wishes() -> list[Request]:
+    return [Request(kvbench.policy(p), Budget.parse(b), "context", 0) for p, b in CELLS]
+
+
+@torch.no_grad()
+def test_a_shared_prefill_equals_one_per_cell(family: Any) -> None:
+    ids, _ = batch(1, 45, [0])
+    with engine(family):
+        needs = {n for w in wishes() for n in w.policy.needs}
+        prefix = Prefix(family, needs)
+        prefix.extend(ids)
+        shared = [cache.kept() for cache, _ in prefix.compress(wishes())]
+    for (policy, budget), kept in zip(CELLS, shared, strict=True):
+        alone = kvbench.kept(family, ids, policy, budget)
+        for a, b in zip(alone, kept, strict=True):
+            assert (a is None and b is None) or torch.equal(a, b), policy
+
+
+@torch.no_grad()
+def test_question_is_compressed_in_a_fork(llama: Any) -> None:
+    ids, _ = batch(1, 45, [0])
+    policy = kvbench.policy("snapkv:window=8")
+    wish = Request(policy, Budget.parse(0.3), "question", 0)
+    with engine(llama):
+        prefix = Prefix(llama, policy.needs)
+        prefix.extend(ids[:, :38])
+        longer = prefix.fork()
+        logits = longer.extend(ids[:, 38:])
+        ((late, _),) = longer.compress([wish])
+        ((early, _),) = prefix.compress([wish])
+    whole = kvbench.kept(llama, ids, policy, 0.3)
+    assert all(torch.equal(a, b) for a, b in zip(late.kept(), whole, strict=True))
+    assert early.kept()[0].shape[-1] == 38
+    assert torch.allclose(logits, llama(ids).logits[:, -1], atol=1e-4)
+
+
+def test_scores_are_shared_unless_they_read_the_budget(llama: Any) -> None:
+    calls = {"plain": 0, "reads": 0}
+
+    def plain(v: View) -> torch.Tensor:
+        calls["plain"] += 1
+        return v.noise()
+
+    def reads(v: View) -> torch.Tensor:
+        calls["reads"] += 1
+        return v.noise() * v.budget[:, None, None]
+
+    ids, _ = batch(1, 30, [0])
+    with torch.no_grad(), engine(llama):
+        prefix = Prefix(llama, [])
+        prefix.extend(ids)
+        for function in (plain, reads):
+            policy = Policy("p", FunctionScore.of(function), Uniform(), TopK())
+            list(prefix.compress([Request(policy, Budget.parse(n), "context", 0) for n in (3, 5)]))
+    assert calls == {"plain": 3, "reads": 6}, "three layers, two budgets"
+
+
+class Greedy(Selector):
+    """Keeps one entry more than its share."""
+
+    def select(self, v: View, scores: Scores, share: torch.Tensor) -> torch.Tensor:
+        return TopK().select(v, scores, share + 1)
+
+
+class NotFinite(Score):
+    """Says NaN."""
+
+    def score(self, v: View) -> torch.Tensor:
+        return v.noise() / 0.0 * 0.0
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (Policy("greedy", FunctionScore.of(lambda v: v.noise()), Uniform(), Greedy()), "exactly"),
+        (Policy("nan", NotFinite(), Uniform(), TopK()), "not finite"),
+        (Policy("flat", FunctionScore.of(lambda v: v.noise()[0]), Uniform(), TopK()), "shape"),
+    ],
+    ids=["surplus", "nan", "shape"],
+)
+def test_a_policy_off_its_budget_fails_loudly(policy: Policy, message: str) -> None:
+    model = build("llama")
+    with torch.no_grad(), engine(model):
+        prefix = Prefix(model, [])
+        prefix.extend(batch(1, 30, [0])[0])
+        with pytest.raises(BudgetError, match=message):
+            list(prefix.compress([Request(policy, Budget.parse(0.5), "context", 0)]))

@@ -1,0 +1,131 @@
+"""The user's own data: every line is checked, scored as it says, and shares its context."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvbench.errors import UserError
+from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
+from kvbench.harness.own import METRICS, own_benchmark
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+GOOD = {"context": "The key is 7.", "question": "What is the key?", "answers": "7"}
+
+
+def write(path: Path, *rows: object) -> Path:
+    path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows))
+    return path
+
+
+def load(path: Path, tokenizer: PreTrainedTokenizerBase, **changes: Any) -> LmEvalTask:
+    options: dict[str, Any] = {"length": 0, "samples": 50, "seed": 0, "chat_template": True}
+    return LmEvalHarness().load(
+        path.stem,
+        tokenizer=tokenizer,
+        tokenizer_id="test",
+        lexicon="natural",
+        cache_dir=path.parent / "cache",
+        benchmark=own_benchmark(str(path)),
+        **{**options, **changes},
+    )
+
+
+def test_rows_with_one_context_are_questions_of_one_sample(
+    tmp_path: Path, bpe_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    other = {"context": "Nothing here.", "question": "Why?", "answers": ["a", "b"], "until": "\n"}
+    path = write(tmp_path / "mine.jsonl", GOOD, other, "", {**GOOD, "question": "Which key?"})
+    task = load(path, bpe_tokenizer)
+    assert (task.name, task.group, task.length, task.metric) == ("mine", "own", 0, "contains_all")
+    asked = [(r.sample_id, r.question_id, r.doc_id) for r in task.requests]
+    assert asked == [("0", 0, 0), ("0", 1, 2), ("1", 0, 1)]
+    first, second, third = task.requests
+    assert first.context == second.context
+    assert first.context_id == second.context_id != third.context_id
+    assert first.context.endswith("The key is 7.\n")
+    assert second.question.startswith("Which key?")
+    assert third.until == ("\n",)
+    assert third.target == ("a", "b")
+    scores, total = task.score({("0", 0, 0): "it is 7", ("0", 1, 0): "no", ("1", 0, 0): "B!"})
+    assert scores == {("0", 0, 0): 1.0, ("0", 1, 0): 0.0, ("1", 0, 0): 0.5}
+    assert total == pytest.approx(0.5)
+
+
+def test_fewer_samples_are_the_first_rows_and_the_hash_is_the_content(
+    tmp_path: Path, bpe_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    path = write(tmp_path / "mine.jsonl", *[{**GOOD, "context": f"Key {i}"} for i in range(5)])
+    some, all_ = load(path, bpe_tokenizer, samples=2), load(path, bpe_tokenizer, seed=3)
+    assert some.requests == all_.requests[:2]
+    assert some.data_hash == all_.data_hash
+    write(path, *[{**GOOD, "context": f"Key {i}"} for i in range(6)])
+    assert load(path, bpe_tokenizer, samples=2).data_hash != some.data_hash
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ("{", "2: not JSON"),
+        ([1], "2: must be an object"),
+        ({"context": "x", "question": "y", "anwser": "z"}, "'answers' is missing; it has anwser"),
+        ({**GOOD, "context": 3}, "'context' must be a text"),
+        ({**GOOD, "question": " "}, "'question' must be a text that is not empty"),
+        ({**GOOD, "answers": []}, "'answers' must be"),
+        ({**GOOD, "answers": [1]}, "'answers' must be"),
+        ({**GOOD, "metric": "F1"}, "unknown metric 'F1'; did you mean f1?"),
+        ({**GOOD, "max_new_tokens": 0}, "'max_new_tokens' must be"),
+        ({**GOOD, "max_new_tokens": True}, "'max_new_tokens' must be"),
+        ({**GOOD, "until": [""]}, "'until' must be"),
+        ({**GOOD, "context": "a <|kvb_split|> b"}, "must not contain <|kvb_split|>"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, row: object, says: str) -> None:
+    path = write(tmp_path / "mine.jsonl", GOOD, row)
+    with pytest.raises(UserError, match=re.escape(says)) as caught:
+        own_benchmark(str(path))
+    assert str(caught.value).startswith(f"{path}:2: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there_or_empty(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot read"):
+        own_benchmark(str(tmp_path / "none.jsonl"))
+    with pytest.raises(UserError, match="no rows"):
+        own_benchmark(str(write(tmp_path / "empty.jsonl", "")))
+
+
+@pytest.mark.parametrize(
+    ("metric", "response", "answers", "value"),
+    [
+        ("contains_all", "Red and BLUE", ["red", "blue", "green"], 2 / 3),
+        ("exact", " The red, house! ", ["red house", "x"], 1.0),
+        ("exact", "red houses", ["red house"], 0.0),
+        # Shared: red, house; 3 words in the response, 2 in the answer: p = 2/3, r = 1.
+        ("f1", "a red old house", ["red house", "tree"], 0.8),
+        ("f1", "red red", ["red house"], 0.5),
+        ("f1", "", ["red"], 0.0),
+        # Longest common subsequence: "cat on mat" = 3 of 4 and 5 words.
+        ("rougeL", "cat sat on mat", ["the cat on the mat"], 2 * 3 / 9),
+        ("rougeL", "b a", ["a b"], 0.5),
+        ("rougeL", "x", ["a b"], 0.0),
+    ],
+)
+def test_metrics_have_their_known_values(
+    metric: str, response: str, answers: list[str], value: float
+) -> None:
+    assert METRICS[metric](response, answers) == pytest.approx(value)
+
+
+def test_metrics_of_rows_may_differ(tmp_path: Path, bpe_tokenizer: PreTrainedTokenizerBase) -> None:
+    rows = [{**GOOD, "context": m, "metric": m, "answers": ["red house"]} for m in METRICS]
+    task = load(write(tmp_path / "mine.jsonl", *rows), bpe_tokenizer)
+    assert task.metric == "score"
+    scores, _ = task.score({(r.sample_id, 0, 0): "the red house there" for r in task.requests})
+    assert list(scores.values()) == pytest.approx([1.0, 0.0, 0.8, 2 * 2 / 6])

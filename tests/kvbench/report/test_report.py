@@ -1,0 +1,272 @@
+"""What a reader gets: the terminal's table, the Markdown summary and the files."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import re
+import struct
+
+import numpy as np
+import pandas as pd
+import pytest
+from rich.console import Console
+
+from kvbench.report import render, run_table
+from kvbench.report.frames import prepare
+from kvbench.report.text import code, interval, md, number, plain, short, size, slug
+from kvbench.report.verdict import cheapest
+
+NASTY = "a|b<script>alert(1)</script>[red]*_`x`"
+
+
+def shown(cells, samples=None, width=120):
+    console = Console(width=width, file=io.StringIO(), color_system=None)
+    console.print(run_table(cells, samples))
+    return console.file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def report(run_frames, tmp_path_factory):
+    cells, samples = run_frames(
+        ["random", "snapkv", "criticalkv"], tasks=["vt", "cwe", "qa_1"],
+        failed=[("random", "0.2", "cwe")], error=f"RuntimeError: {NASTY}\nsecond line",
+    )  # fmt: skip
+    out = tmp_path_factory.mktemp("report")
+    return cells, samples, out, render(cells, samples, out / "deep" / "er")
+
+
+def test_files_are_the_ones_returned(report):
+    _, _, out, paths = report
+    names = {"mean-ruler", "overview-ruler", "pareto-vt", "pareto-cwe", "pareto-qa_1"}
+    want = {f"figures/{n}.{e}" for n in names for e in ("png", "svg")} | {"summary.md"}
+    assert {p.relative_to(out / "deep" / "er").as_posix() for p in paths} == want
+    assert {p for p in out.rglob("*") if p.is_file()} == set(paths)
+    assert paths[0].name == "summary.md"
+
+
+def test_figures_have_the_resolution_and_width_of_a_paper(report):
+    png = next(p for p in report[3] if p.name == "mean-ruler.png").read_bytes()
+    width, _ = struct.unpack(">II", png[16:24])
+    assert width == 700  # 3.5 inches at 200 dpi
+    svg = next(p for p in report[3] if p.name == "mean-ruler.svg").read_text()
+    assert 'width="252pt"' in svg
+    assert "dc:date" not in svg
+
+
+def test_the_same_frames_give_the_same_bytes(report, run_frames, tmp_path):
+    cells, samples = run_frames(["snapkv"], ("0.2",), ["vt"])
+    first = render(cells, samples, tmp_path / "a")
+    again = render(cells, samples, tmp_path / "b")
+    digests = [[hashlib.sha256(p.read_bytes()).hexdigest() for p in ps] for ps in (first, again)]
+    assert digests[0] == digests[1]
+
+
+def test_summary_says_what_was_run_and_what_failed(report):
+    cells, _, _, paths = report
+    text = paths[0].read_text()
+    for part in ("`reference`", "`vt`, `cwe`, `qa_1`", "`snapkv`", "1024 tokens", "cpu, float32"):
+        assert part in text
+    assert "about policies, not about a real model" in text
+    assert f"Cells: {len(cells)}; **1 failed**" in text
+    assert "kvbench 0.1.0, torch 2.13.0" in text
+    assert "**Tasks that do not discriminate**" in text
+    assert re.search(r"left out of the means.*: `qa_1`", text)
+    assert "**Paired:**" in text
+    assert "| `random` | `0.2` | – | – | incomplete |" in text
+
+
+def test_summary_links_exist(report):
+    _, _, _, paths = report
+    links = re.findall(r"\]\((.+?)\)", paths[0].read_text())
+    assert len(links) == 10
+    assert all((paths[0].parent / link).is_file() for link in links)
+
+
+def test_summary_tables_hold_the_numbers(report):
+    cells, samples, _, paths = report
+    text = paths[0].read_text()
+    overall = prepare(cells, samples).overall
+    row = overall[(overall["policy"] == "criticalkv") & (overall["budget"] == "0.4")].iloc[0]
+    line = next(x for x in text.splitlines() if x.startswith("| `criticalkv` | `0.4` | 40.4%"))
+    assert f"{100 * row['score']:.1f}" in line
+    assert interval(row["diff_lo"], row["diff_hi"], unit=True, signed=True) in line
+    assert "★" in line
+    tables = [x for x in text.splitlines() if x.startswith("|")]
+    blocks = "\n".join(text.splitlines()).split("\n\n")
+    for block in blocks:
+        widths = {x.count("|") for x in block.splitlines() if x.startswith("|")}
+        assert len(widths) <= 1, block
+    assert any("failed" in x for x in tables)
+
+
+def test_what_a_model_or_user_wrote_cannot_be_markup(report):
+    text = report[3][0].read_text()
+    assert "<script>" not in text
+    assert "second line" in text
+    line = next(x for x in text.splitlines() if "second line" in x)
+    assert line.count("|") == 7
+    assert "&#60;script&#62;" in line
+
+
+def test_statements_leave_out_tasks_that_do_not_discriminate(report):
+    text = report[3][0].read_text()
+    statements = text.split("## Scores")[0].split("## Cheapest")[1]
+    assert "- `vt`:" in statements
+    assert "`qa_1`" not in statements
+
+
+def test_table_shows_means_differences_failures_and_marks(report):
+    text = shown(report[0], report[1])
+    flat = " ".join(text.split())
+    assert "reference · ruler" in text
+    assert "failed" in text
+    assert re.search(r"failed: random 0\.2 context on cwe at 1024 tokens: RuntimeError", flat)
+    assert "qa_1°" in text
+    assert "[red]" in flat
+    assert "about policies, not about a real model" in flat
+    best = report[0]
+    score = best[(best["policy"] == "criticalkv") & (best["budget"] == "0.4")]
+    assert f"{100 * score[score['task'] == 'vt']['score'].iloc[0]:.1f}" in text
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_table_fits_the_terminal(run_frames, width):
+    tasks = [f"niah_multikey_{i}" for i in range(13)]
+    policy = "criticalkv:allocate=global:select=two_stage:window=64"
+    cells, _ = run_frames([policy], ("0.2",), tasks, samples=8)
+    text = shown(cells, width=width)
+    assert max(len(line) for line in text.splitlines()) <= width
+    assert "…" not in text.replace("…:", "")
+    for i in range(13):
+        assert f"multikey_{i}" in text
+    heads = [line for line in text.splitlines() if "┃" in line]
+    assert max(line.count("multikey_") for line in heads) <= 8
+
+
+def test_control_characters_do_not_reach_the_terminal(run_frames):
+    policy, task = "x\x1b[31m\n[bold]y", "t\x07|"
+    cells, _ = run_frames(
+        [policy], ("0.2",), [task], failed=[(policy, "0.2", task)], error="\x1b]0;title\x07"
+    )
+    text = shown(cells)
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", text)
+    assert "[bold]y" in text
+
+
+def test_real_models_get_no_reference_note(run_frames):
+    cells, _ = run_frames(model="org/Model-8B")
+    assert "reference model" not in shown(cells)
+
+
+def test_lengths_and_moments_are_told_apart(run_frames, tmp_path):
+    cells, samples = run_frames(
+        ["snapkv"], ("0.2",), ["vt"], lengths=(512, 1024), moments=("context", "question")
+    )
+    text = shown(cells)
+    for label in ("512 tokens, context", "1024 tokens, question"):
+        assert label in text
+    paths = render(cells, samples, tmp_path)
+    assert "### `ruler`, 1024 tokens, question" in paths[0].read_text()
+    assert {p.name for p in paths} == {"summary.md", "pareto-vt.png", "pareto-vt.svg"}
+
+
+def test_a_cell_of_several_runs_counts_once(run_frames):
+    few, many = run_frames(samples=20), run_frames(samples=50)
+    cells = pd.concat([many[0], few[0]])
+    samples = pd.concat([many[1], few[1]])
+    results = prepare(cells, samples)
+    assert len(results.cells) == len(few[0])
+    assert (results.cells["samples"] == 50).all()
+    assert len(results.samples) == len(many[1])
+
+
+def test_runs_that_differ_in_dtype_only_stay_apart(run_frames):
+    one, two = run_frames(), run_frames()
+    other = two[0].assign(cell=two[0]["cell"] + "x", dtype="bfloat16")
+    results = prepare(pd.concat([one[0], other]))
+    assert results.models == ["reference (float32)", "reference (bfloat16)"]
+
+
+def test_reports_of_odd_runs_are_written(run_frames, tmp_path):
+    cells, samples = run_frames(["snapkv"], ("0.2",), ["vt"], with_full=False)
+    text = render(cells, samples, tmp_path / "nofull")[0].read_text()
+    assert "full has no score here" in text
+    assert "do not discriminate" not in text
+    every = [(p, b, t) for p in ("snapkv", "full") for b in ("0.2", "full") for t in ("vt", "cwe")]
+    cells, samples = run_frames(["snapkv"], ("0.2",), failed=every)
+    paths = render(cells, samples, tmp_path / "failed")
+    assert [p.name for p in paths] == ["summary.md"]
+    assert "None: there is no score" in paths[0].read_text()
+    assert "failed" in shown(cells)
+    cells, samples = run_frames([], (), ["vt"])
+    assert len(render(cells, samples, tmp_path / "onlyfull")) == 1
+    assert "nothing has been run" in shown(cells.iloc[:0])
+
+
+def points(*rows):
+    columns = ["policy", "budget", "kv_bytes_live", "diff", "diff_lo", "diff_hi", "score"]
+    frame = pd.DataFrame([("full", "full", 100.0, 0, 0, 0, 0.9), *rows], columns=columns)
+    return frame.assign(status="ok", discriminative=True, higher_is_better=True, full_score=0.9)
+
+
+def test_cheapest_within_a_point():
+    rows = points(
+        ("a", "0.1", 10.0, -0.05, -0.08, 0.02, 0.85),
+        ("b", "0.2", 20.0, -0.01, -0.03, 0.01, 0.89),
+        ("c", "0.2", 20.0, -0.005, -0.008, 0.01, 0.895),
+        ("d", "0.4", 40.0, 0.0, 0.0, 0.0, 0.9),
+    )
+    verdict = cheapest(rows, unit=True)
+    assert verdict.row["policy"] == "c"
+    assert verdict.sure
+    assert [r["policy"] for r in verdict.equal] == ["b"]
+    assert [r["policy"] for r in verdict.cheaper] == ["a"]
+    doubtful = cheapest(rows[rows["policy"] != "c"], unit=True)
+    assert doubtful.row["policy"] == "b"
+    assert not doubtful.sure
+
+
+def test_cheapest_says_when_there_is_none():
+    rows = points(
+        ("a", "0.1", 10.0, -0.5, -0.6, -0.4, 0.4), ("b", "0.4", 40.0, -0.2, -0.3, -0.1, 0.7)
+    )
+    verdict = cheapest(rows, unit=True)
+    assert (verdict.kind, verdict.row["policy"]) == ("none", "b")
+    assert cheapest(rows, unit=False).kind == "scale"
+    assert cheapest(rows.assign(discriminative=False), unit=True).kind == "silent"
+    alone = rows.iloc[1:].assign(diff=np.nan, discriminative=False)
+    assert cheapest(alone, unit=True).kind == "no full"
+    assert cheapest(rows.iloc[:1], unit=True).kind == "empty"
+
+
+def test_cheapest_where_less_is_better():
+    rows = points(
+        ("a", "0.1", 10.0, 0.1, 0.05, 0.2, 1.0), ("b", "0.4", 40.0, 0.005, 0.0, 0.02, 0.905)
+    )
+    verdict = cheapest(rows.assign(higher_is_better=False), unit=True)
+    assert verdict.row["policy"] == "b"
+    assert not verdict.sure
+
+
+def test_numbers_and_names_as_text():
+    assert number(0.98765, unit=True) == "98.8"
+    assert number(-0.0001, unit=True, signed=True) == "0.0"
+    assert number(-0.03, unit=True) == "−3.0"
+    assert number(12.3456, unit=False) == "12.35"
+    assert number(float("nan"), unit=True) == "–"
+    assert interval(-0.06, 0.004, unit=True, signed=True) == "[−6.0, +0.4]"
+    assert interval(-np.inf, np.inf, unit=False) == "[−∞, ∞]"
+    assert [size(v) for v in (512, 2048, 15_000, 5 * 2**20)] == [
+        "512 B",
+        "2.00 KiB",
+        "14.6 KiB",
+        "5.00 MiB",
+    ]
+    assert plain("a\nb\u202e") == "a\\nb\\u202e"
+    assert len(short("x" * 100, 20)) == 20
+    assert code("snapkv:window=64") == "`snapkv:window=64`"
+    assert not set("|<>*`[") & set(md("|<>*`["))
+    assert slug("niah_single_1") == "niah_single_1"
+    assert slug("./mine.jsonl") != slug("mine.jsonl")
+    assert re.fullmatch(r"[a-z0-9._-]+", slug("../../ETC/pass wd"))

@@ -1,0 +1,135 @@
+"""`kvbench check` passes what is right and says what is wrong with what is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvbench.checks import CheckResult, run_checks
+
+HEAD = """
+from dataclasses import dataclass
+import torch
+from kvbench.errors import UserError
+from kvbench.parts import TopK, Uniform
+from kvbench.plugin import Allocator, Policy, Score, Scores, Selector, View
+"""
+
+
+def check(tmp_path: Path, body: str, name: str) -> dict[str, CheckResult]:
+    file = tmp_path / "mine.py"
+    file.write_text(HEAD + body)
+    return {r.name: r for r in run_checks(f"{file}:{name}")}
+
+
+def failed(results: dict[str, CheckResult]) -> set[str]:
+    return {name for name, r in results.items() if not r.ok}
+
+
+@pytest.mark.parametrize("spec", ["full", "random", "criticalkv:window=8", "h2o:allocate=global"])
+def test_built_in_policies_pass(spec: str) -> None:
+    results = run_checks(spec)
+    assert [r for r in results if not r.ok] == []
+    assert len(results) == 9
+
+
+def test_what_cannot_be_loaded_is_one_result() -> None:
+    (result,) = run_checks("snapvk")
+    assert not result.ok
+    assert "snapkv" in result.detail
+
+
+def test_a_score_that_is_not_finite(tmp_path: Path) -> None:
+    body = "def mine(v):\n    return torch.log(v.key.float().norm(dim=-1) - 4)\n"
+    results = check(tmp_path, body, "mine")
+    detail = results["scores are finite and inputs untouched"].detail
+    assert "of layer 0 are not finite" in detail
+    assert "Llama, G=2" in detail
+
+
+def test_a_score_that_changes_its_input(tmp_path: Path) -> None:
+    body = "def mine(v):\n    return v.value.mul_(1.1).norm(dim=-1)\n"
+    results = check(tmp_path, body, "mine")
+    assert "value was changed in place" in results["scores are finite and inputs untouched"].detail
+
+
+def test_a_score_of_the_wrong_shape(tmp_path: Path) -> None:
+    results = check(tmp_path, "def mine(v):\n    return v.value.float().sum(-1).mean(1)\n", "mine")
+    detail = results["scores are finite and inputs untouched"].detail
+    assert "not [B, H, n] [3, 2, 61]" in detail
+
+
+def test_a_score_that_sees_padding(tmp_path: Path) -> None:
+    body = (
+        "def mine(v):\n    return (v.value.float() - v.value.float().mean(2, True)).norm(dim=-1)\n"
+    )
+    results = check(tmp_path, body, "mine")
+    assert failed(results) == {"a padded row keeps what it keeps alone"}
+    assert "of padding" in results["a padded row keeps what it keeps alone"].detail
+
+
+def test_a_score_that_sees_its_batch(tmp_path: Path) -> None:
+    body = "def mine(v):\n    return (v.value.float() - v.value.float().mean(0)).norm(dim=-1)\n"
+    results = check(tmp_path, body, "mine")
+    assert "rows do not depend on their batch" in failed(results)
+    assert "entries are kept" in results["rows do not depend on their batch"].detail
+
+
+def test_a_score_from_a_global_generator(tmp_path: Path) -> None:
+    results = check(tmp_path, "def mine(v):\n    return torch.rand(v.shape)\n", "mine")
+    assert "deterministic" in failed(results)
+    assert "twice the same" in results["deterministic"].detail
+
+
+def test_a_selector_that_keeps_too_many(tmp_path: Path) -> None:
+    body = """
+@dataclass(frozen=True)
+class Greedy(Selector):
+    def select(self, v, scores, share):
+        return TopK().select(v, scores, (share + 1).clamp(max=v.shape[2]))
+
+@dataclass(frozen=True)
+class Length(Score):
+    def score(self, v):
+        return v.value.float().norm(dim=-1)
+
+MINE = Policy("mine", Length(), Uniform(), Greedy())
+"""
+    results = check(tmp_path, body, "MINE")
+    assert "exactly N entries" in failed(results)
+    assert "exactly" in results["exactly N entries"].detail
+
+
+def test_an_error_names_the_line(tmp_path: Path) -> None:
+    results = check(tmp_path, "def mine(v):\n    return v.kee.norm(dim=-1)\n", "mine")
+    detail = results["exactly N entries"].detail
+    assert "AttributeError" in detail
+    assert f"mine.py:{len(HEAD.splitlines()) + 2}" in detail
+
+
+def test_parameters_must_be_readable(tmp_path: Path) -> None:
+    body = """
+@dataclass(frozen=True)
+class Mine(Score):
+    sizes: tuple[int, ...] = (1, 2)
+    def score(self, v):
+        return v.value.float().norm(dim=-1)
+"""
+    results = check(tmp_path, body, "Mine")
+    assert "not read back" in results["parameters are spelled back"].detail
+
+
+def test_parameters_out_of_range_must_say_so(tmp_path: Path) -> None:
+    body = """
+@dataclass(frozen=True)
+class Mine(Score):
+    size: int = 3
+    def __post_init__(self):
+        assert self.size > 0
+    def score(self, v):
+        return v.value.float().norm(dim=-1)
+"""
+    results = check(tmp_path, body, "Mine")
+    detail = results["parameters are spelled back"].detail
+    assert "size=-1 raises AssertionError; UserError" in detail

@@ -1,0 +1,321 @@
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+import kvbench
+from kvbench import cli, registry
+from kvbench.errors import UserError
+from kvbench.grid import Grid
+
+RUN = ["run", "--policy", "snapkv", "--task", "vt"]
+
+Execute = Callable[..., Any]
+
+
+@pytest.fixture
+def executed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
+    """Replace what runs a grid; holds the arguments of the call, `effect` and `cells`."""
+    monkeypatch.chdir(tmp_path)
+    seen: dict[str, Any] = {"effect": None, "cells": pd.DataFrame({"status": ["ok"]})}
+
+    def execute(grid: Grid, **options: Any) -> Any:
+        seen.update(grid=grid, **options)
+        options["reporter"].start(1, "work")
+        if seen["effect"]:
+            raise seen["effect"]
+        grid.path.mkdir(parents=True)
+        (grid.path / "cells.parquet").touch()
+        return types.SimpleNamespace(path=grid.path, cells=seen["cells"], samples=None)
+
+    runner = types.ModuleType("kvbench.runner")
+    vars(runner)["execute"] = execute
+    vars(runner)["describe"] = lambda grid, message: ["3 cells", f"into {grid.path}"]
+    monkeypatch.setitem(sys.modules, "kvbench.runner", runner)
+    tables = types.ModuleType("kvbench.report.tables")
+    vars(tables)["run_table"] = lambda cells, samples: "THE TABLE"
+    monkeypatch.setitem(sys.modules, "kvbench.report.tables", tables)
+    return seen
+
+
+def one_line(text: str) -> str:
+    assert text.endswith("\n")
+    assert text.count("\n") == 1
+    assert text.startswith("kvbench: ")
+    return text
+
+
+# --- usage ----------------------------------------------------------------------------------------
+
+
+def test_help_is_quick_and_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from kvbench import cli; status = cli.call(['--help']); "
+        "heavy = {'torch', 'transformers', 'pandas', 'pyarrow', 'lm_eval', 'numpy'}; "
+        "print(sorted(heavy & set(sys.modules)), status)"
+    )
+    spent = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert done.stdout.splitlines()[-1] == "[] 0"
+    assert "Usage: kvbench" in done.stdout
+    assert min(spent) < 0.4  # of processor time: the machine may be busy
+
+
+@pytest.mark.parametrize("arguments", [[], ["-h"], ["run", "--help"], ["list", "-h"]])
+def test_help_is_never_an_error(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.call(arguments) == 0
+    assert "Usage: kvbench" in capsys.readouterr().out
+
+
+def test_help_says_that_a_budget_is_what_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.call(["run", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "What is KEPT of the cache" in text
+    assert "In kvpress a ratio is the fraction removed" in text
+
+
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.call(["--version"]) == 0
+    assert capsys.readouterr().out == f"kvbench {kvbench.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["rnu"], "run"),
+        (["run", "--polciy", "x"], "--policy"),
+        (["run", "--policy"], "--policy"),
+        ([*RUN, "--samples", "many"], "--samples"),
+        ([*RUN, "--samples", "0"], "samples wants a whole number"),
+        ([*RUN, "--budget", "1.5"], "budget 1.5 is out of range"),
+        ([*RUN, "--budget", "0.2,abc"], "budget 'abc'"),
+        ([*RUN, "--length", "1k"], "length wants a whole number"),
+        ([*RUN, "--moment", "turns"], "not available yet: context, question"),
+        ([*RUN, "--dtype", "fp8"], "unknown dtype 'fp8'"),
+        ([*RUN, "--config", "none.yaml"], "cannot read none.yaml"),
+        (["run", "--task", "vt"], "give --policy"),
+        (["run", "--policy", "snapkv"], "give --task"),
+        (["list", "polices"], "did you mean policies"),
+        (["list"], "policies|tasks|models"),
+        (["report"], "RUN..."),
+        (["report", "nowhere"], "cells.parquet is missing"),
+        (["check"], "POLICY"),
+    ],
+)
+def test_what_the_user_can_mend_is_one_line_and_exit_code_2(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.call(arguments) == 2
+    captured = capsys.readouterr()
+    assert says in one_line(captured.err)
+    assert captured.out == ""
+
+
+def test_a_fault_of_ours_keeps_its_traceback(executed: dict[str, Any]) -> None:
+    executed["effect"] = ZeroDivisionError()
+    with pytest.raises(ZeroDivisionError):
+        cli.call(RUN)
+
+
+# --- run ------------------------------------------------------------------------------------------
+
+
+def test_run_without_flags_is_the_grid_of_the_defaults(executed: dict[str, Any]) -> None:
+    assert cli.call(RUN) == 0
+    assert executed["grid"] == Grid(policies=("snapkv",), tasks=("vt",))
+    assert executed["fresh"] is False
+
+
+def test_every_flag_of_run_arrives(executed: dict[str, Any]) -> None:
+    flags = (
+        "run --policy criticalkv,snapkv:window=64 --policy h2o --budget 0.2,512 --model a,b "
+        "--task ruler,./mine.jsonl --moment context,question --length 1024,4096 --samples 7 "
+        "--seed 3 --out there --device cuda:1 --dtype bfloat16 --attn eager --batch-size 4 "
+        "--revision v1 --no-chat-template --no-full --fresh"
+    )
+    assert cli.call(flags.split()) == 0
+    assert executed["grid"] == Grid(
+        policies=("criticalkv", "snapkv:window=64", "h2o"),
+        tasks=("ruler", "./mine.jsonl"),
+        budgets=("0.2", "512"),
+        models=("a", "b"),
+        moments=("context", "question"),
+        lengths=(1024, 4096),
+        samples=7,
+        seed=3,
+        out="there",
+        device="cuda:1",
+        dtype="bfloat16",
+        attn="eager",
+        batch_size=4,
+        revision="v1",
+        chat_template=False,
+        full=False,
+    )
+    assert executed["fresh"] is True
+
+
+def test_flags_go_before_the_file_and_the_file_before_the_defaults(
+    executed: dict[str, Any],
+) -> None:
+    Path("grid.yaml").write_text("policies: [h2o]\ntasks: vt\nbudgets: 0.1\nsamples: 5\nfull: no\n")
+    assert cli.call(["run", "--config", "grid.yaml", "--budget", "0.4", "--full"]) == 0
+    assert executed["grid"] == Grid(
+        policies=("h2o",), tasks=("vt",), budgets=("0.4",), samples=5, full=True
+    )
+
+
+def test_after_a_run_the_table_and_the_files_are_named(
+    executed: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.call([*RUN, "--out", "there"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "THE TABLE",
+        "wrote there: cells.parquet",
+        "figures: kvbench report there",
+    ]
+
+
+def test_a_dry_run_describes_and_runs_nothing(
+    executed: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.call([*RUN, "--out", "there", "--dry-run"]) == 0
+    assert "grid" not in executed
+    assert capsys.readouterr().out == "3 cells\ninto there\n"
+
+
+def test_a_failed_cell_is_exit_code_1(
+    executed: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    executed["cells"] = pd.DataFrame({"status": ["ok", "error"], "error": ["", "held 3\nnot 2"]})
+    assert cli.call(RUN) == 1
+    captured = capsys.readouterr()
+    assert "THE TABLE" in captured.out
+    assert one_line(captured.err) == "kvbench: 1 of 2 cells failed: held 3 not 2\n"
+
+
+def test_ctrl_c_says_how_to_go_on(
+    executed: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    executed["effect"] = KeyboardInterrupt()
+    assert cli.call([*RUN, "--out", "there"]) == 130
+    said = one_line(capsys.readouterr().err)
+    assert "kept in there" in said
+    assert "the same command" in said
+
+
+def test_a_user_error_of_a_run_is_one_line(
+    executed: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    executed["effect"] = UserError("model x:\n no such folder")
+    assert cli.call(RUN) == 2
+    assert one_line(capsys.readouterr().err) == "kvbench: model x: no such folder\n"
+
+
+# --- list -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["policies", "tasks", "models"])
+def test_list_shows_what_is_registered(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.call(["list", kind]) == 0
+    text = capsys.readouterr().out
+    assert cli.call(["list", kind, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert rows
+    assert all(row["name"] in text for row in rows)
+
+
+def test_list_policies_tells_paper_parts_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.call(["list", "policies", "--json"])
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows["criticalkv"]["parts"]["select"] == "two_stage"
+    assert rows["snapkv"]["parameters"]["window"] == 32
+    assert rows["snapkv"]["paper"]
+    assert rows["critical_adakv"]["is"] == "criticalkv"
+    assert rows["full"]["parts"] == {}
+
+
+def test_a_broken_plugin_does_not_hide_the_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = registry.get
+
+    def get(group: str, name: str) -> Any:
+        if name == "snapkv":
+            raise UserError("policy 'snapkv' of package x cannot be loaded: ImportError: y")
+        return real(group, name)
+
+    monkeypatch.setattr(registry, "get", get)
+    assert cli.call(["list", "policies"]) == 1
+    captured = capsys.readouterr()
+    assert "criticalkv" in captured.out
+    assert "package x" in one_line(captured.err)
+
+
+# --- report ---------------------------------------------------------------------------------------
+
+
+def test_report_names_what_it_writes(
+    executed: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from kvbench import report, store
+
+    monkeypatch.setattr(store, "load_frames", lambda runs: (runs, None))
+    monkeypatch.setattr(report, "render", lambda cells, samples, out: [out / "summary.md"])
+    assert cli.call(["report", "a", "b"]) == 0
+    assert cli.call(["report", "a", "--out", "c"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["THE TABLE", "wrote a/report/summary.md", "THE TABLE", "wrote c/summary.md"]
+
+
+# --- the whole way --------------------------------------------------------------------------------
+
+
+def test_a_run_a_resumed_run_and_their_report(
+    llama_folder: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path / "cache"))
+    rows = [
+        {
+            "context": f"the code is {n} and the sky is grey. " * 4,
+            "question": "code?",
+            "answers": "x",
+        }
+        for n in range(3)
+    ]
+    Path("mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ["run", "--policy", "snapkv", "--task", "./mine.jsonl", "--model", llama_folder]
+    assert cli.call([*command, "--out", "there", "--samples", "2"]) == 0
+    said = capsys.readouterr()
+    assert "cells.parquet" in said.out
+    first = Path("there/responses.jsonl").read_bytes()
+    assert first.count(b"\n") == 4  # two samples, for full and for snapkv
+    assert cli.call([*command, "--out", "there", "--samples", "3"]) == 0
+    more = Path("there/responses.jsonl").read_bytes()
+    assert more.startswith(first)
+    assert more.count(b"\n") == 6
+    assert cli.call(["run", "--config", "there/grid.yaml"]) == 0
+    assert Path("there/responses.jsonl").read_bytes() == more
+    capsys.readouterr()
+    assert cli.call(["report", "there"]) == 0
+    written = [line.split(" ", 1)[1] for line in capsys.readouterr().out.splitlines()[-2:]]
+    assert all(Path(path).is_file() for path in written)

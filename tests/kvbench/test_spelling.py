@@ -1,0 +1,167 @@
+"""Policies are written in one canonical way, and mistakes name what would be right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvbench
+from kvbench import registry
+from kvbench.errors import UserError
+from kvbench.parts import TopK, Uniform
+from kvbench.plugin import Policy
+from kvbench.spelling import part, policy
+
+VALUES: dict[str, st.SearchStrategy[Any]] = {
+    "window": st.integers(1, 512),
+    "kernel": st.integers(0, 20).map(lambda i: 2 * i + 1),
+    "pool": st.sampled_from(["max", "avg"]),
+    "group": st.sampled_from(["mean", "max", "sum"]),
+    "sinks": st.integers(0, 64),
+    "recent": st.floats(0, 1),
+    "observe": st.one_of(st.none(), st.integers(1, 512)),
+    "safeguard": st.floats(0, 1),
+    "safeguard_mode": st.sampled_from(["reserve", "mix"]),
+    "first_stage": st.floats(0, 1),
+    "eps": st.floats(0, 1e6),
+    "norm": st.sampled_from(["l1", "l2"]),
+    "variant": st.sampled_from(["paper", "release"]),
+    "normalise": st.sampled_from(["none", "layer"]),
+    "buffer": st.integers(0, 4096),
+}
+SCORES = ["window", "mass", "knorm", "keydiff", "recency", "random"]
+ALLOCATORS = ["uniform", "head_adaptive", "global"]
+SELECTORS = ["topk", "two_stage"]
+NAMES = [n for n in registry.names("kvbench.policies") if n != "full"]
+
+
+def parameters(p: Policy) -> set[str]:
+    parts = (p.score, p.allocate, p.select, p.merge)
+    return {"buffer"}.union(*(x.parameters() for x in parts if x is not None))
+
+
+@st.composite
+def spelled(draw: st.DrawFn) -> str:
+    fields = [draw(st.sampled_from(NAMES))]
+    for key, options in (("score", SCORES), ("allocate", ALLOCATORS), ("select", SELECTORS)):
+        if draw(st.booleans()):
+            fields.append(f"{key}={draw(st.sampled_from(options))}")
+    known = sorted(parameters(policy(":".join(fields))) & set(VALUES))
+    for key in draw(st.lists(st.sampled_from(known), unique=True, max_size=4)):
+        value = draw(VALUES[key])
+        fields.append(f"{key}={'none' if value is None else value}")
+    return ":".join([fields[0], *draw(st.permutations(fields[1:]))])
+
+
+@given(spelled())
+def test_the_canonical_form_names_the_same_policy(spec: str) -> None:
+    p = policy(spec)
+    assert policy(str(p)) == p
+    assert str(policy(str(p))) == str(p)
+    assert policy(p) == p
+
+
+@pytest.mark.parametrize(
+    ("spec", "canonical"),
+    [
+        ("snapkv", "snapkv"),
+        (" snapkv:window=32 ", "snapkv"),
+        ("snapkv:window=64", "snapkv:window=64"),
+        ("snapkv:pool=avg:kernel=5:window=064", "snapkv:kernel=5:pool=avg:window=64"),
+        ("critical_adakv", "criticalkv"),
+        ("critical_adakv:safeguard=0.20", "criticalkv"),
+        ("criticalkv:safeguard=.3", "criticalkv:safeguard=0.3"),
+        ("snapkv:allocate=uniform:merge=none", "snapkv"),
+        (
+            "snapkv:window=64:allocate=head_adaptive:select=two_stage",
+            "snapkv:allocate=head_adaptive:select=two_stage:window=64",
+        ),
+        ("h2o:observe=none:recent=0", "h2o:recent=0.0"),
+        ("knorm:buffer=0", "knorm:buffer=0"),
+        ("full", "full"),
+    ],
+)
+def test_canonical_spelling(spec: str, canonical: str) -> None:
+    assert str(policy(spec)) == canonical
+
+
+def test_parts_are_exchanged_as_the_presets_are_made() -> None:
+    mixed = policy("snapkv:allocate=head_adaptive:select=two_stage")
+    preset = policy("criticalkv")
+    assert (mixed.score, mixed.allocate, mixed.select) == (
+        preset.score,
+        preset.allocate,
+        preset.select,
+    )
+    plain = policy("criticalkv:allocate=uniform:select=topk")
+    assert (plain.allocate, plain.select) == (Uniform(), TopK())
+
+
+def test_a_parameter_reaches_every_part_that_has_it() -> None:
+    p = policy("criticalkv:safeguard=0.4")
+    assert p.allocate.parameters()["safeguard"] == p.select.parameters()["safeguard"] == 0.4
+
+
+def test_keywords_win_over_the_spelling_and_are_typed() -> None:
+    p = kvbench.policy("snapkv:window=64", window=16, select="two_stage")
+    assert str(p) == "snapkv:select=two_stage:window=16"
+    assert kvbench.policy(p, window=32, select=TopK()) == kvbench.policy("snapkv")
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("snapvk", "snapkv"),
+        ("criticlkv", "criticalkv"),
+        ("snapkv:windw=3", "did you mean window"),
+        ("snapkv:sinks=3", "has no parameter 'sinks'"),
+        ("snapkv:window=x", "whole number"),
+        ("snapkv:window=1.5", "whole number"),
+        ("snapkv:window", "not key=value"),
+        ("snapkv:window=", "not key=value"),
+        ("snapkv:window=1:window=2", "given twice"),
+        ("snapkv:window=0", "1 or more"),
+        ("snapkv:kernel=4", "odd"),
+        ("snapkv:kernel=-1", "odd"),
+        ("snapkv:pool=min", "max, avg"),
+        ("snapkv:group=median", "mean, max, sum"),
+        ("snapkv:buffer=-1", "0 or more"),
+        ("snapkv:allocate=head_adaptiv", "did you mean head_adaptive"),
+        ("snapkv:select=top_k", "topk"),
+        ("snapkv:score=windows", "did you mean window"),
+        ("adakv:safeguard=1.2", r"\[0, 1\]"),
+        ("adakv:safeguard=nan", r"\[0, 1\]"),
+        ("adakv:safeguard_mode=both", "reserve, mix"),
+        ("criticalkv:first_stage=-0.1", r"\[0, 1\]"),
+        ("criticalkv:eps=-1", "0 or more"),
+        ("criticalkv:eps=inf", "0 or more"),
+        ("criticalkv:norm=l3", "l1, l2"),
+        ("criticalkv:variant=papers", "paper, release"),
+        ("h2o:recent=2", r"\[0, 1\]"),
+        ("h2o:observe=0", "1 or more, or none"),
+        ("streaming_llm:sinks=-1", "0 or more"),
+        ("knorm:allocate=global:normalise=head", "none, layer"),
+        ("full:score=knorm", "full keeps everything"),
+        ("./nowhere.py:Mine", "cannot read"),
+        ("./nowhere.py", "name what is in the file"),
+        ("", "unknown policy"),
+    ],
+)
+def test_mistakes_are_one_line_that_says_what_is_right(spec: str, says: str) -> None:
+    with pytest.raises(UserError, match=says) as caught:
+        policy(spec)
+    assert "\n" not in str(caught.value)
+
+
+def test_every_registered_policy_and_part_has_what_a_listing_shows() -> None:
+    for name in registry.names("kvbench.policies"):
+        p = policy(name)
+        assert p.summary
+        assert p.paper or p.is_full
+        assert len(p.summary) <= 100
+    for name in registry.names("kvbench.parts"):
+        kind, _, key = name.partition(".")
+        assert part(kind, key).name == key

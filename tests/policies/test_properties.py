@@ -1,0 +1,169 @@
+"""What any score with any allocator and any selector must hold."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvbench.spelling import policy
+from kvbench_policies.criticalkv import projected_value_norm
+
+from .views import Case, decide, random_case
+
+SCORES = [
+    "snapkv:window=5",
+    "snapkv:pool=avg:kernel=3:group=max",
+    "h2o",
+    "h2o:observe=3:recent=1",
+    "knorm",
+    "keydiff",
+    "local",
+    "streaming_llm",
+    "random",
+]
+ALLOCATORS = [
+    "uniform",
+    "head_adaptive",
+    "head_adaptive:safeguard=0.93",
+    "head_adaptive:safeguard=0.31:safeguard_mode=mix",
+    "head_adaptive:safeguard=1:safeguard_mode=mix",
+    "global",
+    "global:normalise=layer",
+]
+SELECTORS = ["topk", "two_stage", "two_stage:first_stage=0.1:norm=l2", "two_stage:variant=release"]
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> str:
+    score, allocate, select = (draw(st.sampled_from(x)) for x in (SCORES, ALLOCATORS, SELECTORS))
+    return f"{score}:allocate={allocate}:select={select}"
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    spec=specs(),
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=3),
+    group=st.sampled_from([1, 2, 4]),
+    heads=st.integers(1, 3),
+    data=st.data(),
+)
+def test_any_with_any_keeps_exactly_its_budget(
+    spec: str, lengths: list[int], group: int, heads: int, data: st.DataObject
+) -> None:
+    budget = [data.draw(st.integers(1, t)) for t in lengths]
+    case = random_case(lengths, group=group, heads=heads, seed=sum(lengths))
+    kept = case.keep(policy(spec), budget)  # `decide` checks shares, validity and counts
+    assert torch.stack(kept).sum((0, 2, 3)).tolist() == [2 * heads * b for b in budget]
+
+
+# Long enough and fixed, so that no two scores are equal but for rounding.
+@settings(deadline=None, max_examples=40, derandomize=True)
+@given(
+    spec=specs(),
+    lengths=st.lists(st.integers(15, 40), min_size=2, max_size=3),
+    data=st.data(),
+)
+def test_a_padded_row_keeps_what_it_keeps_alone(
+    spec: str, lengths: list[int], data: st.DataObject
+) -> None:
+    budget = [data.draw(st.integers(1, t)) for t in lengths]
+    case = random_case(lengths, seed=sum(lengths))
+    for r, t in enumerate(lengths):
+        alone = Case(
+            [t], *([x[r : r + 1, :, -t:] for x in xs] for xs in (case.q, case.k, case.v)), case.w_o
+        )
+        views = alone.views(policy(spec), [budget[r]])
+        for view in views:
+            view.seed = torch.tensor([r])
+        expected = [
+            [head.nonzero()[:, 0].tolist() for head in layer[0]]
+            for layer in decide(policy(spec), views, [budget[r]])
+        ]
+        assert case.kept_tokens(policy(spec), budget, r) == expected
+
+
+@pytest.mark.parametrize("allocate", ["uniform", "head_adaptive", "global"])
+@pytest.mark.parametrize("select", ["topk", "two_stage"])
+def test_ties_go_to_the_more_recent_token(allocate: str, select: str) -> None:
+    case = random_case((30, 19), seed=1)
+    case.k = [torch.ones_like(k) for k in case.k]
+    case.v = [torch.ones_like(v) for v in case.v]
+    chosen = policy(
+        f"knorm:allocate={allocate}:select={select}:eps=1"
+        if select == "two_stage"
+        else f"knorm:allocate={allocate}"
+    )
+    for r, t in enumerate(case.lengths):
+        for layer in case.kept_tokens(chosen, [7, 7], r):
+            assert layer == [list(range(t - 7, t))] * 2
+
+
+@pytest.mark.parametrize("allocate", ["uniform", "head_adaptive", "global"])
+@pytest.mark.parametrize("budget", [1, 3, 5, 8, 20])
+def test_a_window_that_does_not_fit_loses_its_oldest_tokens(allocate: str, budget: int) -> None:
+    case = random_case((50, 37), seed=2)
+    chosen = policy(f"snapkv:window=20:allocate={allocate}")
+    for r, t in enumerate(case.lengths):
+        for layer in case.kept_tokens(chosen, [budget] * 2, r):
+            assert layer == [list(range(t - budget, t))] * 2
+
+
+def test_sinks_give_way_after_the_window_and_before_the_last_token() -> None:
+    case = random_case((30,), layers=1, heads=1)
+    expected = {1: [29], 2: [3, 29], 5: [0, 1, 2, 3, 29], 6: [0, 1, 2, 3, 28, 29]}
+    for budget, tokens in expected.items():
+        assert case.kept_tokens(policy("streaming_llm"), [budget], 0) == [[tokens]]
+
+
+def test_noise_is_even_and_differs_by_layer_head_and_seed() -> None:
+    case = random_case((257, 257), layers=2, heads=2)
+    noise = torch.stack([v.noise() for v in case.views(policy("random"), [1, 1])])
+    assert bool(((noise >= 0) & (noise < 1)).all())
+    assert abs(float(noise.mean()) - 0.5) < 0.02
+    assert abs(float(noise.var()) - 1 / 12) < 0.01
+    rows = noise.flatten(0, 2) - 0.5
+    correlation = (rows @ rows.T) / rows.square().sum(1)
+    assert float((correlation - torch.eye(len(rows))).abs().max()) < 0.25
+
+
+def test_a_score_that_reads_no_budget_says_so() -> None:
+    case = random_case((30,))
+    for spec, reads in (("snapkv", False), ("knorm", False), ("h2o", True)):
+        chosen = policy(spec)
+        view = case.views(chosen, [5])[0]
+        assert chosen.score is not None
+        chosen.score.score(view)
+        assert view.read_budget is reads
+
+
+def test_accumulated_attention_goes_on_at_decode() -> None:
+    case = random_case((30, 21), layers=1)
+    chosen = policy("h2o")
+    assert chosen.score is not None
+    (view,) = case.views(chosen, [6, 6])
+    chosen.score.score(view)
+    before = view.extras["mass"].clone()
+    (need,) = chosen.needs
+    step = torch.rand(2, 4, 30)
+    view.obs = {need: step}
+    chosen.score.step(view)
+    expected = before + step.unflatten(1, (2, 2)).mean(2)
+    torch.testing.assert_close(view.extras["mass"], expected)
+    view.obs = {}
+    assert torch.equal(chosen.score.score(view).value, view.extras["mass"])  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("norm", ["l1", "l2"])
+def test_value_norm_does_not_depend_on_its_blocks(
+    norm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = random_case((63,), group=2, layers=1)
+    (view,) = case.views(policy("criticalkv"), [5])
+    whole = projected_value_norm(view, norm)
+    monkeypatch.setattr("kvbench_policies.criticalkv._BLOCK", 5 * 2 * 12)
+    torch.testing.assert_close(projected_value_norm(view, norm), whole)
+    out = torch.einsum("bhnd,hgdD->bhgnD", view.value, case.w_o[0].unflatten(0, (2, 2)))
+    expected = torch.linalg.vector_norm(out, ord=1 if norm == "l1" else 2, dim=-1).mean(2)
+    torch.testing.assert_close(whole, expected)

@@ -1,0 +1,162 @@
+"""Random layers shown as a `View` without any model, and what the engine does with them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvbench.plugin import ModelInfo, Policy, Scored, Scores, View, protect_nothing
+
+from .oracles import Layer
+
+
+@dataclass
+class Case:
+    """Layers of a batch that is padded on the left; row `r` has `lengths[r]` tokens."""
+
+    lengths: list[int]
+    q: list[Tensor]
+    k: list[Tensor]
+    v: list[Tensor]
+    w_o: list[Tensor]
+
+    @property
+    def info(self) -> ModelInfo:
+        heads, query_heads = self.k[0].shape[1], self.q[0].shape[1]
+        dim, hidden = self.w_o[0].shape[1:]
+        return ModelInfo(
+            "test", len(self.k), heads, query_heads, dim, hidden, lambda layer: self.w_o[layer]
+        )
+
+    @property
+    def valid(self) -> Tensor:
+        columns = torch.arange(max(self.lengths))
+        return columns >= max(self.lengths) - torch.tensor(self.lengths)[:, None]
+
+    def views(self, policy: Policy, budget: Sequence[int]) -> list[View]:
+        """Every layer, observed as the policy needs."""
+        info, valid, scale = self.info, self.valid, 1 / math.sqrt(self.info.head_dim)
+        observers = {need: need.observer(info) for need in policy.needs}
+        hidden = torch.zeros(len(self.lengths), valid.shape[1], info.hidden_size)
+        made = []
+        for i, (q, k, v) in enumerate(zip(self.q, self.k, self.v, strict=True)):
+            for observer in observers.values():
+                observer.update(i, q, k, v, hidden, valid, scale)
+            col = torch.arange(valid.shape[1]).expand(k.shape[:3])
+            made.append(
+                View(
+                    layer=i,
+                    moment="context",
+                    length=torch.tensor(self.lengths),
+                    col=col,
+                    position=(valid.long().cumsum(-1) - 1)[:, None].expand(k.shape[:3]),
+                    valid=valid[:, None].expand(k.shape[:3]),
+                    key=k,
+                    value=v,
+                    obs={need: observer.read(i) for need, observer in observers.items()},
+                    extras={},
+                    model=info,
+                    scale=scale,
+                    seed=torch.arange(len(self.lengths)),
+                    budget=torch.tensor(list(budget)),
+                )
+            )
+        return made
+
+    def keep(self, policy: Policy, budget: Sequence[int]) -> list[Tensor]:
+        """What a policy keeps of every layer, bool `[B, H, n]`."""
+        return decide(policy, self.views(policy, budget), budget)
+
+    def kept_tokens(self, policy: Policy, budget: Sequence[int], row: int) -> list[list[list[int]]]:
+        """Sorted tokens of one sequence, by layer and head, counted from its first token."""
+        first = max(self.lengths) - self.lengths[row]
+        return [
+            [(head.nonzero()[:, 0] - first).tolist() for head in layer[row]]
+            for layer in self.keep(policy, budget)
+        ]
+
+    def row(self, row: int) -> list[Layer]:
+        """One sequence without its padding, for an oracle."""
+        t = self.lengths[row]
+        return [
+            Layer(
+                *(x[row, :, -t:].double().numpy() for x in (q, k, v)),
+                w_o.double().numpy(),
+            )
+            for q, k, v, w_o in zip(self.q, self.k, self.v, self.w_o, strict=True)
+        ]
+
+
+def random_case(
+    lengths: Sequence[int],
+    *,
+    heads: int = 2,
+    group: int = 2,
+    layers: int = 2,
+    dim: int = 8,
+    hidden: int = 12,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Case:
+    """A batch whose padding holds large rubbish.
+
+    Every KV head attends more sharply than the one before, so that shares differ and floors bind.
+    """
+    g = torch.Generator().manual_seed(seed)
+    batch, tokens = len(lengths), max(lengths)
+    padding = torch.arange(tokens) < tokens - torch.tensor(list(lengths))[:, None]
+
+    sharpness = (3.0 ** torch.arange(heads)).repeat_interleave(group)[:, None, None]
+
+    def draw(n: int, spread: float | Tensor) -> Tensor:
+        x = torch.randn(batch, n, tokens, dim, generator=g) * spread
+        return x.masked_fill(padding[:, None, :, None], 100.0).to(dtype)
+
+    def weight() -> Tensor:
+        return torch.randn(heads * group, dim, hidden, generator=g).to(dtype)
+
+    every = range(layers)
+    return Case(
+        list(lengths),
+        [draw(heads * group, sharpness) for _ in every],
+        [draw(heads, 1.0) for _ in every],
+        [draw(heads, 1.0) for _ in every],
+        [weight() for _ in every],
+    )
+
+
+def decide(policy: Policy, views: list[View], budget: Sequence[int]) -> list[Tensor]:
+    """Score, allocate and select, as the engine does; checks what every part must hold."""
+    assert policy.score is not None
+    scored = []
+    for v in views:
+        found = policy.score.score(v)
+        scores = found if isinstance(found, Scores) else Scores(found, protect_nothing(v))
+        assert scores.value.shape == v.shape
+        assert scores.value.dtype == torch.float32
+        assert bool((scores.value.isfinite() | ~v.valid).all())
+        scored.append(Scored(v, scores))
+    info, length, mean = views[0].model, views[0].length, torch.tensor(list(budget))
+    total = mean * info.layers * info.kv_heads
+    if policy.allocate.scope == "model":
+        shares = policy.allocate.allocate(scored, total)
+    else:
+        of_layer = policy.allocate.shares(info, length, mean)
+        assert of_layer.sum(1).tolist() == total.tolist()
+        shares = torch.cat(
+            [policy.allocate.allocate([s], of_layer[:, i]) for i, s in enumerate(scored)], 1
+        )
+    assert shares.shape == (len(length), info.layers, info.kv_heads)
+    assert shares.sum((1, 2)).tolist() == total.tolist()
+    kept = []
+    for i, s in enumerate(scored):
+        keep = policy.select.select(s.view, s.scores, shares[:, i])
+        assert keep.dtype == torch.bool
+        assert not bool((keep & ~s.view.valid).any())
+        assert torch.equal(keep.sum(-1), shares[:, i])
+        kept.append(keep)
+    return kept
