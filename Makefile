@@ -6,7 +6,7 @@ SMOKE := .smoke
 TORCH := $(shell grep '^torch==' constraints.txt)
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: run test test-oldest lint format smoke clean
+.PHONY: run test test-oldest lint format docs-check smoke clean
 
 run: $(VENV)/.installed
 	HF_HUB_OFFLINE=1 $(VENV)/bin/kvbench run --policy criticalkv --budget 0.2 --task ruler
@@ -31,6 +31,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt $(TORCH)
 	$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt -e '.[dev]'
 	touch $@
+
+# Every example of the pages, as a reader would run it.
+docs-check: $(VENV)/.installed
+	$(VENV)/bin/python docs/run_examples.py README.md CONTRIBUTING.md
 
 # The oldest transformers that is supported, with what it pins released from the constraints.
 test-oldest: $(OLDEST)/.installed

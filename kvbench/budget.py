@@ -53,6 +53,8 @@ class Budget:
             ratio = Fraction(text)
         except ValueError:
             raise UserError(f"budget {text!r} is not a number; {_RIGHT}") from None
+        if 0 < ratio <= 1 and Fraction(repr(number)) != ratio:
+            raise UserError(f"budget {text} has more digits than a float; {_RIGHT}")
         if not 0 < ratio <= 1:
             raise UserError(f"budget {text} is out of range; {_RIGHT}")
         return cls(ratio=ratio)

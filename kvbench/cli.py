@@ -216,7 +216,7 @@ def _execute(grid: Grid, *, fresh: bool, dry_run: bool) -> None:
 
     progress = reporter(Console(stderr=True))
     if dry_run:
-        for line in describe(grid, progress.message):
+        for line in describe(grid, progress.message, fresh=fresh):
             print(line)
         return
     try:

@@ -73,7 +73,8 @@ class View:
         valid: Which entries exist, bool `[B, H, n]`.
         key: Keys after RoPE, `[B, H, n, d]`.
         value: Values, `[B, H, n, d]`.
-        obs: What was observed, by `Need`.
+        obs: What was observed, by `Need`. Per-entry needs are there when a prefill is cut and in
+            `Score.step`, not at a later cut: what must last goes into the extras.
         extras: Per-entry state of the policy by name, `[B, H, n]`; a score may assign to it.
         model: The model's shapes and its output projections.
         scale: Factor of the attention logits.

@@ -53,7 +53,8 @@ def frames(
             row, scores = _cell(task, cell, got, requests)
             if cell.is_full and scores:
                 full, estimate = scores, _estimate(scores, requests)
-            _compare(row, scores, full, estimate, task, requests)
+            if scores and estimate is not None:
+                row |= _comparison(task, cell, scores, full, estimate, requests)
             cells.append(row)
             samples += [_sample(task, cell, r, requests, scores) for r in got]
     return (
@@ -110,26 +111,27 @@ def _cell(
     return row, scores
 
 
-def _compare(
-    row: dict[str, Any],
+def _comparison(
+    task: LoadedTask,
+    cell: Cell,
     scores: dict[Key, float],
     full: dict[Key, float],
-    estimate: stats.Estimate | None,
-    task: LoadedTask,
+    estimate: stats.Estimate,
     requests: dict[tuple[str, int], Request],
-) -> None:
-    """Add the paired difference to the full cache on the same samples."""
-    if estimate is None or not scores:
-        return
-    names = {key: requests[key[:2]].context_id for key in scores}
-    difference = stats.paired(scores, full, names)
-    row |= {
+) -> dict[str, Any]:
+    """The paired difference to the full cache on the same samples; of full itself it is 0."""
+    found = {
         "full_score": estimate.mean,
-        "diff": difference.mean,
-        "diff_lo": difference.lo,
-        "diff_hi": difference.hi,
+        "diff": 0.0,
+        "diff_lo": 0.0,
+        "diff_hi": 0.0,
         "discriminative": stats.discriminative(estimate.lo, task.chance),
     }
+    if not cell.is_full:
+        names = {key: requests[key[:2]].context_id for key in scores}
+        difference = stats.paired(scores, full, names)
+        found |= {"diff": difference.mean, "diff_lo": difference.lo, "diff_hi": difference.hi}
+    return found
 
 
 def _sample(
@@ -140,13 +142,16 @@ def _sample(
     scores: dict[Key, float],
 ) -> dict[str, Any]:
     request = requests[response.sample_id, response.question_id]
+    name = response.sample_id
+    if "depth" in request.extra:  # the table has no column for it; the heat map reads it here
+        name += f"-d{int(request.extra['depth']):03d}"
     return {
         "cell": cell.cell,
         "task": cell.task,
         "policy": cell.policy,
         "budget": cell.budget,
         "moment": cell.moment,
-        "sample_id": response.sample_id,
+        "sample_id": name,
         "context_id": response.context_id,
         "response": response.response,
         "stop": response.stop,

@@ -218,7 +218,7 @@ def _stage(
     return stage
 
 
-def describe(grid: Grid, message: Callable[[str], None]) -> list[str]:
+def describe(grid: Grid, message: Callable[[str], None], *, fresh: bool = False) -> list[str]:
     """What `--dry-run` says: cells, samples, what is there already, and an estimate.
 
     The estimate times the first context that is still to do, with its first cell, on the real
@@ -227,6 +227,7 @@ def describe(grid: Grid, message: Callable[[str], None]) -> list[str]:
     Args:
         grid: What would be run.
         message: Told of tasks that cannot be had here.
+        fresh: Whether what is there already would be thrown away.
 
     Returns:
         Lines to print.
@@ -235,7 +236,8 @@ def describe(grid: Grid, message: Callable[[str], None]) -> list[str]:
 
     stages = plan(grid, message)
     lines = []
-    store = RunStore(grid.path) if (grid.path / "responses.jsonl").exists() else None
+    there = not fresh and (grid.path / "responses.jsonl").exists()
+    store = RunStore(grid.path) if there else None
     try:
         for stage in stages:
             cells = sum(len(job.cells) for job in stage.jobs)

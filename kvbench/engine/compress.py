@@ -152,7 +152,9 @@ class Cut:
         return [self._select(v, s, shares[:, i]) for i, (v, s) in enumerate(scored)]
 
     def whole(self, view: View) -> Decision:
-        """Keep everything that one layer holds."""
+        """Keep everything that one layer holds; a policy with extras still starts them."""
+        if self.policy.score is not None and self.policy.score.extras:
+            self._score(view)
         return Decision(view.valid, view.key, view.value, view.extras)
 
     def check(self, held: list[int], rows: list[int] | None = None) -> None:

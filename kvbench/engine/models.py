@@ -86,6 +86,8 @@ def resolve_model(name: str) -> str:
     if name == REFERENCE:
         from kvbench import reference
 
+        if not (reference.path() / "config.json").is_file():
+            raise UserError(f"model reference: its files are missing from {reference.path()}")
         return str(reference.path())
     path = Path(name).expanduser()
     if path.is_dir():

@@ -131,13 +131,13 @@ class MassObserver:
 
 
 def column_sums(q: Tensor, k: Tensor, at: Tensor, position: Tensor, scale: float) -> Tensor:
-    """Sum causal softmax attention over queries, by blocks of queries, each with all keys.
+    """Sum causal softmax attention over queries, by blocks of queries, each with all its keys.
 
-    Exact: a row's softmax is taken over all its keys at once. A block holds
-    `B * H_q * block * S` weights in float32; `2 H_q n S d` flops a sequence.
+    Exact: a row's softmax is taken over all its keys at once. A block holds at most
+    `B * H_q * block * S` weights in float32; `H_q n S d` flops a sequence when `n = S`.
 
     Args:
-        q: Queries `[B, H_q, n, d]`.
+        q: Queries `[B, H_q, n, d]`, in the order of their tokens, the newest last.
         k: Keys `[B, H, S, d]`.
         at: Logical position of every query, int64 `[B, n]`; -1: it does not exist.
         position: Logical position of every key, int64 `[B, S]`; -1: it does not exist.
@@ -152,12 +152,15 @@ def column_sums(q: Tensor, k: Tensor, at: Tensor, position: Tensor, scale: float
     total = torch.zeros(batch, heads, query_heads // heads, columns, device=q.device)
     block = max(1, _BLOCK // (query_heads * columns))
     for start in range(0, n, block):
-        rows = q[:, :, start : start + block].float() * scale
-        mine = at[:, None, start : start + block, None]
-        seen = (position[:, None, None] <= mine) & (position >= 0)[:, None, None]
-        logits = rows.unflatten(1, (heads, -1)).flatten(2, 3) @ transposed
-        logits = logits.view(batch, heads, -1, rows.shape[2], columns)
-        weights = logits.masked_fill_(~seen[:, :, None], float("-inf")).softmax(-1)
+        stop = min(start + block, n)
+        ahead = max(columns - (n - stop), 1)  # later columns belong to later tokens
+        rows = q[:, :, start:stop].float() * scale
+        mine, theirs = at[:, None, start:stop, None], position[:, None, None, :ahead]
+        hidden = ((theirs > mine) | (theirs < 0))[:, :, None]
+        logits = rows.unflatten(1, (heads, -1)).flatten(2, 3) @ transposed[..., :ahead]
+        logits = logits.view(batch, heads, -1, stop - start, ahead)
+        weights = logits.masked_fill_(hidden, float("-inf")).softmax(-1)
         # A query that does not exist sees nothing, and its softmax is not a number.
-        total += weights.masked_fill_(~seen[:, :, None], 0.0).sum(3)
+        weights = weights.masked_fill_((mine < 0)[:, :, None], 0.0)
+        total[..., :ahead] += weights.sum(3)
     return total.flatten(1, 2)

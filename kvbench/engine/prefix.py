@@ -90,13 +90,13 @@ class Prefix:
         self.cache = RaggedCache(decoder_of(model).config)
         self.cache.observers = {need: need.observer(self.info) for need in needs}
         self.seconds = 0.0
-        self._shared = Shared()
+        self._shared: dict[tuple[int, Moment], Shared] = {}
 
     def extend(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
         """Prefill further tokens `[B, n]`; give the logits after the last, `[B, vocabulary]`."""
         begin = time.perf_counter()
         logits = forward(self.model, self.cache, ids, mask)
-        self._shared = Shared()
+        self._shared = {}
         self.seconds += time.perf_counter() - begin
         return logits
 
@@ -105,7 +105,7 @@ class Prefix:
         other = object.__new__(Prefix)
         other.model, other.info, other.seconds = self.model, self.info, self.seconds
         other.cache = self.cache.fork()
-        other._shared = Shared()
+        other._shared = {}
         return other
 
     def compress(
@@ -129,7 +129,8 @@ class Prefix:
             if not cell.policy.is_full:
                 budget = [cell.budget.per_head(n) for n in lengths]
             seeds = row_seeds(self.cache, cell.seed)
-            cut = Cut(cell.policy, self.cache, self.info, cell.moment, budget, seeds, self._shared)
+            shared = self._shared.setdefault((cell.seed, cell.moment), Shared())
+            cut = Cut(cell.policy, self.cache, self.info, cell.moment, budget, seeds, shared)
             made = self.cache.fork()
             made.observers = {}
             for layer in made.ragged:

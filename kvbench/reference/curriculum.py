@@ -56,6 +56,9 @@ class Stage:
 
 _EASY = Knobs(values=(2, 2), hops=(0, 1), long_hops=0, items=8, copied=24, questions=16)
 _MIDDLE = Knobs(values=(2, 3), hops=(0, 3), long_hops=8, items=16, copied=48)
+_DENSE = Knobs(values=(2, 3), plural=16, spread=24)
+_ORDINALS = Knobs(values=(1, 4), spread=24)
+_LAST = Knobs(plural=16, spread=32)
 
 CURRICULUM: tuple[Stage, ...] = (
     Stage(
@@ -181,8 +184,8 @@ CURRICULUM: tuple[Stage, ...] = (
     ),
     Stage(
         "counting",
-        2_662_352,
-        (0.7221863, 0.7),
+        1_846_272,
+        (0.7221863, 0.7068007),
         (
             Feed(
                 5120,
@@ -207,52 +210,106 @@ CURRICULUM: tuple[Stage, ...] = (
     ),
     Stage(
         "long",
-        5_500_000,
-        (0.7, 0.6),
+        1_916_928,
+        (0.7, 0.6680512),
         (
             Feed(
                 5120,
-                (256, 512, 512, 1024),
+                (256, 256, 512, 512, 1024),
                 {
                     "single": 0.06,
-                    "multikey": 0.12,
-                    "mixed": 0.15,
-                    "multiquery": 0.07,
-                    "vt": 0.16,
-                    "multivalue": 0.27,
-                    "list": 0.04,
-                    "copy": 0.05,
+                    "multikey": 0.1,
+                    "mixed": 0.14,
+                    "multiquery": 0.06,
+                    "vt": 0.12,
+                    "multivalue": 0.36,
+                    "list": 0.03,
+                    "copy": 0.04,
                     "uuid": 0.06,
-                    "dialogue": 0.04,
+                    "dialogue": 0.03,
                 },
                 0.7,
             ),
-            Feed(3072, (128, 256, 512), {"cwe": 0.45, "fwe": 0.55}, 0.3),
+            Feed(3072, (128, 256, 256, 512), {"cwe": 0.5, "fwe": 0.5}, 0.3),
         ),
+        _DENSE,
     ),
     Stage(
         "decay",
-        15_000_000,
-        (0.6, 0.01),
+        3_284_992,
+        (0.6, 0.5044366),
+        (
+            Feed(
+                5120,
+                (128, 256, 256, 512, 512, 1024),
+                {
+                    "single": 0.06,
+                    "multikey": 0.11,
+                    "mixed": 0.14,
+                    "multiquery": 0.06,
+                    "vt": 0.13,
+                    "multivalue": 0.32,
+                    "list": 0.05,
+                    "copy": 0.04,
+                    "uuid": 0.06,
+                    "dialogue": 0.03,
+                },
+                0.7,
+            ),
+            Feed(3072, (128, 256, 256, 512, 512), {"cwe": 0.5, "fwe": 0.5}, 0.3),
+        ),
+        _LAST,
+    ),
+    Stage(
+        "ordinals",
+        7_000_000,
+        (0.52, 0.38),
+        (
+            Feed(
+                3072,
+                (96, 128, 128, 192, 256, 256),
+                {
+                    "single": 0.04,
+                    "multikey": 0.1,
+                    "mixed": 0.12,
+                    "multiquery": 0.05,
+                    "vt": 0.12,
+                    "multivalue": 0.42,
+                    "list": 0.03,
+                    "copy": 0.03,
+                    "uuid": 0.06,
+                    "dialogue": 0.03,
+                },
+                0.7,
+            ),
+            Feed(1536, (128, 192, 256), {"cwe": 0.4, "fwe": 0.6}, 0.3),
+        ),
+        _ORDINALS,
+    ),
+    Stage(
+        "decay to zero",
+        13_000_000,
+        (0.38, 0.004),
         (
             Feed(
                 5120,
                 (128, 256, 512, 512, 1024, 2048),
                 {
                     "single": 0.06,
-                    "multikey": 0.13,
+                    "multikey": 0.11,
                     "mixed": 0.14,
-                    "multiquery": 0.07,
-                    "vt": 0.16,
-                    "multivalue": 0.27,
+                    "multiquery": 0.06,
+                    "vt": 0.13,
+                    "multivalue": 0.32,
                     "list": 0.05,
-                    "copy": 0.05,
+                    "copy": 0.04,
                     "uuid": 0.06,
-                    "dialogue": 0.04,
+                    "dialogue": 0.03,
                 },
                 0.7,
             ),
-            Feed(3072, (128, 256, 512, 512, 1024, 2048), {"cwe": 0.5, "fwe": 0.5}, 0.3),
+            Feed(3072, (128, 256, 512, 512, 1024, 1536), {"cwe": 0.5, "fwe": 0.5}, 0.3),
         ),
+        _LAST,
     ),
 )

@@ -27,6 +27,8 @@ class Knobs:
 
     Attributes:
         values: values of a key that has several.
+        plural: most keys with several values.
+        spread: fewest words of a sequence for each such key.
         hops: hops of a chain beyond its first statement.
         long_hops: hops of the occasional long chain.
         items: most entries of a list.
@@ -35,6 +37,8 @@ class Knobs:
     """
 
     values: tuple[int, int] = (2, 4)
+    plural: int = 8
+    spread: int = 48
     hops: tuple[int, int] = (0, 6)
     long_hops: int = 24
     items: int = 48
@@ -134,7 +138,7 @@ def _uuid(source: Source, room: int, knobs: Knobs) -> Plan:
 
 def _multivalue(source: Source, room: int, knobs: Knobs) -> Plan:
     rng = source.rng
-    most = max(1, min(8, room // 48))
+    most = max(1, min(knobs.plural, room // knobs.spread))
     single = source.between(0, min(8, room // 64))
     plural = source.log_between(1, most)
     keys = source.reserve(single + plural)

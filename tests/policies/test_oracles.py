@@ -31,10 +31,13 @@ def mass(**how: object) -> Oracle:
     )
 
 
-def release(allocate: Callable[..., list[list[int]]], safeguard: float) -> Oracle:
+def release(window: int, safeguard: float) -> Oracle:
+    score = partial(o.window_score, window=window)
+    allocate = partial(o.head_adaptive, safeguard=safeguard)
+
     def run(layers: list[o.Layer], b: int) -> Kept:
         select = partial(o.two_stage, preselected=o.floor_of(safeguard, b))
-        return made_of(o.window_score, allocate, select)(layers, b)
+        return made_of(score, allocate, select)(layers, b)
 
     return run
 
@@ -54,6 +57,9 @@ ORACLES: dict[str, Oracle] = {
     "snapkv:window=8:kernel=3:group=max": made_of(partial(window, window=8, kernel=3, group="max")),
     "snapkv:window=1:kernel=1:group=sum": made_of(partial(window, window=1, kernel=1, group="sum")),
     "adakv": made_of(window, o.head_adaptive),
+    "adakv:window=2:safeguard=0.8": made_of(
+        partial(window, window=2), partial(o.head_adaptive, safeguard=0.8)
+    ),
     "adakv:window=8:safeguard=0.55": made_of(
         partial(window, window=8), partial(o.head_adaptive, safeguard=0.55)
     ),
@@ -70,7 +76,8 @@ ORACLES: dict[str, Oracle] = {
     ),
     "criticalkv": made_of(window, o.head_adaptive, o.two_stage),
     "criticalkv:window=8": made_of(partial(window, window=8), o.head_adaptive, o.two_stage),
-    "criticalkv:variant=release": release(o.head_adaptive, 0.2),
+    "criticalkv:variant=release": release(32, 0.2),
+    "criticalkv:window=2:safeguard=0.8:variant=release": release(2, 0.8),
     "knorm:select=two_stage": made_of(o.knorm_score, o.uniform, o.two_stage),
     "keydiff:allocate=global:select=two_stage": made_of(
         o.keydiff_score, o.global_shares, o.two_stage

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import kvbench
+from kvbench.engine.attention import _attend_padded, attend
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.session import AttachedCache
 
@@ -102,3 +103,24 @@ def test_a_model_with_nothing_but_sliding_layers_is_refused() -> None:
     model = build("mistral_sliding")
     with pytest.raises(ValueError, match="nothing to evict"):
         kvbench.kept(model, batch(1, 20, [0])[0], "random", 0.3)
+
+
+def test_both_ways_to_attend_agree(llama: Any) -> None:
+    """The rectangle (GPU, and where mass is wanted) against the loop over segments."""
+    ids, mask = batch(2, CONTEXT, [0, 9])
+    g = torch.Generator().manual_seed(0)
+    with torch.no_grad(), kvbench.attach(llama, RAGGED, 0.3) as cache:
+        step(llama, cache, ids, mask, 0)
+        layer = cache.ragged[0]
+        for first, n in ((CONTEXT, 1), (CONTEXT + 1, 5)):
+            shape = (2, layer.heads, n, layer.dim)
+            layer.update(torch.randn(shape, generator=g), torch.randn(shape, generator=g))
+            layer.append(torch.arange(n).expand(2, n), None, [n, n], first)
+            query = torch.randn(2, 8, n, layer.dim, generator=g)
+            loop, _ = attend(query, layer, first, 0.3)
+            rectangle, _ = _attend_padded(query, layer, first, 0.3, False)
+            explicit, mass = attend(query, layer, first, 0.3, want_mass=True)
+            assert torch.allclose(loop, rectangle, atol=1e-5)
+            assert torch.allclose(loop, explicit, atol=1e-5)
+            assert mass is not None
+            assert torch.allclose(mass.sum(-1), torch.full((2, 8), float(n)), atol=1e-4)

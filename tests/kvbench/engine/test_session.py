@@ -166,3 +166,13 @@ def test_reset_makes_the_cache_fit_for_another_prompt(llama: Any) -> None:
         second = cache.kept()
     alone = kvbench.kept(llama, other, "snapkv:window=4", 0.3)
     assert all(torch.equal(a, b) for a, b in zip(second, alone, strict=True))
+
+
+def test_extras_start_with_a_prefill_that_is_not_cut(llama: Any) -> None:
+    ids, mask = batch(1, 20, [0])
+    with torch.no_grad(), kvbench.attach(llama, "h2o", 64, moment="decode") as cache:
+        step(llama, cache, ids[:, :19], mask, 0)
+        for layer in cache.ragged:
+            assert layer.length == [19, 19]
+            total = layer.extras["mass"][layer.rows()].view(2, 19).sum(-1)
+            assert torch.allclose(total, torch.full((2,), 19.0)), "each query has mass 1"

@@ -86,7 +86,7 @@ def test_counts_of_bags_give_the_answer(length: int) -> None:
 
 
 def test_batches_supervise_the_answers_and_nothing_else() -> None:
-    mix = {task: 1.0 for task in samples.TASKS}
+    mix = dict.fromkeys(samples.TASKS, 1.0)
     batch = samples.batch(np.random.default_rng(3), 24, 160, mix, Knobs())
     assert batch.ids.shape == (24, 160)
     np.testing.assert_allclose(np.bincount(batch.slots, weights=batch.weights), 1, atol=1e-6)
