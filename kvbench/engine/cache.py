@@ -10,6 +10,7 @@ no layer waits for the device.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
@@ -21,7 +22,7 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
-from kvbench.engine.layer import RaggedLayer
+from kvbench.engine.layer import RaggedLayer, starts
 from kvbench.errors import UserError
 from kvbench.plugin import Need, Observer
 
@@ -36,6 +37,7 @@ class RaggedCache(Cache):
         observers: What is observed, by need.
         budget_entries, held_entries: What every row may keep over all layers and heads, and what
             was really held right after the last compression (None before one).
+        seconds: What the compression took.
     """
 
     def __init__(self, config: Any) -> None:
@@ -61,6 +63,7 @@ class RaggedCache(Cache):
         self.ids: list[Tensor] | None = []
         self.budget_entries: list[int] | None = None
         self.held_entries: list[int] | None = None
+        self.seconds = 0.0
 
     def reset(self) -> None:
         """Empty the cache."""
@@ -148,3 +151,103 @@ class RaggedCache(Cache):
         other.observers = {need: o.fork() for need, o in self.observers.items()}
         other.ids = None if self.ids is None else [*self.ids]
         return other
+
+    @staticmethod
+    def stack(caches: Sequence[RaggedCache]) -> RaggedCache:
+        """Put packed caches side by side as the rows of one; shorter ones are padded on the left.
+
+        Args:
+            caches: Packed caches of the same model; they are not changed.
+
+        Returns:
+            A cache with the rows of all, in order.
+        """
+        out = copy.copy(caches[0])
+        valids = [c.valid for c in caches if c.valid is not None]
+        seen = max(v.shape[1] for v in valids)
+        shifts = [seen - v.shape[1] for v in valids]
+        rows = [torch.nn.functional.pad(v, (s, 0)) for v, s in zip(valids, shifts, strict=True)]
+        out.valid = torch.cat(rows)
+        out.padded = any(s > 0 for s in shifts) or any(c.padded for c in caches)
+        out.ids, out.observers = None, {}
+        out.budget_entries = [n for c in caches for n in (c.budget_entries or [])]
+        out.held_entries = [n for c in caches for n in (c.held_entries or [])]
+        layers: list[Any] = []
+        for parts in zip(*(c.layers for c in caches), strict=True):
+            ragged = [p for p in parts if isinstance(p, RaggedLayer)]
+            layers.append(_ragged(ragged, shifts, seen) if ragged else _sliding(list(parts), seen))
+        out.layers = layers
+        return out
+
+    def take(self, rows: Sequence[int]) -> RaggedCache:
+        """Give a cache of some rows of a packed cache, in the given order."""
+        assert self.valid is not None
+        out = copy.copy(self)
+        index = torch.tensor(rows, device=self.valid.device)
+        out.valid = self.valid[index]
+        out.ids, out.observers = None, {}
+        out.budget_entries = [self.budget_entries[r] for r in rows] if self.budget_entries else None
+        out.held_entries = [self.held_entries[r] for r in rows] if self.held_entries else None
+        layers: list[Any] = []
+        for layer in self.layers:
+            part: Any = copy.copy(layer)
+            if isinstance(layer, RaggedLayer):
+                assert layer.key is not None and layer.value is not None
+                segments = [r * layer.heads + h for r in rows for h in range(layer.heads)]
+                source = layer.rows_of(
+                    [layer.start[s] for s in segments], [layer.room[s] for s in segments]
+                )
+                part.batch = len(rows)
+                part.key, part.value = layer.key[source], layer.value[source]
+                part.col = layer.col[source]
+                part.extras = {name: x[source] for name, x in layer.extras.items()}
+                part.room = [layer.room[s] for s in segments]
+                part.length = [layer.length[s] for s in segments]
+                part.start = starts(part.room)
+            elif part.is_initialized:
+                part.keys, part.values = part.keys[index], part.values[index]
+            layers.append(part)
+        out.layers = layers
+        return out
+
+    def evict(self, keep: Sequence[Tensor], rows: Sequence[int] | None = None) -> None:
+        """Free entries of packed layers.
+
+        Args:
+            keep: What stays, per full-attention layer bool `[B, H, n]` in the order of the entries'
+                columns (`RaggedLayer.padded_rows`).
+            rows: Which sequences are cut; the others keep all. None: all.
+        """
+        for layer, stays in zip(self.ragged, keep, strict=True):
+            layer.evict(stays, rows)
+
+
+def _ragged(parts: list[RaggedLayer], shifts: list[int], seen: int) -> RaggedLayer:
+    out = copy.copy(parts[0])
+    out.batch = sum(p.batch for p in parts)
+    out.seen = seen
+    out.state = {}
+    out.key = torch.cat([p.key for p in parts if p.key is not None])
+    out.value = torch.cat([p.value for p in parts if p.value is not None])
+    out.col = torch.cat([p.col + s for p, s in zip(parts, shifts, strict=True)])
+    common = set.intersection(*(set(p.extras) for p in parts))
+    out.extras = {name: torch.cat([p.extras[name] for p in parts]) for name in sorted(common)}
+    out.room = [n for p in parts for n in p.room]
+    out.length = [n for p in parts for n in p.length]
+    out.start = starts(out.room)
+    return out
+
+
+def _sliding(parts: list[Any], seen: int) -> DynamicSlidingWindowLayer:
+    out: DynamicSlidingWindowLayer = copy.copy(parts[0])
+    if not out.is_initialized:
+        return out
+    width = min(seen, out.sliding_window - 1)
+
+    def joined(tensors: list[Tensor]) -> Tensor:
+        pad = torch.nn.functional.pad
+        return torch.cat([pad(t, (0, 0, width - t.shape[2], 0)) for t in tensors])
+
+    out.keys, out.values = joined([p.keys for p in parts]), joined([p.values for p in parts])
+    out.cumulative_length = seen
+    return out

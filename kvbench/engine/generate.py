@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvbench.engine.batch import stack
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.prefix import forward
 
@@ -91,7 +90,7 @@ def decode(model: nn.Module, rows: Sequence[Row], slots: int) -> None:
         row.push(int(row.logits.argmax(-1)))
     if all(row.reason for row in rows):
         return
-    cache = stack([rows[min(i, len(rows) - 1)].cache for i in range(slots)])
+    cache = RaggedCache.stack([rows[min(i, len(rows) - 1)].cache for i in range(slots)])
     device = rows[0].logits.device
     while not all(row.reason for row in rows):
         last = [rows[min(i, len(rows) - 1)].tokens[-1] for i in range(slots)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -175,6 +176,23 @@ class RaggedLayer(CacheLayerMixin):
             held[target] = 0
         self.length = [a + m for a, m in zip(self.length, new, strict=True)]
 
+    def evict(self, keep: Tensor, rows: Sequence[int] | None = None) -> None:
+        """Free entries of a packed layer.
+
+        Args:
+            keep: What stays, bool `[B, H, n]`, as `padded_rows` shows the entries.
+            rows: Which sequences are cut; None: all.
+        """
+        assert self.key is not None and self.value is not None
+        held, live = self.padded_rows()
+        keep = keep & live
+        if rows is not None:
+            cut = torch.zeros(self.batch, 1, 1, dtype=torch.bool, device=keep.device)
+            cut[list(rows)] = True
+            keep = torch.where(cut, keep, live)
+        extras = {name: x[held] for name, x in self.extras.items()}
+        self.pack(self.key[held], self.value[held], keep, self.col[held], extras)
+
     def rows(self) -> Tensor:
         """Row of every live entry, segment by segment, int64 `[entries]`."""
         return _runs(self.start, self.length, self.col.device)
@@ -200,9 +218,7 @@ class RaggedLayer(CacheLayerMixin):
             mean = sum(self.length) // max(1, len(self.length))
             reserve = min(64, max(8, mean // 8))
         self.room = [a + reserve for a in self.length]
-        self.start = [0] * len(self.room)
-        for s in range(1, len(self.room)):
-            self.start[s] = self.start[s - 1] + self.room[s - 1]
+        self.start = starts(self.room)
         return self.rows_of(self.start, self.length)
 
     def rows_of(self, start: list[int], length: list[int]) -> Tensor:
@@ -258,6 +274,11 @@ class RaggedLayer(CacheLayerMixin):
         if self.packed:
             owned += [self.col, *self.extras.values()]
         return sum(t.numel() * t.element_size() for t in owned)
+
+
+def starts(room: Sequence[int]) -> list[int]:
+    """First row of every segment when they lie one behind the other."""
+    return [0, *accumulate(room)][: len(room)]
 
 
 def _runs(start: Sequence[int], length: Sequence[int], device: torch.device) -> Tensor:

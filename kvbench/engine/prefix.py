@@ -108,10 +108,8 @@ class Prefix:
         other._shared = {}
         return other
 
-    def compress(
-        self, cells: Sequence[Request], reserve: int | None = None
-    ) -> Iterator[tuple[RaggedCache, float]]:
-        """Make one packed cache per cell, one at a time, each with its seconds.
+    def compress(self, cells: Sequence[Request], reserve: int | None = None) -> list[RaggedCache]:
+        """Make one packed cache per cell; `cache.seconds` is what it took.
 
         Scores that cells share are computed once; a score that reads the budget is not shared.
 
@@ -123,6 +121,7 @@ class Prefix:
             BudgetError: A policy did not meet its budget.
         """
         lengths = self.cache.lengths().tolist()
+        out = []
         for cell in cells:
             begin = time.perf_counter()
             budget = lengths
@@ -136,4 +135,6 @@ class Prefix:
             for layer in made.ragged:
                 layer.reset()
             cut_cache(cut, made, reserve)
-            yield made, time.perf_counter() - begin
+            made.seconds = time.perf_counter() - begin
+            out.append(made)
+        return out

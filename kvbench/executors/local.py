@@ -112,13 +112,12 @@ class Executor:
         late = [(c, missing) for c, missing in wanted if c.moment == "question"]
         for cell, missing in early:
             reserve = max(len(p.question_ids) + p.question.max_new_tokens for p in missing)
-            made = self._compress(prefix, cell, policies[cell.cell], missing, reserve)
-            if made is None:
+            cache = self._compress(prefix, cell, policies[cell.cell], missing, reserve)
+            if cache is None:
                 continue
-            cache, seconds = made
             for i, prompt in enumerate(missing):
                 own = cache.fork() if i + 1 < len(missing) else cache
-                self._add(cell, prompt, prefix, own, seconds)
+                self._add(cell, prompt, prefix, own)
         questions = {p.question_ids: p for _, missing in late for p in missing}
         for question_ids in questions:
             longer = prefix.fork()
@@ -128,19 +127,19 @@ class Executor:
                     if prompt.question_ids != question_ids:
                         continue
                     reserve = prompt.question.max_new_tokens
-                    made = self._compress(longer, cell, policies[cell.cell], [prompt], reserve)
-                    if made is not None:
-                        self._add(cell, prompt, longer, made[0], made[1], logits)
+                    cache = self._compress(longer, cell, policies[cell.cell], [prompt], reserve)
+                    if cache is not None:
+                        self._add(cell, prompt, longer, cache, logits)
 
     def _compress(
         self, prefix: Prefix, cell: Cell, policy: Policy, missing: list[Prompt], reserve: int
-    ) -> tuple[RaggedCache, float] | None:
+    ) -> RaggedCache | None:
         if cell.cell in self.failed:
             return None
         moment: Moment = "question" if cell.moment == "question" else "context"
         wish = Request(policy, Budget.parse(cell.budget), moment, cell.seed)
         try:
-            return next(prefix.compress([wish], reserve))
+            return prefix.compress([wish], reserve)[0]
         except Exception as error:  # a policy is foreign code: whatever it raises fails its cell
             self._fail(cell, missing[0], f"{type(error).__name__}: {error}".splitlines()[0])
             return None
@@ -151,7 +150,6 @@ class Executor:
         prompt: Prompt,
         prefix: Prefix,
         cache: RaggedCache,
-        compress_s: float,
         logits: torch.Tensor | None = None,
     ) -> None:
         """Queue one response; decode as soon as a batch is full."""
@@ -170,7 +168,7 @@ class Executor:
             kv_bytes_allocated=held[1],
             kv_bytes_full=held[2],
             prefill_s=prefix.seconds,
-            compress_s=compress_s,
+            compress_s=cache.seconds,
             decode_s=time.perf_counter() - begin,
         )
         stop = Stop(self.tokenizer, self._eos, question.until)

@@ -26,12 +26,16 @@ class Feed:
         lengths: sequence lengths, of which each step takes one at random; repeats add weight.
         mix: share of each task in the rows.
         weight: share of the feed in the loss of the step, on any scale.
+        language: share of the positions outside answers that are trained as a language model,
+            and the weight of that loss. In a bag of words it teaches to count: the best
+            prediction of the next word is how frequent each has been.
     """
 
     tokens: int
     lengths: tuple[int, ...]
     mix: Mapping[str, float]
     weight: float = 1.0
+    language: tuple[float, float] = (0.1, 0.05)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,8 +266,8 @@ CURRICULUM: tuple[Stage, ...] = (
     ),
     Stage(
         "ordinals",
-        7_000_000,
-        (0.52, 0.38),
+        2_617_344,
+        (0.52, 0.4676531),
         (
             Feed(
                 3072,
@@ -287,9 +291,61 @@ CURRICULUM: tuple[Stage, ...] = (
         _ORDINALS,
     ),
     Stage(
+        "slower",
+        1_668_096,
+        (0.24, 0.2177587),
+        (
+            Feed(
+                3072,
+                (96, 128, 128, 192, 256, 256),
+                {
+                    "single": 0.04,
+                    "multikey": 0.1,
+                    "mixed": 0.12,
+                    "multiquery": 0.05,
+                    "vt": 0.12,
+                    "multivalue": 0.42,
+                    "list": 0.03,
+                    "copy": 0.03,
+                    "uuid": 0.06,
+                    "dialogue": 0.03,
+                },
+                0.7,
+            ),
+            Feed(1536, (128, 192, 256), {"cwe": 0.4, "fwe": 0.6}, 0.3),
+        ),
+        _ORDINALS,
+    ),
+    Stage(
+        "frequency",
+        3_500_000,
+        (0.3, 0.26),
+        (
+            Feed(
+                3072,
+                (96, 128, 128, 192, 256, 256),
+                {
+                    "single": 0.04,
+                    "multikey": 0.1,
+                    "mixed": 0.12,
+                    "multiquery": 0.05,
+                    "vt": 0.12,
+                    "multivalue": 0.42,
+                    "list": 0.03,
+                    "copy": 0.03,
+                    "uuid": 0.06,
+                    "dialogue": 0.03,
+                },
+                0.7,
+            ),
+            Feed(1536, (128, 192, 256), {"cwe": 0.5, "fwe": 0.5}, 0.3, (0.5, 0.4)),
+        ),
+        _ORDINALS,
+    ),
+    Stage(
         "decay to zero",
         13_000_000,
-        (0.38, 0.004),
+        (0.26, 0.003),
         (
             Feed(
                 5120,
@@ -308,7 +364,7 @@ CURRICULUM: tuple[Stage, ...] = (
                 },
                 0.7,
             ),
-            Feed(3072, (128, 256, 512, 512, 1024, 1536), {"cwe": 0.5, "fwe": 0.5}, 0.3),
+            Feed(3072, (128, 256, 512, 512, 1024, 1536), {"cwe": 0.5, "fwe": 0.5}, 0.3, (0.3, 0.15)),
         ),
         _LAST,
     ),

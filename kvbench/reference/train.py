@@ -31,8 +31,6 @@ from kvbench.reference import grammar, samples
 from kvbench.reference.curriculum import CURRICULUM, Stage
 
 _WARMUP_STEPS = 50
-_LM_WEIGHT = 0.05
-_LM_SHARE = 0.1
 _LOG_STEPS = 50
 _STATE = "state.pt"
 
@@ -151,11 +149,16 @@ def optimizers(model: Qwen3ForCausalLM) -> list[torch.optim.Optimizer]:
 
 
 def answer_loss(
-    model: Qwen3ForCausalLM, batch: samples.Batch, rng: np.random.Generator
+    model: Qwen3ForCausalLM,
+    batch: samples.Batch,
+    rng: np.random.Generator,
+    language_share: float = 0.1,
+    language_weight: float = 0.05,
 ) -> tuple[torch.Tensor, float, dict[str, list[float]]]:
     """Return the loss on a batch, the part of it on answers, and the accuracy by task.
 
-    The loss is the cross-entropy of the answer tokens plus a little of a tenth of all others.
+    The loss is the cross-entropy of the answer tokens plus `language_weight` times that of a
+    random `language_share` of all others.
     The accuracy lists for each question whether all its tokens were predicted right; for tasks
     with long or free answers, the share that were.
     """
@@ -170,7 +173,7 @@ def answer_loss(
     scores = functional.log_softmax(logits.float(), dim=-1)
     answers = -(weights * scores[slots, targets]).sum() / len(positions)
 
-    others = rng.random(batch.ids.size) < _LM_SHARE
+    others = rng.random(batch.ids.size) < language_share
     others[batch.positions] = False
     following = np.roll(batch.ids, -1, axis=1)
     following[:, -1] = samples.IDS[grammar.PAD]
@@ -187,7 +190,7 @@ def answer_loss(
         part = hits[first:last]
         partial = task in ("repeat", "list", "copy", "cwe")
         accuracy[task].append(float(part.mean() if partial else part.all()))
-    return answers + _LM_WEIGHT * language, float(answers.detach()), accuracy
+    return answers + language_weight * language, float(answers.detach()), accuracy
 
 
 @dataclasses.dataclass
@@ -297,7 +300,7 @@ def train(
             length = int(rng.choice(feed.lengths))
             rows = max(1, feed.tokens // length)
             batch = samples.batch(rng, rows, length, feed.mix, stage.knobs)
-            loss, part, accuracy = answer_loss(model, batch, rng)
+            loss, part, accuracy = answer_loss(model, batch, rng, *feed.language)
             (loss * (feed.weight / total)).backward()
             answers += part * feed.weight / total
             progress.tokens += batch.ids.size

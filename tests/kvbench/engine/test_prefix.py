@@ -39,7 +39,7 @@ def test_a_shared_prefill_equals_one_per_cell(family: Any) -> None:
         needs = {n for w in wishes() for n in w.policy.needs}
         prefix = Prefix(family, needs)
         prefix.extend(ids)
-        shared = [cache.kept() for cache, _ in prefix.compress(wishes())]
+        shared = [cache.kept() for cache in prefix.compress(wishes())]
     for (policy, budget), kept in zip(CELLS, shared, strict=True):
         alone = kvbench.kept(family, ids, policy, budget)
         for a, b in zip(alone, kept, strict=True):
@@ -56,8 +56,8 @@ def test_question_is_compressed_in_a_fork(llama: Any) -> None:
         prefix.extend(ids[:, :38])
         longer = prefix.fork()
         logits = longer.extend(ids[:, 38:])
-        ((late, _),) = longer.compress([wish])
-        ((early, _),) = prefix.compress([wish])
+        (late,) = longer.compress([wish])
+        (early,) = prefix.compress([wish])
     whole = kvbench.kept(llama, ids, policy, 0.3)
     assert all(torch.equal(a, b) for a, b in zip(late.kept(), whole, strict=True))
     assert early.kept()[0].shape[-1] == 38
@@ -81,7 +81,7 @@ def test_scores_are_shared_unless_they_read_the_budget(llama: Any) -> None:
         prefix.extend(ids)
         for function in (plain, reads):
             policy = Policy("p", FunctionScore.of(function), Uniform(), TopK())
-            list(prefix.compress([Request(policy, Budget.parse(n), "context", 0) for n in (3, 5)]))
+            prefix.compress([Request(policy, Budget.parse(n), "context", 0) for n in (3, 5)])
     assert calls == {"plain": 3, "reads": 6}, "three layers, two budgets"
 
 
@@ -114,4 +114,4 @@ def test_a_policy_off_its_budget_fails_loudly(policy: Policy, message: str) -> N
         prefix = Prefix(model, [])
         prefix.extend(batch(1, 30, [0])[0])
         with pytest.raises(BudgetError, match=message):
-            list(prefix.compress([Request(policy, Budget.parse(0.5), "context", 0)]))
+            prefix.compress([Request(policy, Budget.parse(0.5), "context", 0)])
