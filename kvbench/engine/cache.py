@@ -204,6 +204,7 @@ class RaggedCache(Cache):
                 part.room = [layer.room[s] for s in segments]
                 part.length = [layer.length[s] for s in segments]
                 part.start = starts(part.room)
+                part.forget_bounds()
             elif part.is_initialized:
                 part.keys, part.values = part.keys[index], part.values[index]
             layers.append(part)
@@ -235,6 +236,7 @@ def _ragged(parts: list[RaggedLayer], shifts: list[int], seen: int) -> RaggedLay
     out.room = [n for p in parts for n in p.room]
     out.length = [n for p in parts for n in p.length]
     out.start = starts(out.room)
+    out.forget_bounds()
     return out
 
 

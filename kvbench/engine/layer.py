@@ -47,6 +47,7 @@ class RaggedLayer(CacheLayerMixin):
         self.start: list[int] = []
         self.length: list[int] = []
         self.room: list[int] = []
+        self._bounds: tuple[Tensor, Tensor] | None = None
         self.pending: tuple[Tensor, Tensor] | None = None
         self.is_initialized = False
 
@@ -159,9 +160,8 @@ class RaggedLayer(CacheLayerMixin):
         new = [added[s // self.heads] for s in range(len(self.length))]
         if any(a + m > r for a, m, r in zip(self.length, new, self.room, strict=True)):
             self._grow(max(added))
-        ends = [a + b for a, b in zip(self.start, self.length, strict=True)]
-        base = torch.tensor(ends, device=key.device).view(self.batch, self.heads, 1)
-        target = (base + rank[:, None]).reshape(-1)
+        start, length = self.bounds()
+        target = (start + length + rank[:, None]).reshape(-1)
         col = torch.arange(first, first + n, dtype=torch.int32, device=key.device)
         col = col.expand(self.batch, self.heads, n).reshape(-1)
         flat_key, flat_value = key.reshape(-1, self.dim), value.reshape(-1, self.dim)
@@ -175,6 +175,7 @@ class RaggedLayer(CacheLayerMixin):
         for held in self.extras.values():
             held[target] = 0
         self.length = [a + m for a, m in zip(self.length, new, strict=True)]
+        self._bounds = (start, length + (n if valid is None else valid.sum(-1)[:, None, None]))
 
     def evict(self, keep: Tensor, rows: Sequence[int] | None = None) -> None:
         """Free entries of a packed layer.
@@ -193,6 +194,22 @@ class RaggedLayer(CacheLayerMixin):
         extras = {name: x[held] for name, x in self.extras.items()}
         self.pack(self.key[held], self.value[held], keep, self.col[held], extras)
 
+    def bounds(self) -> tuple[Tensor, Tensor]:
+        """Start and length of every segment on the layer's device, int64 `[B, H, 1]` each.
+
+        Kept from step to step, so that a decode step copies nothing from the CPU.
+        """
+        if self._bounds is None:
+            shape = (self.batch, self.heads, 1)
+            start = torch.tensor(self.start, dtype=torch.int64, device=self.col.device)
+            length = torch.tensor(self.length, dtype=torch.int64, device=self.col.device)
+            self._bounds = (start.view(shape), length.view(shape))
+        return self._bounds
+
+    def forget_bounds(self) -> None:
+        """Say that start and length were changed on the CPU."""
+        self._bounds = None
+
     def rows(self) -> Tensor:
         """Row of every live entry, segment by segment, int64 `[entries]`."""
         return _runs(self.start, self.length, self.col.device)
@@ -204,12 +221,10 @@ class RaggedLayer(CacheLayerMixin):
             Row indices int64 `[B, H, n]` (a valid row where there is no entry) and which of them
             are live, bool `[B, H, n]`; `n` is the longest segment.
         """
-        device = self.col.device
-        length = torch.tensor(self.length, device=device).view(self.batch, self.heads, 1)
-        start = torch.tensor(self.start, device=device).view(self.batch, self.heads, 1)
-        offset = torch.arange(max(self.length), device=device)
+        start, length = self.bounds()
+        offset = torch.arange(max(self.length), device=self.col.device)
         live = offset < length
-        rows = start.clamp(max=max(len(self.col) - 1, 0)) + torch.where(live, offset, 0)
+        rows = start + torch.where(live, offset, 0)
         return rows.clamp(max=max(len(self.col) - 1, 0)), live
 
     def _layout(self, reserve: int | None) -> Tensor:
@@ -219,6 +234,7 @@ class RaggedLayer(CacheLayerMixin):
             reserve = min(64, max(8, mean // 8))
         self.room = [a + reserve for a in self.length]
         self.start = starts(self.room)
+        self._bounds = None
         return self.rows_of(self.start, self.length)
 
     def rows_of(self, start: list[int], length: list[int]) -> Tensor:

@@ -29,6 +29,7 @@ class Feed:
         language: share of the positions outside answers that are trained as a language model,
             and the weight of that loss. In a bag of words it teaches to count: the best
             prediction of the next word is how frequent each has been.
+        any_of: whether one of several right words is enough; else all shall be equally likely.
     """
 
     tokens: int
@@ -36,6 +37,7 @@ class Feed:
     mix: Mapping[str, float]
     weight: float = 1.0
     language: tuple[float, float] = (0.1, 0.05)
+    any_of: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +64,20 @@ _EASY = Knobs(values=(2, 2), hops=(0, 1), long_hops=0, items=8, copied=24, quest
 _MIDDLE = Knobs(values=(2, 3), hops=(0, 3), long_hops=8, items=16, copied=48)
 _DENSE = Knobs(values=(2, 3), plural=16, spread=24)
 _ORDINALS = Knobs(values=(1, 4), spread=24)
-_LAST = Knobs(plural=16, spread=32)
+_SPARSE = Knobs(plural=16, spread=32)
+_LAST = Knobs(
+    values=(1, 4),
+    plural=16,
+    spread=32,
+    questions=40,
+    noise=0.25,
+    plain_noise=0.6,
+    full=0.35,
+    fewest=1,
+)
+_VALUES = Knobs(
+    values=(2, 4), plural=12, spread=24, questions=32, noise=0.2, plain_noise=0.6, full=0.35, fewest=1
+)
 
 CURRICULUM: tuple[Stage, ...] = (
     Stage(
@@ -262,7 +277,7 @@ CURRICULUM: tuple[Stage, ...] = (
             ),
             Feed(3072, (128, 256, 256, 512, 512), {"cwe": 0.5, "fwe": 0.5}, 0.3),
         ),
-        _LAST,
+        _SPARSE,
     ),
     Stage(
         "ordinals",
@@ -318,8 +333,8 @@ CURRICULUM: tuple[Stage, ...] = (
     ),
     Stage(
         "frequency",
-        3_500_000,
-        (0.3, 0.26),
+        2_548_224,
+        (0.3, 0.2708774),
         (
             Feed(
                 3072,
@@ -344,28 +359,151 @@ CURRICULUM: tuple[Stage, ...] = (
     ),
     Stage(
         "decay to zero",
-        13_000_000,
-        (0.26, 0.003),
+        15_500_000,
+        (0.34, 0.003),
         (
             Feed(
-                5120,
-                (128, 256, 512, 512, 1024, 2048),
+                2560,
+                (128, 256, 256, 512),
                 {
-                    "single": 0.06,
-                    "multikey": 0.11,
-                    "mixed": 0.14,
-                    "multiquery": 0.06,
-                    "vt": 0.13,
-                    "multivalue": 0.32,
-                    "list": 0.05,
-                    "copy": 0.04,
-                    "uuid": 0.06,
+                    "single": 0.07,
+                    "multikey": 0.1,
+                    "mixed": 0.1,
+                    "multiquery": 0.05,
+                    "vt": 0.14,
+                    "multivalue": 0.37,
+                    "list": 0.03,
+                    "copy": 0.03,
+                    "uuid": 0.08,
                     "dialogue": 0.03,
                 },
-                0.7,
+                0.3,
             ),
-            Feed(3072, (128, 256, 512, 512, 1024, 1536), {"cwe": 0.5, "fwe": 0.5}, 0.3, (0.3, 0.15)),
+            Feed(
+                4096,
+                (512, 1024, 1024, 2048),
+                {
+                    "single": 0.07,
+                    "multikey": 0.2,
+                    "mixed": 0.06,
+                    "multiquery": 0.07,
+                    "vt": 0.12,
+                    "multivalue": 0.25,
+                    "list": 0.04,
+                    "copy": 0.02,
+                    "uuid": 0.15,
+                    "dialogue": 0.02,
+                },
+                0.4,
+            ),
+            Feed(
+                2048,
+                (128, 256, 256, 512, 512, 512, 1024, 2048),
+                {"cwe": 0.5, "fwe": 0.5},
+                0.3,
+                (0.3, 0.15),
+            ),
         ),
         _LAST,
+    ),
+    Stage(
+        "values",
+        6_000_000,
+        (0.3, 0.2),
+        (
+            Feed(
+                3072,
+                (128, 192, 256, 384),
+                {
+                    "single": 0.04,
+                    "multikey": 0.07,
+                    "mixed": 0.08,
+                    "multiquery": 0.04,
+                    "vt": 0.12,
+                    "multivalue": 0.52,
+                    "list": 0.02,
+                    "copy": 0.02,
+                    "uuid": 0.07,
+                    "dialogue": 0.02,
+                },
+                0.45,
+            ),
+            Feed(
+                2048,
+                (512, 1024, 1024, 2048),
+                {
+                    "single": 0.06,
+                    "multikey": 0.2,
+                    "mixed": 0.05,
+                    "multiquery": 0.09,
+                    "vt": 0.13,
+                    "multivalue": 0.25,
+                    "list": 0.04,
+                    "copy": 0.02,
+                    "uuid": 0.14,
+                    "dialogue": 0.02,
+                },
+                0.27,
+            ),
+            Feed(
+                2048,
+                (128, 256, 256, 512, 512, 1024),
+                {"cwe": 0.7, "fwe": 0.3},
+                0.28,
+                (0.2, 0.1),
+                any_of=True,
+            ),
+        ),
+        _VALUES,
+    ),
+    Stage(
+        "last",
+        7_000_000,
+        (0.2, 0.002),
+        (
+            Feed(
+                3072,
+                (128, 192, 256, 384),
+                {
+                    "single": 0.04,
+                    "multikey": 0.07,
+                    "mixed": 0.08,
+                    "multiquery": 0.04,
+                    "vt": 0.12,
+                    "multivalue": 0.52,
+                    "list": 0.02,
+                    "copy": 0.02,
+                    "uuid": 0.07,
+                    "dialogue": 0.02,
+                },
+                0.45,
+            ),
+            Feed(
+                2048,
+                (512, 1024, 1024, 2048),
+                {
+                    "single": 0.06,
+                    "multikey": 0.2,
+                    "mixed": 0.05,
+                    "multiquery": 0.09,
+                    "vt": 0.13,
+                    "multivalue": 0.25,
+                    "list": 0.04,
+                    "copy": 0.02,
+                    "uuid": 0.14,
+                    "dialogue": 0.02,
+                },
+                0.27,
+            ),
+            Feed(
+                2048,
+                (128, 256, 256, 512, 512, 1024),
+                {"cwe": 0.7, "fwe": 0.3},
+                0.28,
+                (0.2, 0.1),
+                any_of=True,
+            ),
+        ),
+        _VALUES,
     ),
 )

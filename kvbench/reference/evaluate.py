@@ -1,8 +1,9 @@
 """Measure the reference model with its full cache: ``python -m kvbench.reference.evaluate``.
 
-Each task is laid out as RULER does it (four needles, four values, chains of four hops, ...) and
-asked once at the end of the context. The score is RULER's: the mean share of the reference
-answers that the response contains. A response is decoded greedily up to the first full stop.
+Each task is laid out as RULER does it (four needles, four values, chains of four hops among one
+repeated sentence, ...) and asked once at the end of the context. The score is RULER's: the mean
+share of the reference answers that the response contains. A response is decoded greedily up to
+the first full stop.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def _case(
 
 def _needles(source: Source, length: int, count: int, key_size: int, value_size: int) -> Case:
     """Return a case of `count` needles, one of which is asked for."""
-    words = source.reserve(count if key_size == 1 else 64)
+    words = source.reserve(count if key_size == 1 else min(300, max(8, count)))
     if key_size == 1:
         keys = [[word] for word in words]
     else:
@@ -137,11 +138,12 @@ def _drawn(task: str) -> Callable[[Source, int], Case]:
 
 
 TASKS: dict[str, Callable[[Source, int], Case]] = {
-    "single": lambda source, length: _needles(source, length, 1, 1, 2),
-    "single_uuid": lambda source, length: _needles(source, length, 1, 2, 4),
+    "single_1": lambda source, length: _needles(source, length, 1, 1, 2),
+    "single_2": lambda source, length: _needles(source, length, 1, 1, 2),
+    "single_3": lambda source, length: _needles(source, length, 1, 2, 4),
     "multikey_1": lambda source, length: _needles(source, length, _KEYS, 1, 2),
-    "multikey_2": lambda source, length: _needles(source, length, min(400, length // 6), 1, 2),
-    "multikey_3": lambda source, length: _needles(source, length, min(250, length // 9), 2, 4),
+    "multikey_2": lambda source, length: _needles(source, length, min(400, length // 5 - 2), 1, 2),
+    "multikey_3": lambda source, length: _needles(source, length, length // 8 - 2, 2, 4),
     "multivalue": _multivalue,
     "multiquery": _multiquery,
     "vt": _chain,
@@ -151,6 +153,12 @@ TASKS: dict[str, Callable[[Source, int], Case]] = {
     "copy": _copy,
     "dialogue": _drawn("dialogue"),
 }
+_IN_NOISE = ("single_1", "vt")
+
+
+def case(task: str, length: int, rng: np.random.Generator) -> Case:
+    """Return a case of `task` for which prompt and answer are at most `length` words."""
+    return TASKS[task](Source(rng, noise=float(task in _IN_NOISE)), length)
 
 
 @torch.inference_mode()
@@ -200,16 +208,16 @@ def evaluate(
     by_size: dict[int, list[Case]] = {}
     for n in range(count):
         rng = np.random.default_rng([seed, length, list(TASKS).index(task), n])
-        case = TASKS[task](Source(rng), length)
-        by_size.setdefault(len(case.prompt), []).append(case)
+        made = case(task, length, rng)
+        by_size.setdefault(len(made.prompt), []).append(made)
     for cases in by_size.values():
         for first in range(0, len(cases), batch):
             some = cases[first : first + batch]
-            ids = [[samples.IDS[word] for word in case.prompt] for case in some]
-            most = max(len(case.answer) for case in some) + 8
+            ids = [[samples.IDS[word] for word in one.prompt] for one in some]
+            most = max(len(one.answer) for one in some)
             responses = respond(model, torch.tensor(ids, device=model.device), most)
-            for case, response in zip(some, responses, strict=True):
-                results.append(judge(case, [grammar.VOCABULARY[token] for token in response]))
+            for one, response in zip(some, responses, strict=True):
+                results.append(judge(one, [grammar.VOCABULARY[token] for token in response]))
     scores, exact = zip(*results, strict=True)
     return {"score": float(np.mean(scores)), "exact": float(np.mean(exact))}
 

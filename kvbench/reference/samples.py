@@ -34,6 +34,10 @@ class Knobs:
         items: most entries of a list.
         copied: most words of a passage.
         questions: most questions in one sequence.
+        noise: share of haystacks that are one sentence over and over.
+        plain_noise: the same for single needles and chains, which RULER sets in noise.
+        full: share of the haystacks of many needles that hold nothing else.
+        fewest: fewest needles with keys of two words.
     """
 
     values: tuple[int, int] = (2, 4)
@@ -44,6 +48,10 @@ class Knobs:
     items: int = 48
     copied: int = 96
     questions: int = 24
+    noise: float = 0.12
+    plain_noise: float = 0.12
+    full: float = 0.25
+    fewest: int = 2
 
 
 @dataclasses.dataclass
@@ -121,13 +129,15 @@ def _single(source: Source, room: int, knobs: Knobs) -> Plan:
 def _multikey(source: Source, room: int, knobs: Knobs) -> Plan:
     # From RULER's four needles in an essay to a haystack of nothing but needles.
     most = min(400, room // 6)
-    count = most if source.rng.random() < 0.25 else source.log_between(3, most)
+    count = most if source.rng.random() < knobs.full else source.log_between(3, most)
     return facts(source, [[key] for key in source.reserve(count)], 2)
 
 
 def _uuid(source: Source, room: int, knobs: Knobs) -> Plan:
     most = min(250, (room - 12) // 8)
-    count = most if source.rng.random() < 0.3 else source.log_between(2, most)
+    count = (
+        most if source.rng.random() < knobs.full + 0.05 else source.log_between(knobs.fewest, most)
+    )
     names = source.reserve(min(300, source.between(int(count**0.5) + 2, 2 * count + 2)))
     pairs = {
         tuple(names[i] for i in pair)
@@ -229,7 +239,8 @@ def _planned(plan: Callable[[Source, int, Knobs], Plan]) -> Callable[..., Sample
     """Turn a plan of statements and questions into a sample: context, then what fits."""
 
     def make(rng: np.random.Generator, length: int, knobs: Knobs) -> Sample:
-        source = Source(rng)
+        plain = plan in (_single, _chain)
+        source = Source(rng, knobs.plain_noise if plain else knobs.noise)
         statements, questions = plan(source, length - 1, knobs)
         if plan is not _multivalue:
             questions = [questions[i] for i in rng.permutation(len(questions))]
@@ -249,7 +260,7 @@ def _planned(plan: Callable[[Source, int, Knobs], Plan]) -> Callable[..., Sample
 
 def _dialogue(rng: np.random.Generator, length: int, knobs: Knobs) -> Sample:
     """Return turns with new facts; each asks for a fact of its own or an earlier turn."""
-    source = Source(rng)
+    source = Source(rng, knobs.noise)
     turns = source.between(2, max(2, min(8, length // 40)))
     per_turn = source.between(1, 4)
     keys = [source.reserve(per_turn) for _ in range(turns)]

@@ -12,8 +12,10 @@ _SENTENCE = (4, 12)
 class Source:
     """Draws words for one sample, so that what is asked for occurs nowhere by accident."""
 
-    def __init__(self, rng: np.random.Generator) -> None:
+    def __init__(self, rng: np.random.Generator, noise: float = 0.12) -> None:
+        """Start with the whole pool; `noise` is the chance of :meth:`filler` being noise."""
         self.rng = rng
+        self._noise = noise
         self._fresh = [grammar.WORDS[i] for i in rng.permutation(len(grammar.WORDS))]
 
     def reserve(self, count: int) -> list[str]:
@@ -45,10 +47,13 @@ class Source:
         return int(np.exp(self.rng.uniform(np.log(low), np.log(max(low, high) + 1))))
 
     def filler(self, count: int) -> list[list[str]]:
-        """Return sentences of `count` words in all, the last one cut off: essay or noise."""
+        """Return sentences of `count` words in all, the last one cut off: essay or noise.
+
+        Noise is one sentence over and over.
+        """
         if count <= 0:
             return []
-        noise = self.rng.random() < 0.12
+        noise = self.rng.random() < self._noise
         fixed = grammar.sentence(self.free(self.between(5, 9)))
         text = [] if noise else self.free(count)
         sentences: list[list[str]] = []

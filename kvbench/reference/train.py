@@ -154,11 +154,13 @@ def answer_loss(
     rng: np.random.Generator,
     language_share: float = 0.1,
     language_weight: float = 0.05,
+    any_of: bool = False,
 ) -> tuple[torch.Tensor, float, dict[str, list[float]]]:
     """Return the loss on a batch, the part of it on answers, and the accuracy by task.
 
     The loss is the cross-entropy of the answer tokens plus `language_weight` times that of a
-    random `language_share` of all others.
+    random `language_share` of all others. Where several words are right, all shall be equally
+    likely, or with `any_of` only their sum shall be large.
     The accuracy lists for each question whether all its tokens were predicted right; for tasks
     with long or free answers, the share that were.
     """
@@ -171,7 +173,12 @@ def answer_loss(
     )
     logits = model.lm_head(hidden[positions])
     scores = functional.log_softmax(logits.float(), dim=-1)
-    answers = -(weights * scores[slots, targets]).sum() / len(positions)
+    if any_of:
+        right_mass = torch.zeros(len(positions), device=device)
+        right_mass = right_mass.index_add(0, slots, scores[slots, targets].exp())
+        answers = -right_mass.clamp(min=1e-9).log().mean()
+    else:
+        answers = -(weights * scores[slots, targets]).sum() / len(positions)
 
     others = rng.random(batch.ids.size) < language_share
     others[batch.positions] = False
@@ -300,7 +307,7 @@ def train(
             length = int(rng.choice(feed.lengths))
             rows = max(1, feed.tokens // length)
             batch = samples.batch(rng, rows, length, feed.mix, stage.knobs)
-            loss, part, accuracy = answer_loss(model, batch, rng, *feed.language)
+            loss, part, accuracy = answer_loss(model, batch, rng, *feed.language, feed.any_of)
             (loss * (feed.weight / total)).backward()
             answers += part * feed.weight / total
             progress.tokens += batch.ids.size

@@ -16,7 +16,6 @@ from kvbench import reference
 from kvbench.reference import evaluate, grammar, samples, train
 from kvbench.reference.curriculum import Feed, Stage
 from kvbench.reference.samples import Knobs
-from kvbench.reference.source import Source
 
 _FEEDS = (
     Feed(512, (64,), {"multikey": 1.0, "repeat": 1.0}, 0.8),
@@ -99,7 +98,7 @@ def test_muon_agrees_with_torchs_own() -> None:
 @pytest.mark.parametrize("task", list(evaluate.TASKS))
 def test_right_answers_score_one(task: str) -> None:
     for n in range(3):
-        case = evaluate.TASKS[task](Source(np.random.default_rng(n)), 512)
+        case = evaluate.case(task, 512, np.random.default_rng(n))
         assert len(case.prompt) + len(case.answer) <= 512
         assert evaluate.judge(case, case.answer) == (1.0, True)
         assert evaluate.judge(case, [grammar.STOP]) == (0.0, False)
@@ -121,5 +120,5 @@ def test_shipped_model_answers() -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     assert tokenizer.convert_ids_to_tokens(list(range(1024))) == list(grammar.VOCABULARY)
     model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
-    for task in ("single", "multikey_1"):
+    for task in ("single_2", "multikey_1"):
         assert evaluate.evaluate(model, task, 512, 8)["score"] >= 0.9
