@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import re
 from dataclasses import dataclass
 from fractions import Fraction
@@ -24,7 +25,7 @@ class Budget:
     tokens: int | None = None
 
     @classmethod
-    def parse(cls, value: str | int | float | Budget) -> Budget:
+    def parse(cls, value: object) -> Budget:
         """Read a budget.
 
         Args:
@@ -37,16 +38,18 @@ class Budget:
             return value
         if isinstance(value, bool):
             raise UserError(f"budget {value!r} is not a number; {_RIGHT}")
-        if isinstance(value, int):
+        if isinstance(value, numbers.Integral):
             if value < 1:
-                raise UserError(f"budget {value} keeps nothing; {_RIGHT}")
-            return cls(tokens=value)
+                raise UserError(f"budget {value} is out of range; {_RIGHT}")
+            return cls(tokens=int(value))
         text = str(value).strip()
         if text == "full":
             return cls(ratio=Fraction(1))
-        if isinstance(value, str) and re.fullmatch(r"\d+", text):
+        if isinstance(value, str) and re.fullmatch(r"[0-9]+", text):
             return cls.parse(int(text))
         try:
+            if not text.isascii() or text.startswith("+") or "_" in text or "/" in text:
+                raise ValueError
             number = float(text)
             if not math.isfinite(number):
                 raise ValueError

@@ -141,12 +141,12 @@ def run_checks(spec: str) -> list[CheckResult]:
         spec: A policy's spelling, as `./my_policy.py:MyPolicy`.
 
     Returns:
-        A result per invariant; where the policy cannot be loaded, that one alone.
+        A result per invariant.
+
+    Raises:
+        UserError: The policy cannot be loaded.
     """
-    try:
-        p = policy(spec)
-    except UserError as error:
-        return [CheckResult("loads", False, str(error))]
+    p = policy(spec)
     results = [CheckResult("loads", True, str(p))]
     checks: list[tuple[str, Callable[[Policy], str]]] = [
         ("parameters are spelled back", _parameters),
@@ -163,12 +163,12 @@ def run_checks(spec: str) -> list[CheckResult]:
             results.append(CheckResult(name, True, check(p)))
         except _Failed as failure:
             results.append(CheckResult(name, False, str(failure)))
-        except Exception as error:  # a plugin may raise anything; the other checks go on
+        except (Exception, SystemExit) as error:  # a plugin may raise anything
             results.append(CheckResult(name, False, _where(error)))
     return results
 
 
-def _where(error: Exception) -> str:
+def _where(error: BaseException) -> str:
     """An error in one line, with the place in the plugin where it came from."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = tuple(str(Path(m.__file__ or "").parent) for m in (kvbench, torch, transformers))
@@ -267,7 +267,7 @@ def _clean(p: Policy) -> str:
     if p.score is None:
         return "nothing is scored"
     probe = _Probe(p.score)
-    watched = replace(p, score=probe)
+    watched = replace(p, score=probe, base=None)
     ids = _tokens(len(_LENGTHS), _TOKENS)
     mask = torch.arange(_TOKENS) >= _TOKENS - torch.tensor(_LENGTHS)[:, None]
     for name, model in _models().items():

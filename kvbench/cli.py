@@ -135,7 +135,7 @@ def run(
         int | None, typer.Option(metavar="N", help="Of data and policy noise. Default: 0.")
     ] = None,
     out: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
             metavar="DIR",
             help="Where results go. Default: results/<hash of the grid without --samples>.",
@@ -152,7 +152,7 @@ def run(
         str | None, typer.Option(metavar="D", help="float32, bfloat16, float16 or auto.")
     ] = None,
     attn: Annotated[
-        str | None, typer.Option(metavar="A", help="Attention of the prefill: auto, sdpa, eager.")
+        str | None, typer.Option(metavar="A", help="Attention of the prefill: auto or sdpa.")
     ] = None,
     batch_size: Annotated[
         str | None, typer.Option(metavar="N", help="Rows decoded together, or auto.")

@@ -58,6 +58,7 @@ class Cell:
         chat_template: "" for none, else whatever identifies the template that is applied.
         data_hash: Of the task's data.
         task_version: Of the task.
+        prompts: Digest of how the task asks.
         versions: JSON object of the versions that responses depend on, see `versions`.
     """
 
@@ -76,6 +77,7 @@ class Cell:
     chat_template: str
     data_hash: str
     task_version: str
+    prompts: str
     versions: str
 
     def __post_init__(self) -> None:
@@ -103,7 +105,10 @@ class Cell:
     def row(self) -> dict[str, str | int]:
         """The columns of `cells.parquet` that say what the cell is, hashes included."""
         own = asdict(self)
-        recorded = {**json.loads(self.versions), "chat_template": own.pop("chat_template")}
+        recorded = json.loads(self.versions)
+        for name in ("chat_template", "prompts"):
+            if value := own.pop(name):
+                recorded[name] = value
         own["versions"] = json.dumps(recorded, sort_keys=True)
         return {"cell": self.cell, "match": self.match, **own}
 
@@ -290,10 +295,13 @@ class Grid:
             UserError: A policy is unknown or has a parameter that is unknown or ill-typed.
         """
         full = ("full", "full", "")
-        found = [full] if self.full or "full" in self.canonical_policies else []
+        # At the budget `full` every policy is the full cache.
+        wanted = self.full or "full" in self.canonical_policies or "full" in self.budgets
+        found = [full] if wanted else []
         for policy in self.canonical_policies:
             if policy != "full":
-                found += [(policy, b, moment) for b in self.budgets for moment in self.moments]
+                kept = [b for b in self.budgets if b != "full"]
+                found += [(policy, b, moment) for b in kept for moment in self.moments]
         return found
 
     def cells_for(
@@ -310,6 +318,7 @@ class Grid:
         chat_template: str,
         data_hash: str,
         task_version: str,
+        prompts: str,
     ) -> list[Cell]:
         """The cells of one model, leaf task and length, each once, `full` first.
 
@@ -336,6 +345,7 @@ class Grid:
                 chat_template=chat_template,
                 data_hash=data_hash,
                 task_version=task_version,
+                prompts=prompts,
                 versions=versions(policy),
             )
             for policy, budget, moment in self.variants()

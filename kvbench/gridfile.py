@@ -131,6 +131,12 @@ def _text(what: str) -> Callable[[Any], str]:
     return read
 
 
+def _folder(value: Any) -> str:
+    if not str(value).strip():
+        raise UserError("out wants a folder, not an empty name")
+    return str(value)
+
+
 def _dtype(value: Any) -> str:
     if value not in _DTYPES:
         raise UserError(f"unknown dtype {value!r}; there are {', '.join(_DTYPES)}")
@@ -159,7 +165,7 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "lengths": _lengths,
     "samples": _integer("samples", 1),
     "seed": _integer("seed", 0, _INT64),
-    "out": _optional(lambda value: str(value)),
+    "out": _optional(_folder),
     "device": _text("device"),
     "dtype": _dtype,
     "attn": _text("attn"),

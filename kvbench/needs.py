@@ -85,7 +85,7 @@ class Need:
 class Queries(Need):
     """The last `window` queries after RoPE, `[B, H_q, window, d]`, newest last.
 
-    A row with fewer tokens has zeros in front; `View.window_logits` masks them.
+    A row with fewer tokens has zeros in front; `View.window_attention` masks them.
     """
 
     window: int = 32

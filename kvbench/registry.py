@@ -84,14 +84,14 @@ def _load(entry: EntryPoint) -> Any:
         return entry.load()
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         kind = _KIND.get(entry.group, "plugin")
         raise UserError(
             f"{kind} {entry.name!r} of package {_package(entry)} cannot be loaded: {_line(error)}"
         ) from error
 
 
-def _line(error: Exception) -> str:
+def _line(error: BaseException) -> str:
     """An error in one line."""
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
@@ -164,7 +164,7 @@ def _run_file(path: Path, shown: str, digest: str) -> Any:
     sys.modules[name] = module  # dataclasses and pickle look a class's module up there
     try:
         found.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         frames = traceback.extract_tb(error.__traceback__)
         line = next((f.lineno for f in reversed(frames) if f.filename == str(path)), None)

@@ -100,6 +100,9 @@ def _cell(
         return row, {}
     scores, aggregate = task.score({_key(r): r.response for r in got})
     estimate = _estimate(scores, requests)
+    if not math.isclose(aggregate, estimate.mean, rel_tol=1e-6, abs_tol=1e-9):
+        text = f"{task.metric} is not the mean over samples, and intervals are for means only"
+        return row | {"status": "error", "error": text}, {}
     row |= {
         "score": aggregate,
         "score_se": estimate.se,
@@ -125,13 +128,20 @@ def _comparison(
         "diff": 0.0,
         "diff_lo": 0.0,
         "diff_hi": 0.0,
-        "discriminative": stats.discriminative(estimate.lo, task.chance),
+        "discriminative": _above_chance(task, estimate),
     }
     if not cell.is_full:
         names = {key: requests[key[:2]].context_id for key in scores}
         difference = stats.paired(scores, full, names)
         found |= {"diff": difference.mean, "diff_lo": difference.lo, "diff_hi": difference.hi}
     return found
+
+
+def _above_chance(task: LoadedTask, full: stats.Estimate) -> bool:
+    """Whether the full cache is better than chance, so that differences can say something."""
+    if task.higher_is_better:
+        return stats.discriminative(full.lo, task.chance)
+    return stats.discriminative(-full.hi, -task.chance)
 
 
 def _sample(
@@ -142,16 +152,13 @@ def _sample(
     scores: dict[Key, float],
 ) -> dict[str, Any]:
     request = requests[response.sample_id, response.question_id]
-    name = response.sample_id
-    if "depth" in request.extra:  # the table has no column for it; the heat map reads it here
-        name += f"-d{int(request.extra['depth']):03d}"
     return {
         "cell": cell.cell,
         "task": cell.task,
         "policy": cell.policy,
         "budget": cell.budget,
         "moment": cell.moment,
-        "sample_id": name,
+        "sample_id": response.sample_id,
         "context_id": response.context_id,
         "response": response.response,
         "stop": response.stop,

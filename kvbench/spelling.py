@@ -26,6 +26,8 @@ KINDS: dict[str, type[Part]] = {
     "select": Selector,
     "merge": Merger,
 }
+_LARGEST = 1 << 24
+"""No window, kernel or count is larger; observers may hold as many entries."""
 _GENERIC: dict[str, type[Part]] = {"allocate.uniform": Uniform, "select.topk": TopK}
 
 
@@ -44,7 +46,10 @@ def policy(spec: str | Policy, **params: Any) -> Policy:
         UserError: The name or a parameter is unknown (the nearest are named), or ill-typed.
     """
     if isinstance(spec, Policy):
+        spec = spec if spec.base is not None else dataclasses.replace(spec, base=spec)
         return _apply(spec, params)
+    if not isinstance(spec, str):
+        raise UserError(f"{spec!r} is no policy; a name such as 'snapkv:window=64' would be right")
     name, pairs = _split(spec)
     if ".py:" in name:
         found = as_policy(registry.load_file(name), name)
@@ -76,7 +81,7 @@ def as_policy(obj: object, name: str) -> Policy:
             f"{name} is {type(obj).__name__}, not a policy; "
             "a Policy, a Score or a function of a View would be right"
         )
-    if ".py:" in name:
+    if ".py:" in name or obj.name not in registry.names(POLICIES):
         obj = dataclasses.replace(obj, name=name)
     return dataclasses.replace(obj, base=obj)
 
@@ -94,9 +99,8 @@ def part(kind: str, name: str) -> Part:
     known = [n.removeprefix(prefix) for n in registry.names(PARTS) if n.startswith(prefix)]
     if name not in known:
         known += [n.removeprefix(prefix) for n in _GENERIC if n.startswith(prefix)]
-        raise UserError(
-            f"{kind}={name}: no such part{nearest(name, known)} (known: {', '.join(sorted(known))})"
-        )
+        listed = f"known: {', '.join(sorted(known))}" if known else "none is installed"
+        raise UserError(f"{kind}={name}: no such part{nearest(name, known)} ({listed})")
     made = registry.get(PARTS, prefix + name)
     instance = made() if isinstance(made, type) else made
     if not isinstance(instance, KINDS[kind]):
@@ -112,8 +116,10 @@ def canonical(p: Policy) -> str:
     for kind in KINDS:
         mine, theirs = getattr(p, kind), getattr(base, kind)
         if type(mine) is not type(theirs):
-            text.append(f"{kind}={'none' if mine is None else mine.name}")
-            theirs = None if mine is None else part(kind, mine.name)
+            label = "none" if mine is None else mine.name or type(mine).__name__
+            text.append(f"{kind}={label}")
+            # A part that is registered under no name has no defaults to compare with.
+            theirs = part(kind, mine.name) if mine is not None and mine.name else mine
         compared[kind] = theirs
     changed: dict[str, Any] = {}
     for kind, theirs in compared.items():
@@ -178,6 +184,8 @@ def _apply(p: Policy, params: dict[str, Any]) -> Policy:
     for key in given:
         if key not in known:
             listed = ", ".join(sorted(known))
+            if key == "seed":
+                raise UserError("noise has the run's seed: --seed would be right")
             raise UserError(
                 f"{p.name} has no parameter {key!r}{nearest(key, known)} (it has: {listed})"
             )
@@ -187,6 +195,7 @@ def _apply(p: Policy, params: dict[str, Any]) -> Policy:
 def _cast(key: str, value: Any, kind: Any) -> Any:
     options = typing.get_args(kind)
     if typing.get_origin(kind) is typing.Literal:
+        value = {str(option): option for option in options}.get(str(value), value)
         if value not in options:
             raise UserError(f"{key}={value}: one of {', '.join(map(str, options))} would be right")
         return value
@@ -199,7 +208,10 @@ def _cast(key: str, value: Any, kind: Any) -> Any:
             return {"true": True, "1": True, "false": False, "0": False}[str(value).lower()]
         if kind is int and isinstance(value, float) and not value.is_integer():
             raise ValueError
-        return kind(value)
+        found = kind(value)
+        if kind is int and abs(found) > _LARGEST:
+            raise UserError(f"{key}={value}: at most {_LARGEST} would be right")
+        return found
     except (KeyError, TypeError, ValueError):
         word = {bool: "true or false", int: "a whole number", float: "a number"}.get(
             kind, str(kind)

@@ -103,8 +103,10 @@ def _decode(line: bytes) -> Response | None:
         return None
     try:
         return Response(**json.loads(payload))
-    except (TypeError, ValueError):  # written by another version
-        return None
+    except (TypeError, ValueError):
+        raise UserError(
+            "another version of kvbench wrote the responses there; another --out would be right"
+        ) from None
 
 
 class RunStore:
@@ -127,6 +129,7 @@ class RunStore:
             self.path.mkdir(parents=True, exist_ok=True)
             self._take_lock()
             if fresh:
+                self._own_folder()
                 for name in (RESPONSES, GRID, CELLS, SAMPLES):
                     (self.path / name).unlink(missing_ok=True)
             self._recover()
@@ -214,6 +217,15 @@ class RunStore:
                 pq.write_table(to_table(frame, schema), part)
             written.append(self.path / name)
         return written[::-1]
+
+    def _own_folder(self) -> None:
+        """Refuse to throw away results that no run of ours has left."""
+        there = [name for name in (RESPONSES, CELLS, SAMPLES) if (self.path / name).exists()]
+        if there and not (self.path / GRID).exists():
+            raise UserError(
+                f"{self.path} holds {there[0]} but no {GRID}: it is no run's folder, and --fresh "
+                "throws nothing away there"
+            )
 
     def _take_lock(self) -> None:
         path = self.path / ".lock"

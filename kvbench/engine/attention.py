@@ -37,7 +37,8 @@ class Forward:
         valid: New columns that are tokens, bool `[B, n]`; None: all.
         rank: Which of its row's new tokens a column is, int64 `[B, n]`.
         added: New tokens of every row (CPU).
-        on_layer: Called with a layer after its attention, with what the step observed.
+        on_layer: Called with the forward and a layer after its attention. It must not hold the
+            forward itself: in a cycle the cache would outlive its use.
         want_mass: Whether packed layers give the mass of their entries.
     """
 
@@ -47,7 +48,7 @@ class Forward:
     valid: Tensor | None
     rank: Tensor
     added: list[int]
-    on_layer: Callable[[RaggedLayer, Step], None] | None = None
+    on_layer: Callable[[Forward, RaggedLayer, Step], None] | None = None
     want_mass: bool = False
     mask: Tensor | None = None
 
@@ -108,6 +109,8 @@ def _open(cache: RaggedCache, rows: int, n: int, device: torch.device, mask: Any
         if min(added) < n:
             if bool((new[:, :-1] & ~new[:, 1:]).any()):
                 raise ValueError("kvbench needs padding on the left; set padding_side='left'")
+            if cache.valid is None and min(added) == 0:
+                raise ValueError(f"row {added.index(0)} of the batch is nothing but padding")
             valid = new
     new_valid = torch.ones(rows, n, dtype=torch.bool, device=device) if valid is None else valid
     cache.valid = new_valid if cache.valid is None else torch.cat([cache.valid, new_valid], 1)
@@ -154,7 +157,7 @@ def kvbench_attention(
     else:
         result = _dense(query, layer, forward, scale)
     if forward.on_layer is not None:
-        forward.on_layer(layer, step)
+        forward.on_layer(forward, layer, step)
     return result.transpose(1, 2).contiguous(), None
 
 
@@ -162,13 +165,17 @@ def _dense(query: Tensor, layer: RaggedLayer, forward: Forward, scale: float) ->
     """Causal attention of new queries over all columns of an uncompressed layer."""
     key, value = layer.extend()
     group = query.shape[1] // key.shape[1]
-    key = key.repeat_interleave(group, 1) if group > 1 else key
-    value = value.repeat_interleave(group, 1) if group > 1 else value
     n, columns = query.shape[2], key.shape[2]
-    if not forward.cache.padded and n == columns:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=n > 1, scale=scale)
-    if not forward.cache.padded and n == 1:
-        return F.scaled_dot_product_attention(query, key, value, scale=scale)
+    plain = not forward.cache.padded and n in (1, columns)
+    # Without a mask a GPU shares K and V among a group; elsewhere they are repeated.
+    shared = plain and query.device.type == "cuda"
+    if group > 1 and not shared:
+        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    if plain:
+        causal = n > 1
+        return F.scaled_dot_product_attention(
+            query, key, value, is_causal=causal, scale=scale, enable_gqa=shared
+        )
     if forward.mask is None:
         column = torch.arange(columns, device=query.device)
         own = column[forward.first :, None]
@@ -274,19 +281,25 @@ def attached(
     Raises:
         ValueError: The model is attached already.
     """
-    if id(model) in _ATTACHED:
-        raise ValueError("this model is attached already: attachments do not nest")
     decoder = decoder_of(model)
+    if id(decoder) in _ATTACHED:
+        raise ValueError("this model is attached already: attachments do not nest")
     old = decoder.config._attn_implementation
     state = Attachment(model, before, after)
     depth = len(_ACTIVE)
 
     def opening(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        # Whatever an earlier forward left that ended in Ctrl-C, where torch runs no hooks.
+        state.active = None
+        del _ACTIVE[depth:]
         cache = kwargs.get("past_key_values")
         if not isinstance(cache, RaggedCache):
             return None
+        cache.ready()
         tokens = kwargs.get("input_ids", args[0] if args else None)
         given = tokens if tokens is not None else kwargs["inputs_embeds"]
+        if given.dim() < 2 or given.shape[0] == 0 or given.shape[1] == 0:
+            raise ValueError(f"input of shape {list(given.shape)}; [batch, tokens] would be right")
         forward = _open(
             cache, given.shape[0], given.shape[1], given.device, kwargs.get("attention_mask")
         )
@@ -301,8 +314,12 @@ def attached(
             # Without them the model would count padding, and a later `generate` would not.
             assert cache.valid is not None
             position = (cache.valid.long().cumsum(-1) - 1).clamp(min=0)[:, forward.first :]
-            return args, {**kwargs, "position_ids": position}
-        return None
+            kwargs = {**kwargs, "position_ids": position}
+        if cache.padded and kwargs.get("attention_mask") is None:
+            # Sliding-window layers are transformers' own: they must be told of the padding again.
+            assert cache.valid is not None
+            kwargs = {**kwargs, "attention_mask": cache.valid.long()}
+        return args, kwargs
 
     def closing(module: nn.Module, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         forward, state.active = state.active, None
@@ -323,7 +340,7 @@ def attached(
     def leaving(module: nn.Module, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         module.__dict__["_kvbench"] = None
 
-    _ATTACHED[id(model)] = state
+    _ATTACHED[id(decoder)] = state
     try:
         decoder.set_attn_implementation(NAME)
         state.handles += [
@@ -345,4 +362,4 @@ def attached(
             module.__dict__.pop("_kvbench", None)
         del _ACTIVE[depth:]
         decoder.set_attn_implementation(old)
-        del _ATTACHED[id(model)]
+        del _ATTACHED[id(decoder)]

@@ -38,6 +38,8 @@ class RaggedCache(Cache):
         budget_entries, held_entries: What every row may keep over all layers and heads, and what
             was really held right after the last compression (None before one).
         seconds: What the compression took.
+        broken: Observers that have failed, with what they raised.
+        spoiled: Whether a policy has changed dense K, V or observations in place.
     """
 
     def __init__(self, config: Any) -> None:
@@ -64,11 +66,21 @@ class RaggedCache(Cache):
         self.budget_entries: list[int] | None = None
         self.held_entries: list[int] | None = None
         self.seconds = 0.0
+        self.broken: dict[Need, Exception] = {}
+        self.spoiled = False
 
     def reset(self) -> None:
         """Empty the cache."""
         super().reset()  # type: ignore[no-untyped-call]
+        for layer in self.layers:
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                # transformers 5.17 only zeroes what they hold.
+                layer.keys = layer.values = None
+                layer.is_initialized, layer.cumulative_length = False, 0
         self.reset_sequences()
+
+    def ready(self) -> None:
+        """Called before every forward; a cache that is unfit for one raises ValueError."""
 
     @property
     def ragged(self) -> list[RaggedLayer]:
@@ -90,13 +102,14 @@ class RaggedCache(Cache):
         assert self.valid is not None
         return self.valid.sum(-1)
 
-    def positions(self, col: Tensor) -> Tensor:
-        """Logical positions of columns `[B, H, n]`, int64: padding does not count."""
+    def positions(self, col: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Logical positions of columns `[B, H, n]` of the rows, int64: padding does not count."""
         assert self.valid is not None
         col = col.long()
         if not self.padded:
             return col
-        rank = (self.valid.long().cumsum(-1) - 1).clamp(min=0)
+        valid = self.valid if rows is None else self.valid[rows]
+        rank = (valid.long().cumsum(-1) - 1).clamp(min=0)
         return rank[:, None].expand(-1, col.shape[1], -1).gather(-1, col)
 
     def live_entries(self, row: int | None = None) -> int:

@@ -78,8 +78,9 @@ class Row:
 def decode(model: nn.Module, rows: Sequence[Row], slots: int) -> None:
     """Generate greedily until every row has ended.
 
-    The batch always has `slots` rows (the last one is repeated where there are fewer), so that the
-    shapes of all matrix products, and with them a row's result, do not depend on its company.
+    The batch always has `slots` rows (the last one is repeated where there are fewer). With a
+    constant number the shapes of all matrix products, and so a row's bits, do not depend on its
+    company.
 
     Args:
         model: The model, inside `engine`.

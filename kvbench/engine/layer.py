@@ -50,6 +50,7 @@ class RaggedLayer(CacheLayerMixin):
         self._bounds: tuple[Tensor, Tensor] | None = None
         self.pending: tuple[Tensor, Tensor] | None = None
         self.is_initialized = False
+        self.closed = False
 
     # -- what transformers calls ------------------------------------------------------------------
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -62,10 +63,8 @@ class RaggedLayer(CacheLayerMixin):
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Park the new K and V `[B, H, n, d]` for the attention function, which stores them."""
-        if self.pending is not None:
-            raise RuntimeError(
-                "keys and values were never attended: use the cache inside kvbench.attach(...)"
-            )
+        if self.closed or self.pending is not None:
+            raise ValueError("this cache can only be used inside its kvbench.attach(...) block")
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.pending = (key_states, value_states)
@@ -127,22 +126,26 @@ class RaggedLayer(CacheLayerMixin):
             extras: Per-entry state, `[B, H, n]` each.
             reserve: Rows of room behind every segment; None sizes it to what is kept.
         """
+        key, value = key.detach(), value.detach()
         self.batch, self.heads, n = keep.shape
         flat = keep.reshape(-1, n)
         self.length = flat.sum(-1).tolist()
         source = flat.reshape(-1).nonzero().squeeze(-1)
         target = self._layout(reserve)
         rows = sum(self.room)
-        self.key = key.new_empty(rows, self.dim)
-        self.value = value.new_empty(rows, self.dim)
-        self.col = torch.empty(rows, dtype=torch.int32, device=key.device)
+        with torch.inference_mode(False):  # later forwards write to them, in whatever mode
+            self.key = torch.empty(rows, self.dim, dtype=key.dtype, device=key.device)
+            self.value = torch.empty(rows, self.dim, dtype=value.dtype, device=key.device)
+            self.col = torch.empty(rows, dtype=torch.int32, device=key.device)
+            self.extras = {
+                name: torch.zeros(rows, dtype=held.dtype, device=key.device)
+                for name, held in extras.items()
+            }
         self.key[target] = key.reshape(-1, self.dim)[source]
         self.value[target] = value.reshape(-1, self.dim)[source]
         self.col[target] = col.expand(keep.shape).reshape(-1)[source].to(torch.int32)
-        self.extras = {}
         for name, held in extras.items():
-            self.extras[name] = held.new_zeros(rows)
-            self.extras[name][target] = held.reshape(-1)[source]
+            self.extras[name][target] = held.detach().reshape(-1)[source]
         self.packed = True
 
     def append(self, rank: Tensor, valid: Tensor | None, added: Sequence[int], first: int) -> None:
@@ -154,7 +157,7 @@ class RaggedLayer(CacheLayerMixin):
             added: New tokens of every row (CPU).
             first: Logical column of the first new one.
         """
-        key, value = self.take_pending()
+        key, value = (x.detach() for x in self.take_pending())
         assert self.key is not None and self.value is not None
         n = key.shape[-2]
         new = [added[s // self.heads] for s in range(len(self.length))]
@@ -194,6 +197,19 @@ class RaggedLayer(CacheLayerMixin):
         extras = {name: x[held] for name, x in self.extras.items()}
         self.pack(self.key[held], self.value[held], keep, self.col[held], extras)
 
+    def overwrite(self, rows: Tensor, key: Tensor, value: Tensor) -> None:
+        """Replace K and V `[m, d]` of some rows (int64 `[m]`), as a merger wants."""
+        assert self.key is not None and self.value is not None
+        self.key[rows], self.value[rows] = key.detach(), value.detach()
+
+    def store_extras(self, extras: Mapping[str, Tensor]) -> None:
+        """Take over per-entry state, `[B, H, n]` each, as `padded_rows` shows the entries."""
+        width = max(self.length)
+        first = [s * width for s in range(len(self.length))]
+        source, target = _runs(first, self.length, self.col.device), self.rows()
+        for name, held in extras.items():
+            self.extras[name][target] = held.detach().reshape(-1)[source]
+
     def bounds(self) -> tuple[Tensor, Tensor]:
         """Start and length of every segment on the layer's device, int64 `[B, H, 1]` each.
 
@@ -227,12 +243,14 @@ class RaggedLayer(CacheLayerMixin):
         rows = start + torch.where(live, offset, 0)
         return rows.clamp(max=max(len(self.col) - 1, 0)), live
 
-    def _layout(self, reserve: int | None) -> Tensor:
+    def _layout(self, reserve: int | list[int] | None) -> Tensor:
         """Place the segments for the current lengths; give the row of every entry."""
         if reserve is None:
             mean = sum(self.length) // max(1, len(self.length))
             reserve = min(64, max(8, mean // 8))
-        self.room = [a + reserve for a in self.length]
+        if isinstance(reserve, int):
+            reserve = [reserve] * len(self.length)
+        self.room = [a + r for a, r in zip(self.length, reserve, strict=True)]
         self.start = starts(self.room)
         self._bounds = None
         return self.rows_of(self.start, self.length)
@@ -243,11 +261,12 @@ class RaggedLayer(CacheLayerMixin):
 
     def _grow(self, n: int) -> None:
         source = self.rows()
-        target = self._layout(max(n, 16, max(self.length) // 8))
+        target = self._layout([max(n, 16, a // 8) for a in self.length])
         total = sum(self.room)
 
         def moved(x: Tensor) -> Tensor:
-            out = x.new_zeros(total, *x.shape[1:])
+            with torch.inference_mode(False):
+                out = torch.zeros(total, *x.shape[1:], dtype=x.dtype, device=x.device)
             out[target] = x[source]
             return out
 
@@ -280,7 +299,8 @@ class RaggedLayer(CacheLayerMixin):
 
     def entry_bytes(self) -> int:
         """Bytes of one entry: K, V and the policy's extras."""
-        assert self.key is not None
+        if self.key is None:
+            return 0
         extras = sum(x.element_size() for x in self.extras.values())
         return 2 * self.dim * self.key.element_size() + extras
 

@@ -109,7 +109,7 @@ def pick_device(device: str) -> torch.device:
         try:
             return torch.empty(0, device=device).device
         except (RuntimeError, AssertionError) as error:
-            reason = str(error).splitlines()[0]
+            reason = str(error).splitlines()[0].split(". ")[0][:120]
             raise UserError(f"device {device} cannot be used here: {reason}") from None
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from kvbench.budget import Budget
-from kvbench.engine.attention import Forward, attached
+from kvbench.engine.attention import Forward, Step, attached
 from kvbench.engine.cache import RaggedCache
-from kvbench.engine.compress import Cut, Shared, cut_cache, row_seeds
+from kvbench.engine.compress import Cut, Shared, cut_cache, now, row_seeds
+from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.models import decoder_of, model_info
 from kvbench.engine.session import observe
 from kvbench.plugin import ModelInfo, Moment, Need, Policy
@@ -24,12 +24,15 @@ def engine(model: nn.Module) -> Iterator[None]:
     """Put kvbench's attention into a model for as long as prefixes and their caches are used."""
 
     def before(cache: RaggedCache, forward: Forward) -> None:
-        forward.on_layer = lambda layer, step: (
-            None if layer.packed else observe(cache, forward, layer, step)
-        )
+        forward.on_layer = _observe_dense
 
     with attached(model, before, lambda cache, forward: None):
         yield
+
+
+def _observe_dense(forward: Forward, layer: RaggedLayer, step: Step) -> None:
+    if not layer.packed:
+        observe(forward.cache, layer, step)
 
 
 def forward(
@@ -89,21 +92,23 @@ class Prefix:
         self.info: ModelInfo = model_info(model)
         self.cache = RaggedCache(decoder_of(model).config)
         self.cache.observers = {need: need.observer(self.info) for need in needs}
+        self.device = next(model.parameters()).device
         self.seconds = 0.0
         self._shared: dict[tuple[int, Moment], Shared] = {}
 
     def extend(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
         """Prefill further tokens `[B, n]`; give the logits after the last, `[B, vocabulary]`."""
-        begin = time.perf_counter()
+        begin = now(ids.device)
         logits = forward(self.model, self.cache, ids, mask)
         self._shared = {}
-        self.seconds += time.perf_counter() - begin
+        self.seconds += now(ids.device) - begin
         return logits
 
     def fork(self) -> Prefix:
         """Give a prefix that may be extended alone (K/V so far are shared)."""
         other = object.__new__(Prefix)
         other.model, other.info, other.seconds = self.model, self.info, self.seconds
+        other.device = self.device
         other.cache = self.cache.fork()
         other._shared = {}
         return other
@@ -123,7 +128,7 @@ class Prefix:
         lengths = self.cache.lengths().tolist()
         out = []
         for cell in cells:
-            begin = time.perf_counter()
+            begin = now(self.device)
             budget = lengths
             if not cell.policy.is_full:
                 budget = [cell.budget.per_head(n) for n in lengths]
@@ -135,6 +140,6 @@ class Prefix:
             for layer in made.ragged:
                 layer.reset()
             cut_cache(cut, made, reserve)
-            made.seconds = time.perf_counter() - begin
+            made.seconds = now(self.device) - begin + cut.saved
             out.append(made)
         return out

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from kvbench.budget import Budget
 from kvbench.engine.attention import Forward, Step, attached
 from kvbench.engine.cache import RaggedCache
-from kvbench.engine.compress import Cut, cut_cache, finish, row_seeds, store
+from kvbench.engine.compress import Cut, cut_back, cut_cache, finish, row_seeds, store
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.models import decoder_of, model_info
 from kvbench.errors import UserError
@@ -20,17 +20,24 @@ from kvbench.plugin import ModelInfo, Moment, Policy
 from kvbench.spelling import policy as make_policy
 
 
-def observe(cache: RaggedCache, forward: Forward, layer: RaggedLayer, step: Step) -> None:
-    """Show one layer's forward to the cache's observers (dense layers; queries always)."""
+def observe(cache: RaggedCache, layer: RaggedLayer, step: Step) -> None:
+    """Show one layer's forward to the cache's observers (dense layers; queries always).
+
+    An observer may be foreign code: if it raises, the policies that need it fail, and no other.
+    """
     layer.scale = step.scale
     assert cache.valid is not None
     for need, observer in cache.observers.items():
-        if layer.packed and need.per_entry:
+        if need in cache.broken or (layer.packed and need.per_entry):
             continue
         assert layer.key is not None and layer.value is not None
-        observer.update(
-            step.index, step.query, layer.key, layer.value, step.hidden, cache.valid, step.scale
-        )
+        key, value = layer.key, layer.value
+        try:
+            observer.update(
+                step.index, step.query, key, value, step.hidden, cache.valid, step.scale
+            )
+        except Exception as error:
+            cache.broken[need] = error
 
 
 class AttachedCache(RaggedCache):
@@ -60,17 +67,18 @@ class AttachedCache(RaggedCache):
         self.policy, self.budget, self.moment = policy, budget, moment
         self.auto, self.seed = auto, seed
         self.closed = False
-        self._cut: Cut | None = None
-        self._start_observers()
+        self._start()
 
-    def _start_observers(self) -> None:
+    def _start(self) -> None:
         self.observers = {need: need.observer(self.info) for need in self.policy.needs}
+        self._cut: Cut | None = None
+        self._seeds: Tensor | None = None
+        self._first = self._steps = self._running = False
 
     def reset(self) -> None:
         """Empty the cache for another sequence."""
         super().reset()
-        self._start_observers()
-        self._cut = None
+        self._start()
 
     def compress(self) -> None:
         """Cut the cache back to its budget now (with `compress="manual"`, after the prefill).
@@ -79,42 +87,50 @@ class AttachedCache(RaggedCache):
             ValueError: Nothing was prefilled, or it is compressed already.
         """
         if self.closed:
-            raise ValueError("the cache cannot be used after its attachment has ended")
+            raise ValueError("this cache can only be used inside its kvbench.attach(...) block")
         if self.valid is None:
             raise ValueError("nothing was prefilled yet")
         if self.packed:
             raise ValueError("the cache is compressed already")
         cut_cache(self._prefill_cut(), self)
+        self._done()
+
+    def close(self) -> None:
+        """Make the cache unusable."""
+        self.closed = True
+        for layer in self.ragged:
+            layer.closed = True
 
     # -- around a forward -------------------------------------------------------------------------
+    def ready(self) -> None:
+        """Refuse a forward after one that has failed: the layers may be half compressed."""
+        if self._running:
+            raise ValueError("an earlier forward on this cache failed: cache.reset() starts anew")
+
     def before(self, forward: Forward) -> None:
         """Prepare one forward."""
-        if self.closed:
-            raise ValueError("the cache cannot be used after its attachment has ended")
-        self._cut = None
-        score = self.policy.score
-        decode = self.moment == "decode"
-        forward.want_mass = decode and any(n.per_entry for n in self.policy.needs)
-        forward.on_layer = lambda layer, step: self._on_layer(forward, layer, step)
+        self._running = True
+        self._steps = self.moment == "decode" and not self.policy.is_full
+        forward.want_mass = self._steps and any(n.per_entry for n in self.policy.needs)
+        forward.on_layer = self._on_layer
         self._first = self.auto and not any(layer.packed for layer in self.ragged)
-        self._steps = decode and score is not None
 
     def _on_layer(self, forward: Forward, layer: RaggedLayer, step: Step) -> None:
         if not layer.packed or self._steps:
-            observe(self, forward, layer, step)
+            observe(self, layer, step)
         if layer.packed:
             if self._steps and self.policy.score is not None and layer.extras:
-                cut = self._decode_cut()
-                view = cut.view(layer, step.index, step.mass)
+                if self._cut is None:
+                    assert self.budget.tokens is not None
+                    self._cut = self._new_cut([self.budget.tokens] * self.batch)
+                view = self._cut.view(layer, step.index, step.mass)
                 self.policy.score.step(view)
-                rows, live = layer.padded_rows()
-                for name, held in view.extras.items():
-                    layer.extras[name][rows[live]] = held[live]
+                layer.store_extras(view.extras)
         elif self._first:
             cut = self._prefill_cut()
-            if cut.by_layer and not self._whole(cut):
-                view = cut.view(layer, step.index)
-                store(layer, layer, cut.layer(view), view.col)
+            if cut.by_layer and not cut.keeps_all:
+                decision = cut.layer(cut.view(layer, step.index))
+                store(cut, step.index, layer, layer, decision)
 
     def after(self, forward: Forward) -> None:
         """Compress what this forward has made due."""
@@ -125,11 +141,20 @@ class AttachedCache(RaggedCache):
             else:
                 cut_cache(cut, self)
         elif self._steps and self.packed:
-            self._cut_back()
+            self._cut_due()
+        if self.packed:
+            self._done()
         self._cut = None
+        self._running = False
 
-    def _whole(self, cut: Cut) -> bool:
-        return cut.policy.is_full or cut.budget == cut.length.tolist()
+    def _done(self) -> None:
+        """Free what only the prefill needed."""
+        self._cut = None
+        if self.ids is not None:
+            self.ids = None
+        gone = [n for n in self.observers if n.per_entry or self.moment != "decode"]
+        for need in gone:
+            del self.observers[need]
 
     def _prefill_cut(self) -> Cut:
         if self._cut is None:
@@ -137,42 +162,29 @@ class AttachedCache(RaggedCache):
             budget = lengths
             if not self.policy.is_full:
                 budget = [self.budget.per_head(n) for n in lengths]
-            if self.moment == "decode":
-                assert self.budget.tokens is not None
-                limit = self.budget.tokens + max(1, self.policy.buffer)
-                budget = [b if n >= limit else n for b, n in zip(budget, lengths, strict=True)]
+            if self.moment == "decode" and not self.policy.is_full:
+                due = self._limit()
+                budget = [b if n >= due else n for b, n in zip(budget, lengths, strict=True)]
             self._cut = self._new_cut(budget)
         return self._cut
 
-    def _new_cut(self, budget: list[int]) -> Cut:
-        seeds = row_seeds(self, self.seed)
-        return Cut(self.policy, self, self.info, self.moment, budget, seeds)
+    def _new_cut(self, budget: list[int], rows: list[int] | None = None) -> Cut:
+        if self._seeds is None:
+            self._seeds = row_seeds(self, self.seed)
+        return Cut(self.policy, self, self.info, self.moment, budget, self._seeds, None, rows)
 
-    def _decode_cut(self) -> Cut:
-        if self._cut is None:
-            assert self.budget.tokens is not None
-            self._cut = self._new_cut([self.budget.tokens] * self.batch)
-        return self._cut
+    def _limit(self) -> int:
+        """Entries per head, on average, at which a sequence is cut back at decode."""
+        assert self.budget.tokens is not None
+        return self.budget.tokens + max(1, self.policy.buffer)
 
-    def _cut_back(self) -> None:
+    def _cut_due(self) -> None:
         """Cut the sequences that have filled their buffer back to the budget."""
         assert self.budget.tokens is not None
-        heads = self.info.layers * self.info.kv_heads
-        limit = heads * (self.budget.tokens + max(1, self.policy.buffer))
+        limit = self._limit() * self.info.layers * self.info.kv_heads
         due = [row for row in range(self.batch) if self.live_entries(row) >= limit]
-        if not due:
-            return
-        cut = self._decode_cut()
-        views = [cut.view(layer, i) for i, layer in enumerate(self.ragged)]
-        decisions = [cut.layer(v) for v in views] if cut.by_layer else cut.model(views)
-        chosen = torch.zeros(self.batch, 1, 1, dtype=torch.bool, device=cut.length.device)
-        chosen[due] = True
-        for layer, view, made in zip(self.ragged, views, decisions, strict=True):
-            keep = torch.where(chosen, made.keep, view.valid)
-            store(layer, layer, made._replace(keep=keep), view.col)
-        held = [self.live_entries(row) for row in range(self.batch)]
-        cut.check(held, due)
-        self.budget_entries, self.held_entries = cut.total, held
+        if due:
+            cut_back(self._new_cut([self.budget.tokens] * len(due), due), self)
 
 
 @contextmanager
@@ -191,7 +203,8 @@ def attach(
     the full context). Later calls append: `model(tail, past_key_values=cache, attention_mask=<all
     columns>)` or `model.generate(<context + question>, past_key_values=cache)`. `generate(prompt)`
     alone compresses the prompt. With `compress="manual"` the prefill may come in chunks and
-    `cache.compress()` ends it. Batches are padded on the left.
+    `cache.compress()` ends it (with `auto` only the first chunk would be compressed). Batches are
+    padded on the left.
 
     Args:
         model: A causal language model of a supported family, in evaluation mode.
@@ -207,6 +220,8 @@ def attach(
     Raises:
         ValueError: Unknown policy, budget out of range, a nested attachment, beam search.
     """
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise UserError(f"seed {seed!r}: a whole number would be right")
     chosen, limit = make_policy(policy), Budget.parse(budget)
     if moment not in ("context", "decode"):
         raise UserError(f"moment {moment!r}: context or decode would be right for attach")
@@ -217,9 +232,9 @@ def attach(
     cache = AttachedCache(model, chosen, limit, moment, compress == "auto", seed)
 
     def own(other: RaggedCache) -> AttachedCache:
-        if not isinstance(other, AttachedCache):
-            raise ValueError("use the cache that kvbench.attach gives")
-        return other
+        if other is not cache:
+            raise ValueError("use the cache that this kvbench.attach gives")
+        return cache
 
     def before(other: RaggedCache, forward: Forward) -> None:
         own(other).before(forward)
@@ -231,7 +246,7 @@ def attach(
         with attached(model, before, after):
             yield cache
     finally:
-        cache.closed = True
+        cache.close()
 
 
 @torch.no_grad()
@@ -261,6 +276,8 @@ def kept(
     Raises:
         ValueError: As `attach`.
     """
+    if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.is_floating_point():
+        raise UserError("input_ids: an integer tensor [batch, tokens] would be right")
     with attach(model, policy, budget, seed=seed) as cache:
         arguments: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
         decoder_of(model)(input_ids=input_ids, attention_mask=attention_mask, **arguments)

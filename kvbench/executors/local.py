@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from kvbench.budget import Budget
 from kvbench.engine.cache import RaggedCache
+from kvbench.engine.compress import now
 from kvbench.engine.generate import Row, Stop, decode
 from kvbench.engine.prefix import Prefix, Request, forward
+from kvbench.errors import BudgetError
 from kvbench.grid import Cell
 from kvbench.harness.protocol import LoadedTask
 from kvbench.harness.protocol import Request as Question
@@ -63,7 +67,7 @@ class Executor:
     batch_size: int | str = "auto"
     failed: dict[str, str] = field(default_factory=dict)
     _waiting: list[Answer] = field(default_factory=list)
-    _slots: int = 0
+    _reserve: int = 0
 
     def __post_init__(self) -> None:
         self.device = next(self.model.parameters()).device
@@ -72,7 +76,7 @@ class Executor:
         listed = found if isinstance(found, list) else [found]
         self._eos = [e for e in (*listed, self.tokenizer.eos_token_id) if e is not None]
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def run(self, task: LoadedTask, prompts: Sequence[Prompt], cells: Sequence[Cell]) -> None:
         """Answer everything that is still open for a task.
 
@@ -86,6 +90,8 @@ class Executor:
         """
         done = self.store.keys()
         policies = {c.cell: make_policy(c.policy) for c in cells}
+        # The same room for every row, also when only some of them are left to do.
+        self._reserve = max(len(p.question_ids) + p.question.max_new_tokens for p in prompts)
         for ids, group in groupby(prompts, key=lambda p: p.context_ids):
             together = list(group)
             wanted = [
@@ -106,42 +112,50 @@ class Executor:
     ) -> None:
         """Prefill one context once and make a row for every cell and question."""
         needs = {need for c, _ in wanted for need in policies[c.cell].needs}
-        prefix = Prefix(self.model, needs)
-        prefix.extend(self._tensor(ids))
-        early = [(c, missing) for c, missing in wanted if c.moment != "question"]
-        late = [(c, missing) for c, missing in wanted if c.moment == "question"]
-        for cell, missing in early:
-            reserve = max(len(p.question_ids) + p.question.max_new_tokens for p in missing)
-            cache = self._compress(prefix, cell, policies[cell.cell], missing, reserve)
+
+        def prefill() -> Prefix:
+            made = Prefix(self.model, needs)
+            made.extend(self._tensor(ids))
+            return made
+
+        prefix = prefill()
+        for cell, missing in wanted:
+            if cell.moment == "question":
+                continue
+            cache = self._compress(prefix, cell, policies[cell.cell], missing)
             if cache is None:
+                prefix = prefill()  # what has failed may have changed it in place
                 continue
             for i, prompt in enumerate(missing):
                 own = cache.fork() if i + 1 < len(missing) else cache
                 self._add(cell, prompt, prefix, own)
-        questions = {p.question_ids: p for _, missing in late for p in missing}
-        for question_ids in questions:
-            longer = prefix.fork()
-            logits = longer.extend(self._tensor(question_ids))
-            for cell, missing in late:
-                for prompt in missing:
-                    if prompt.question_ids != question_ids:
-                        continue
-                    reserve = prompt.question.max_new_tokens
-                    cache = self._compress(longer, cell, policies[cell.cell], [prompt], reserve)
-                    if cache is not None:
-                        self._add(cell, prompt, longer, cache, logits)
+        late = [(c, p) for c, missing in wanted if c.moment == "question" for p in missing]
+        for question_ids in dict.fromkeys(p.question_ids for _, p in late):
+            longer, logits = self._longer(prefix, question_ids)
+            for cell, prompt in late:
+                if prompt.question_ids != question_ids or cell.cell in self.failed:
+                    continue
+                cache = self._compress(longer, cell, policies[cell.cell], [prompt])
+                if cache is None:
+                    longer, logits = self._longer(prefix, question_ids)
+                else:
+                    self._add(cell, prompt, longer, cache, logits)
+
+    def _longer(self, prefix: Prefix, question_ids: tuple[int, ...]) -> tuple[Prefix, Tensor]:
+        """Context and question together, and the logits after them."""
+        longer = prefix.fork()
+        return longer, longer.extend(self._tensor(question_ids))
 
     def _compress(
-        self, prefix: Prefix, cell: Cell, policy: Policy, missing: list[Prompt], reserve: int
+        self, prefix: Prefix, cell: Cell, policy: Policy, missing: list[Prompt]
     ) -> RaggedCache | None:
-        if cell.cell in self.failed:
-            return None
+        """The cell's cache, or None if its policy has failed now."""
         moment: Moment = "question" if cell.moment == "question" else "context"
         wish = Request(policy, Budget.parse(cell.budget), moment, cell.seed)
         try:
-            return prefix.compress([wish], reserve)[0]
-        except Exception as error:  # a policy is foreign code: whatever it raises fails its cell
-            self._fail(cell, missing[0], f"{type(error).__name__}: {error}".splitlines()[0])
+            return prefix.compress([wish], self._reserve)[0]
+        except (Exception, SystemExit) as error:  # a policy is foreign code: its cell fails
+            self._fail(cell, missing[0], reason_of(error))
             return None
 
     def _add(
@@ -150,12 +164,12 @@ class Executor:
         prompt: Prompt,
         prefix: Prefix,
         cache: RaggedCache,
-        logits: torch.Tensor | None = None,
+        logits: Tensor | None = None,
     ) -> None:
         """Queue one response; decode as soon as a batch is full."""
         question = prompt.question
         held = (cache.live_bytes(), cache.allocated_bytes(), cache.full_bytes(0))
-        begin = time.perf_counter()
+        begin = now(self.device)
         if logits is None:
             logits = forward(self.model, cache, self._tensor(prompt.question_ids))
         response = replace(
@@ -169,30 +183,36 @@ class Executor:
             kv_bytes_full=held[2],
             prefill_s=prefix.seconds,
             compress_s=cache.seconds,
-            decode_s=time.perf_counter() - begin,
+            decode_s=now(self.device) - begin,
         )
         stop = Stop(self.tokenizer, self._eos, question.until)
         self._waiting.append(Answer(Row(cache, logits, question.max_new_tokens, stop), response))
-        if len(self._waiting) >= self._batch(held[2]):
+        if self._enough():
             self._flush()
 
-    def _batch(self, row_bytes: int) -> int:
-        """Rows per batch, decided once: what fits in half of a GPU's free memory."""
-        if not self._slots:
-            self._slots = CPU_SLOTS
-            if isinstance(self.batch_size, int):
-                self._slots = self.batch_size
-            elif self.device.type == "cuda":
-                free, _ = torch.cuda.mem_get_info(self.device)
-                self._slots = max(1, min(GPU_SLOTS, free // (4 * max(1, row_bytes))))
-        return self._slots
+    def _enough(self) -> bool:
+        """Whether the waiting rows fill a batch."""
+        rows = len(self._waiting)
+        if isinstance(self.batch_size, int):
+            return rows >= (min(self.batch_size, CPU_SLOTS) if self._cpu else self.batch_size)
+        if self._cpu:
+            return rows >= CPU_SLOTS
+        # The rows are copied into one batch: what waits may take a third of the free memory.
+        waiting = sum(a.response.kv_bytes_allocated for a in self._waiting)
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return rows >= GPU_SLOTS or 2 * waiting > free - waiting
+
+    @property
+    def _cpu(self) -> bool:
+        return self.device.type == "cpu"
 
     def _flush(self) -> None:
         if not self._waiting:
             return
         answers, self._waiting = self._waiting, []
         begin = time.perf_counter()
-        decode(self.model, [a.row for a in answers], self._slots)
+        slots = CPU_SLOTS if self._cpu else len(answers)
+        decode(self.model, [a.row for a in answers], slots)
         each = (time.perf_counter() - begin) / len(answers)
         self.store.append(
             [
@@ -213,8 +233,18 @@ class Executor:
         self.store.append([replace(_empty(cell, prompt.question), error=reason)])
         self.reporter.message(f"{cell.task}, {cell.policy} at {cell.budget} failed: {reason}")
 
-    def _tensor(self, ids: Sequence[int]) -> torch.Tensor:
+    def _tensor(self, ids: Sequence[int]) -> Tensor:
         return torch.tensor([list(ids)], device=self.device)
+
+
+def reason_of(error: BaseException) -> str:
+    """One line that says what a plugin has raised, and where."""
+    text = (str(error) or "no message").splitlines()[0]
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    if isinstance(error, BudgetError):
+        return text
+    return f"{type(error).__name__}: {text}{where}"
 
 
 def pending(

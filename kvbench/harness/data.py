@@ -31,21 +31,35 @@ def read_rows(path: Path) -> list[tuple[int, Any]]:
         Line number (from 1) and value of every line that is not blank.
 
     Raises:
-        UserError: The file cannot be read, or a line is not JSON; it names the line.
+        UserError: The file cannot be read, or a line is not JSON or not text; it names the line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # A byte order mark is no part of the data. Only line feeds end a line of JSONL:
+        # str.splitlines would also cut at a separator such as U+2028 within a string.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise UserError(f"cannot read {path}: {reason}") from None
     rows = []
     for number, line in enumerate(lines, 1):
         if line.strip():
-            try:
-                rows.append((number, json.loads(line)))
-            except json.JSONDecodeError as error:
-                raise UserError(f"{path}:{number}: not JSON: {error.msg}") from None
+            rows.append((number, _parsed(line, f"{path}:{number}")))
     return rows
+
+
+def _parsed(line: str, where: str) -> Any:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+        raise UserError(f"{where}: not JSON: {reason}") from None
+    if "\\u" in line:  # only an escape can spell half a character; the file itself is UTF-8
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = f"\\u{ord(error.object[error.start]):04x}"
+            raise UserError(f"{where}: {half} alone is no character (a lone surrogate)") from None
+    return value
 
 
 def complete(doc: Mapping[str, Any], where: str) -> Doc:

@@ -318,10 +318,13 @@ def _request(
     until = row.get("until")
     if until is None:
         until = generation.get("until") or []
+    name = str(sample)
+    if "depth" in row["extra"]:  # the result tables have no column for it; heat maps read it here
+        name += f"-d{int(row['extra']['depth']):03d}"
     limit = row.get("max_new_tokens") or generation.get("max_gen_toks") or 256
     return Request(
         task=leaf,
-        sample_id=str(sample),
+        sample_id=name,
         doc_id=doc_id,
         question_id=question_id,
         context_id=context_id,

@@ -2,8 +2,8 @@
 
 Each line is an object with `context`, `question` and `answers` (a string or a list of strings).
 It may have `metric` (one of `METRICS`; `contains_all` where it is left out), `max_new_tokens` (128)
-and `until` (a string or a list: what ends the answer). Lines with the same context share its
-prefill.
+and `until` (a string or a list: what ends the answer), and nothing else. Lines with the same
+context share its prefill.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from kvbench.harness.data import complete, read_rows
 from kvbench.harness.protocol import Benchmark, Doc
 
 _MAX_NEW_TOKENS = 128
+_REQUIRED = ("context", "question", "answers")
+_KEYS = (*_REQUIRED, "metric", "max_new_tokens", "until")
 
 
 def own_benchmark(path: str | Path) -> Benchmark:
@@ -59,9 +61,13 @@ def _row(row: Any, where: str) -> Doc:
     """Check a line and bring it into the form of `Benchmark.docs`."""
     if not isinstance(row, dict):
         raise UserError(f"{where}: must be an object with context, question and answers")
-    for name in ("context", "question", "answers"):
+    for name in _REQUIRED:
         if name not in row:
             raise UserError(f"{where}: {name!r} is missing{_spelt(name, row)}")
+    for name in row:
+        if name not in _KEYS:
+            hint = nearest(name, _KEYS, n=1) or f"; there are {', '.join(_KEYS)}"
+            raise UserError(f"{where}: unknown key {name!r}{hint}")
     for name in ("context", "question"):
         if not isinstance(row[name], str) or not row[name].strip():
             raise UserError(f"{where}: {name!r} must be a text that is not empty")

@@ -174,9 +174,9 @@ def answer_loss(
     logits = model.lm_head(hidden[positions])
     scores = functional.log_softmax(logits.float(), dim=-1)
     if any_of:
-        right_mass = torch.zeros(len(positions), device=device)
-        right_mass = right_mass.index_add(0, slots, scores[slots, targets].exp())
-        answers = -right_mass.clamp(min=1e-9).log().mean()
+        mass = torch.zeros(len(positions), device=device)
+        mass = mass.index_add(0, slots, scores[slots, targets].exp())
+        answers = -mass.clamp(min=1e-9).log().mean()
     else:
         answers = -(weights * scores[slots, targets]).sum() / len(positions)
 
@@ -387,12 +387,9 @@ def main() -> None:
         torch.set_num_threads(options.threads)
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
+    seconds = options.checkpoint_seconds
     last = train(
-        options.out,
-        seed=options.seed,
-        device=device,
-        checkpoint_seconds=options.checkpoint_seconds,
-        stop=stop,
+        options.out, seed=options.seed, device=device, checkpoint_seconds=seconds, stop=stop
     )
     print(f"done: {last}")
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from kvbench.errors import UserError
 from kvbench.report.frames import prepare
 from kvbench.report.overall import group_means
 from kvbench.report.tables import run_table
@@ -28,6 +29,9 @@ def render(
 
     Returns:
         The files written: `summary.md` first, then PNG and SVG of every figure in `figures/`.
+
+    Raises:
+        UserError: The folder or a file in it cannot be written.
     """
     from kvbench.report.figures import draw_fronts
     from kvbench.report.heatmap import draw_heatmaps
@@ -35,9 +39,15 @@ def render(
 
     out = Path(out_dir)
     folder = out / "figures"
-    folder.mkdir(parents=True, exist_ok=True)
     results = prepare(cells, samples)
-    figures = draw_fronts(results, folder) + draw_heatmaps(results, folder)
-    summary = out / "summary.md"
-    summary.write_text(summary_text(results, figures, out), encoding="utf-8")
+    try:
+        if out.exists() and not out.is_dir():
+            raise UserError(f"cannot write {out}: it is a file, not a folder")
+        folder.mkdir(parents=True, exist_ok=True)
+        figures = draw_fronts(results, folder) + draw_heatmaps(results, folder)
+        summary = out / "summary.md"
+        summary.write_text(summary_text(results, figures, out), encoding="utf-8")
+    except OSError as error:
+        where, reason = error.filename or out, error.strerror or error
+        raise UserError(f"cannot write {where}: {reason}") from None
     return [summary, *figures]

@@ -128,7 +128,7 @@ def _overview(results: Results, model: str, group: str, folder: Path, end: str) 
     """All tasks of a group and their mean as small multiples; a figure per length, moment, seed."""
     paths: list[Path] = []
     looks_of = looks(results.policies)
-    for variant in results.variants(model):
+    for variant in results.variants(model, group):
         cells = pick(_rows(results.cells, model, group=group), variant)
         overall = _rows(results.overall, model, group=group)
         overall = pick(overall, variant) if len(overall) else overall

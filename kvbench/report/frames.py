@@ -7,8 +7,10 @@ from dataclasses import dataclass
 import pandas as pd
 
 from kvbench.report.overall import CONFIG, group_means
+from kvbench.report.text import tokens
 
 _KEY = ["cell", "sample_id", "question_id", "repeat"]
+_QUESTIONS = ["model", "task", "length", "seed"]
 _PLACE = ["model", "task", "length", "seed", *CONFIG]
 _TELL_APART = [
     "model_revision",
@@ -43,7 +45,7 @@ class Results:
     """Everything a report is made from.
 
     Attributes:
-        cells: The cells, one row per place; `model` tells apart what else differs and
+        cells: The cells, one row per place, full first; `model` tells apart what else differs and
             `model_id` is the model as named; `share` is the
             live bytes over those of the full cache.
         samples: Their samples.
@@ -71,22 +73,36 @@ class Results:
         mine = self.cells[(self.cells["model"] == model) & (self.cells["group"] == group)]
         return list(dict.fromkeys(mine["task"].astype(str)))
 
-    def variants(self, model: str) -> list[Variant]:
-        """The panels of a model's results. Full has no moment and belongs to all of them."""
+    def variants(self, model: str, group: str | None = None) -> list[Variant]:
+        """The panels of a model's results, or of those of a group.
+
+        Full has no moment and belongs to all of them. A panel in which only full was run says
+        nothing, so it is left out unless nothing else was run at all.
+        """
         mine = self.cells[self.cells["model"] == model]
-        moments = list(dict.fromkeys(mine.loc[mine["policy"] != "full", "moment"])) or [""]
-        lengths, seeds = sorted(set(mine["length"])), sorted(set(mine["seed"]))
+        several = {name: mine[name].nunique() > 1 for name in ("length", "seed")}
+        several["moment"] = len(_moments(mine)) > 1
+        if group is not None:
+            mine = mine[mine["group"] == group]
         found = []
-        for seed in seeds:
-            for moment in moments:
-                for length in lengths:
-                    parts = [f"{length} tokens"] * (len(lengths) > 1)
-                    parts += [str(moment)] * (len(moments) > 1)
-                    parts += [f"seed {seed}"] * (len(seeds) > 1)
-                    variant = Variant(int(length), str(moment), int(seed), ", ".join(parts))
+        for seed in sorted(set(mine["seed"])):
+            for moment in _moments(mine) or [""]:
+                for length in sorted(set(mine["length"])):
+                    parts = [tokens(length)] * several["length"]
+                    parts += [moment] * (several["moment"] and bool(moment))
+                    parts += [f"seed {seed}"] * several["seed"]
+                    variant = Variant(int(length), moment, int(seed), ", ".join(parts))
                     if len(pick(mine, variant)):
                         found.append(variant)
-        return found
+        return [v for v in found if _compresses(pick(mine, v))] or found
+
+
+def _moments(cells: pd.DataFrame) -> list[str]:
+    return [str(m) for m in dict.fromkeys(cells.loc[cells["policy"] != "full", "moment"])]
+
+
+def _compresses(cells: pd.DataFrame) -> bool:
+    return bool((cells["policy"] != "full").any())
 
 
 def pick(frame: pd.DataFrame, variant: Variant) -> pd.DataFrame:
@@ -106,8 +122,10 @@ def prepare(cells: pd.DataFrame, samples: pd.DataFrame | None = None) -> Results
         cells: The frame of `cells.parquet`, also of several runs, one under the other.
         samples: The frame of `samples.parquet`; a terminal table does without.
     """
-    cells = cells.sort_values("samples", kind="stable").drop_duplicates("cell", keep="last")
-    cells = cells.sort_index(kind="stable").reset_index(drop=True)
+    cells = cells.reset_index(drop=True).sort_values("samples", kind="stable")
+    cells = cells.drop_duplicates("cell", keep="last").sort_index()
+    cells = cells.sort_values("policy", key=lambda p: p != "full", kind="stable")
+    cells = cells.reset_index(drop=True)
     cells["share"] = cells["kv_bytes_live"] / cells["kv_bytes_full"]
     cells["model_id"] = cells["model"].astype(str)
     cells["model"] = _model_names(cells)
@@ -124,6 +142,24 @@ def unit_scale(frame: pd.DataFrame) -> bool:
     """Whether these scores lie in [0, 1] and are shown in points, 0 to 100."""
     scores = pd.concat([frame["score"], frame["full_score"]]).dropna()
     return bool(scores.between(0.0, 1.0).all())
+
+
+def uncompared(cells: pd.DataFrame) -> list[str]:
+    """Tasks that somewhere have no score of full to compare with."""
+    found = []
+    for place, part in cells.groupby(_QUESTIONS, sort=False):
+        if not ((part["policy"] == "full") & (part["status"] == "ok")).any():
+            found.append(str(place[_QUESTIONS.index("task")]))
+    return list(dict.fromkeys(found))
+
+
+def silent_tasks(cells: pd.DataFrame) -> list[str]:
+    """Tasks on which full is not above chance. Where full has no score, that cannot be said."""
+    found = []
+    for place, part in cells[cells["status"] == "ok"].groupby(_QUESTIONS, sort=False):
+        if (part["policy"] == "full").any() and not part["discriminative"].all():
+            found.append(str(place[_QUESTIONS.index("task")]))
+    return list(dict.fromkeys(found))
 
 
 def _model_names(cells: pd.DataFrame) -> pd.Series[str]:

@@ -59,6 +59,9 @@ def draw_heatmaps(results: Results, folder: Path) -> list[Path]:
             moments = list(dict.fromkeys(part.loc[part["policy"] != "full", "moment"]))
             for moment in moments or [""]:
                 rows = part[(part["moment"] == moment) | (part["policy"] == "full")]
+                others = rows.loc[rows["policy"] != "full", "length"]
+                if len(others):  # of a length with nothing but full there is nothing to compare
+                    rows = rows[rows["length"].isin(others)]
                 name = f"niah-depth-{slug(task)}"
                 name += f"-{slug(moment)}" if len(moments) > 1 else ""
                 name += f"-{slug(model)}" if len(results.models) > 1 else ""

@@ -9,9 +9,16 @@ from typing import Any
 
 import pandas as pd
 
-from kvbench.report.frames import Results, Variant, pick, unit_scale
+from kvbench.report.frames import (
+    Results,
+    Variant,
+    pick,
+    silent_tasks,
+    uncompared,
+    unit_scale,
+)
 from kvbench.report.pareto import front
-from kvbench.report.tables import MARK, MOST_TASKS, configurations, silent_tasks
+from kvbench.report.tables import MARK, MOST_TASKS, configurations
 from kvbench.report.text import (
     DASH,
     REFERENCE_NOTE,
@@ -24,6 +31,9 @@ from kvbench.report.text import (
     percent,
     short,
     size,
+    span,
+    tokens,
+    word,
 )
 from kvbench.report.verdict import Verdict, cheapest
 
@@ -81,12 +91,12 @@ def _what(results: Results) -> Iterator[str]:
         "Policies": listed(_names(cells["policy"]), 40),
         "Budgets": listed(_names(cells.loc[cells["policy"] != "full", "budget"]), 40),
         "Compressed at": listed(_names(cells.loc[cells["policy"] != "full", "moment"])),
-        "Length": listed([f"{v}" for v in sorted(set(cells["length"]))]) + " tokens",
+        "Length": _lengths(cells["length"]),
         "Samples per cell": samples or DASH,
         "Seed": listed([f"{v}" for v in sorted(set(cells["seed"]))]),
         "Run on": listed(
             [
-                f"{md(d)}, {md(t)}, attention {md(a)}"
+                f"{word(d)}, {word(t)}, attention {word(a)}"
                 for d, t, a in dict.fromkeys(
                     zip(cells["device"], cells["dtype"], cells["attention"], strict=True)
                 )
@@ -97,12 +107,28 @@ def _what(results: Results) -> Iterator[str]:
     good = int((cells["status"] == "ok").sum())
     ending = "" if good == len(cells) else f"; **{len(cells) - good} failed**, listed below"
     yield f"Cells: {len(cells)}{ending}."
+    lost = uncompared(cells)
+    if lost:
+        every = len(lost) == cells["task"].nunique()
+        yield (
+            "**There is no full cache to compare with**"
+            + ("" if every else f" on {listed([code(t) for t in lost], 40)}")
+            + ": it was not run or has failed. So there are no differences to it, and whether a "
+            "task discriminates is not known. To have them, run again without `--no-full`."
+        )
     silent = silent_tasks(cells)
     if silent:
         yield (
             "**Tasks that do not discriminate** (the lower bound of full is not above chance; left "
             f"out of the means and of every statement): {listed([code(t) for t in silent], 40)}."
         )
+
+
+def _lengths(column: pd.Series[int]) -> str:
+    """Lengths in tokens, and that some of the data is not sized where it is so."""
+    lengths = sorted(set(column))
+    sized = listed([f"{v}" for v in lengths if v])
+    return ", ".join([f"{sized} tokens"] * bool(sized) + [tokens(0)] * (0 in lengths))
 
 
 def _names(column: pd.Series) -> list[str]:
@@ -113,7 +139,7 @@ def _panels(results: Results) -> Iterator[tuple[str, str, Variant, str]]:
     """Model, group, panel and a heading for each of them."""
     for model in results.models:
         for group in results.groups(model):
-            for variant in results.variants(model):
+            for variant in results.variants(model, group):
                 parts = [code(model)] * (len(results.models) > 1)
                 parts += [code(group)] + [variant.label] * bool(variant.label)
                 yield model, group, variant, ", ".join(parts)
@@ -138,6 +164,8 @@ def _verdicts(results: Results) -> Iterator[str]:
             lines.append(
                 f"- **{mean_of(int(overall['tasks'].max())).capitalize()}:** {_sentence(verdict)}"
             )
+        elif len(tasks) > 1 and set(silent_tasks(cells)) == set(tasks):
+            lines.append("- **Mean:** none, because full is above chance on none of the tasks.")
         for task in tasks:
             mine = cells[cells["task"] == task]
             verdict = cheapest(mine, unit=unit_scale(mine))
@@ -152,15 +180,20 @@ def _sentence(verdict: Verdict) -> str:
     if row is None:
         return {
             "silent": "full is not above chance, so nothing can be said.",
-            "no full": "full has no score here, so nothing can be said.",
+            "no full": "there is no full cache to compare with, so nothing can be said.",
             "scale": "not scored in 0 to 1, so a point has no meaning.",
+            "whole": "nothing that was run holds less than the full cache.",
             "empty": "no policy has a score.",
         }[verdict.kind]
     gap = f"{number(row['diff'], unit=True, signed=True)} points to full "
     gap += interval(row["diff_lo"], row["diff_hi"], unit=True, signed=True)
     held = f"{_named(row)} ({percent(row['share'])} of the bytes; {gap}"
     if verdict.kind == "none":
-        return f"none. The closest is {held})."
+        text = f"none. The closest is {held})."
+        if verdict.equal:
+            close = [f"{_named(r)} ({percent(r['share'])})" for r in verdict.equal]
+            text += f" As close: {listed(close, 6)}."
+        return text
     text = f"{held}). "
     if verdict.sure:
         text += "The whole interval is within 1 point."
@@ -286,7 +319,8 @@ def _figures(figures: Sequence[Path], root: Path) -> str:
         return "None: there is no score of a compressed cache to draw."
     text.append(
         "Policies that hold the same bytes are drawn side by side. The dotted line joins the "
-        "Pareto-optimal points; the dashed line and its band are full with its 95% interval."
+        "Pareto-optimal points at the bytes that they hold; the dashed line and its band are full "
+        "with its 95% interval."
     )
     return "\n\n".join(text)
 
@@ -295,25 +329,38 @@ def _failed(failed: pd.DataFrame) -> str:
     lines = _header(["policy", "budget", "moment", "task", "length", "error"], 6)
     for _, row in failed.iterrows():
         names = [code(row["policy"]), code(row["budget"]), code(row["moment"]), code(row["task"])]
-        lines.append(_line([*names, str(row["length"]), md(short(row["error"], 400))]))
+        length = str(row["length"]) if row["length"] else tokens(0)
+        lines.append(_line([*names, length, md(short(row["error"], 400))]))
     return "\n".join(lines)
 
 
 def _versions(cells: pd.DataFrame) -> str:
     """Versions as recorded by the cells, one line per set of them."""
-    lines = []
+    sets: dict[tuple[str, ...], None] = {}
     for text in dict.fromkeys(cells["versions"].astype(str)):
         try:
             known = json.loads(text)
-        except json.JSONDecodeError:
+        except ValueError:
             known = text
-        pairs = known.items() if isinstance(known, dict) else [("recorded", known)]
-        lines.append("- " + ", ".join(f"{md(name)} {md(value)}" for name, value in pairs))
+        pairs = sorted(known.items()) if isinstance(known, dict) else [("recorded", known)]
+        # The same versions in another order are the same versions.
+        told = [f"{word(name)} {_value(value)}" for name, value in pairs if _says(value)]
+        sets[tuple(told)] = None
+    lines = ["- " + ", ".join(told) for told in sets if told]
     versions = cells.drop_duplicates(["task", "task_version", "data_hash"])
     tasks = [
-        f"{code(t)} {md(v)} (data {md(str(h)[:12])})"
+        f"{code(t)} {span(v)} (data {span(str(h)[:12])})"
         for t, v, h in zip(
             versions["task"], versions["task_version"], versions["data_hash"], strict=True
         )
     ]
     return "\n".join([*lines, f"- Tasks: {listed(tasks, 60)}"])
+
+
+def _says(value: object) -> bool:
+    """Whether there is anything in a recorded value; a recorded `false` is something."""
+    return value is not None and value != {} and value != [] and bool(str(value).strip())
+
+
+def _value(value: object) -> str:
+    return span(value if isinstance(value, str) else json.dumps(value, sort_keys=True))

@@ -30,9 +30,9 @@ def group_means(
     paired. Where a task varies in few contexts its `bounded_interval` is added by
     square-and-add. With a single task the numbers are those of `summary` and `paired`.
 
-    Tasks that do not discriminate are left out (unless none does: then all count and
-    `discriminative` is false). A group whose tasks differ in direction or in scale has no mean and
-    no rows.
+    Tasks on which full is not above chance are left out. A group of several tasks has no mean and
+    no rows if none is left, or if its tasks differ in direction or in scale. Without full nothing
+    can be held against chance: then all tasks count and `discriminative` is false.
 
     Args:
         cells: The frame of `cells.parquet`.
@@ -67,7 +67,12 @@ def _group_rows(
     telling = ok.groupby("task")["discriminative"].all()
     if not len(telling):
         return []
-    tasks = sorted(telling.index[telling]) or sorted(telling.index)
+    held_against = set(ok.loc[ok["policy"] == "full", "task"])
+    tasks = sorted(telling.index[telling]) or sorted(set(telling.index) - held_against)
+    if len(telling) == 1:  # its own numbers, which are no mean
+        tasks = sorted(telling.index)
+    if not tasks:
+        return []
     ok = ok[ok["task"].isin(tasks)]
     unit = ok.groupby("task")["score"].agg(lambda s: bool(s.between(0, 1).all()))
     if ok["higher_is_better"].nunique() != 1 or unit.nunique() != 1:

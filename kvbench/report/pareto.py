@@ -60,7 +60,7 @@ def draw_panel(
     """Draw score against the share of the full cache's bytes, with 95% intervals.
 
     Policies that hold the same bytes are set side by side, in the order of the legend, by a small
-    shift; the step line joins the Pareto-optimal points as drawn.
+    shift; the step line joins the Pareto-optimal points where they are without it.
 
     Args:
         ax: Where to draw.
@@ -87,9 +87,10 @@ def draw_panel(
     # Fewer points are worth more where a lower score is better.
     worth = score if points["higher_is_better"].iloc[0] else -score
     best = np.flatnonzero(front(points["kv_bytes_live"], worth))
-    best = best[np.argsort(place[best])]
+    share = points["share"].to_numpy(dtype=np.float64)
+    best = best[np.argsort(share[best], kind="stable")]
     ax.step(
-        [*place[best], edges[1]], [*score[best], score[best[-1]]], where="post",
+        [*share[best], edges[1]], [*score[best], score[best[-1]]], where="post",
         zorder=2, **FRONT,
     )  # fmt: skip
     for policy, (colour, marker) in looks_of.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -66,7 +67,11 @@ def house_style() -> Iterator[None]:
     """Draw with the settings of this page whatever the user's matplotlibrc says."""
     import matplotlib
 
-    with matplotlib.rc_context():
+    with matplotlib.rc_context(), warnings.catch_warnings():
+        # A letter that the font lacks is drawn as a box, which shows; matplotlib would say so
+        # again for every label of every figure.
+        warnings.filterwarnings("ignore", r"(?s)Glyph .* missing from (current )?font")
+        warnings.filterwarnings("ignore", "Matplotlib currently does not support")
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(_RC)
         yield

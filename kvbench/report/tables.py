@@ -10,7 +10,15 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from kvbench.report.frames import Results, Variant, pick, prepare, unit_scale
+from kvbench.report.frames import (
+    Results,
+    Variant,
+    pick,
+    prepare,
+    silent_tasks,
+    uncompared,
+    unit_scale,
+)
 from kvbench.report.overall import CONFIG
 from kvbench.report.text import (
     DASH,
@@ -22,6 +30,7 @@ from kvbench.report.text import (
     plain,
     short,
     size,
+    tokens,
 )
 
 MOST_TASKS = 8
@@ -57,7 +66,7 @@ class RunTable:
             return
         for model in results.models:
             for group in results.groups(model):
-                for variant in results.variants(model):
+                for variant in results.variants(model, group):
                     yield from _tables(results, model, group, variant, options.max_width)
         yield from _notes(results)
 
@@ -91,7 +100,8 @@ def _tables(
         table.add_column("budget", justify="right", no_wrap=True)
         if i == 0:
             table.add_column("KV\nheld", justify="right", no_wrap=True)
-            table.add_column("mean" if len(tasks) > 1 else "score", justify="right", no_wrap=True)
+            lead = "mean" if len(tasks) > 1 else "score" + MARK * bool(silent)
+            table.add_column(lead, justify="right", no_wrap=True)
             gap = Text("difference to full\n[95% interval]")
             table.add_column(gap, justify="right", no_wrap=True)
         for task in chunk:
@@ -148,14 +158,6 @@ def _head(task: str) -> str:
     return "\n".join(lines)
 
 
-def silent_tasks(cells: pd.DataFrame) -> list[str]:
-    """Tasks on which full is not above chance. Without full that cannot be said of any."""
-    ok = cells[cells["status"] == "ok"]
-    ok = ok[ok["task"].isin(set(ok.loc[ok["policy"] == "full", "task"]))]
-    telling = ok.groupby("task", sort=False)["discriminative"].all()
-    return [str(task) for task in telling.index[~telling]]
-
-
 def _chunks(heads: dict[str, str], policies: list[str], width: int) -> list[list[str]]:
     """Tasks side by side: all if they fit, else none beside the means and then as many as fit."""
     tasks = list(heads)
@@ -184,6 +186,10 @@ def _notes(results: Results) -> Iterator[Text]:
         f"a share of the full cache's{held}. Differences to full are paired, question by question."
     )
     yield Text(text, "dim")
+    lost = uncompared(cells)
+    if lost:
+        names = listed([short(t) for t in lost])
+        yield Text(f"no score of the full cache to compare with, so no differences: {names}")
     if (cells["model_id"] == "reference").any():
         yield Text(REFERENCE_NOTE.replace("`", ""), "bold")
     silent = silent_tasks(cells)
@@ -193,7 +199,9 @@ def _notes(results: Results) -> Iterator[Text]:
     failed = cells[cells["status"] != "ok"]
     for _, row in failed.head(_MOST_FAILED).iterrows():
         where = f"{short(row['policy'])} {plain(row['budget'])} {plain(row['moment'])}".rstrip()
-        place = f"{short(row['task'])} at {row['length']} tokens"
+        place = short(row["task"])
+        if row["length"]:
+            place += f" at {tokens(row['length'])}"
         yield Text(f"failed: {where} on {place}: {short(row['error'], 300)}", "red")
     if len(failed) > _MOST_FAILED:
         yield Text(f"{len(failed) - _MOST_FAILED} more cells failed; the report lists them", "red")

@@ -45,6 +45,32 @@ def code(text: object) -> str:
     return f"`{line}`" if re.fullmatch(r"[\w.:=,/+-]+", line) else md(line)
 
 
+def span(text: object) -> str:
+    """Any text as a code span, in which nothing is markup; not for a table, which `|` would end.
+
+    The fence is longer than every run of backticks within (CommonMark 0.31, section 6.1).
+    """
+    line = plain(text)
+    if not line:
+        return ""
+    fence = "`" * (max((len(run) for run in re.findall("`+", line)), default=0) + 1)
+    # One space at either end is stripped again, if there is one at both and other text between.
+    odd = line.startswith(("`", " ")) or line.endswith(("`", " "))
+    gap = " " if odd and line.strip() else ""
+    return f"{fence}{gap}{line}{gap}{fence}"
+
+
+def word(text: object) -> str:
+    """A name as it stands where nothing in it is markup, as a code span otherwise."""
+    line = plain(text)
+    return line if re.fullmatch(r"[^\W_]+(?:[._-]+[^\W_]+)*", line) else span(line)
+
+
+def tokens(length: int) -> str:
+    """The length of a task's prompts; 0 is that of data which is as long as it is."""
+    return f"{length} tokens" if length else "not sized"
+
+
 def slug(text: object) -> str:
     """A file name for a name; names that differ give file names that differ."""
     line = str(text)

@@ -16,10 +16,12 @@ class Verdict:
     Attributes:
         kind: "found" (`row` is the cheapest within a point of full), "none" (`row` is the closest
             to full), "silent" (full is not above chance), "no full" (full has no score), "scale"
-            (not scored in 0 to 1, so a point means nothing) or "empty" (nothing but full).
+            (not scored in 0 to 1, so a point means nothing), "whole" (nothing holds less than
+            full) or "empty" (nothing but full).
         row: The row of the frame, if the kind has one.
         sure: Whether even the unfavourable end of its paired interval is within a point.
-        equal: Rows that hold the same bytes and are within a point as well.
+        equal: Rows that hold the same bytes and are within a point as well; of "none", rows that
+            are as close.
         cheaper: Rows that hold less, are not within a point, but whose interval reaches it.
     """
 
@@ -32,6 +34,8 @@ class Verdict:
 
 def cheapest(rows: pd.DataFrame, *, unit: bool, within: float = POINT) -> Verdict:
     """Find the policy and budget that holds the fewest bytes among those within a point of full.
+
+    What holds as much as full saves nothing and is never named.
 
     Args:
         rows: Cells of one task, or group means, of one panel.
@@ -52,6 +56,10 @@ def cheapest(rows: pd.DataFrame, *, unit: bool, within: float = POINT) -> Verdic
         return Verdict("no full")
     if not unit:
         return Verdict("scale")
+    # What the report shows as 100% is no saving.
+    points = points[points["kv_bytes_live"] < 0.9995 * points["kv_bytes_full"]]
+    if not len(points):
+        return Verdict("whole")
     sign = 1.0 if points["higher_is_better"].iloc[0] else -1.0
     gain = sign * points["diff"]
     worst = points["diff_lo"] if sign > 0 else -points["diff_hi"]
@@ -61,8 +69,9 @@ def cheapest(rows: pd.DataFrame, *, unit: bool, within: float = POINT) -> Verdic
     good = ranked[ranked["_gain"] >= slack]
     order = ["kv_bytes_live", "_gain"]
     if not len(good):
-        closest = ranked.sort_values(["_gain", "kv_bytes_live"], ascending=[False, True])
-        return Verdict("none", closest.iloc[0])
+        closest = ranked[ranked["_gain"] >= ranked["_gain"].max() - 1e-9]
+        closest = closest.sort_values("kv_bytes_live", kind="stable")
+        return Verdict("none", closest.iloc[0], equal=tuple(r for _, r in closest[1:].iterrows()))
     good = good.sort_values(order, ascending=[True, False], kind="stable")
     row = good.iloc[0]
     equal = good.iloc[1:]

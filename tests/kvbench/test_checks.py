@@ -34,10 +34,28 @@ def test_built_in_policies_pass(spec: str) -> None:
     assert len(results) == 9
 
 
-def test_what_cannot_be_loaded_is_one_result() -> None:
-    (result,) = run_checks("snapvk")
-    assert not result.ok
-    assert "snapkv" in result.detail
+def test_what_cannot_be_loaded_is_the_users_to_mend() -> None:
+    with pytest.raises(UserError, match="snapkv"):
+        run_checks("snapvk")
+
+
+def test_a_policy_of_ones_own_parts_without_names(tmp_path: Path) -> None:
+    body = (
+        "from dataclasses import dataclass\n"
+        "from kvbench.parts import TopK, Uniform\n"
+        "from kvbench.plugin import Policy, Score, View\n"
+        "@dataclass(frozen=True)\n"
+        "class Mine(Score):\n"
+        "    def score(self, v: View):\n"
+        "        return v.noise()\n"
+        "OWN = Policy('own', Mine(), Uniform(), TopK())\n"
+    )
+    assert all(result.ok for result in check(tmp_path, body, "OWN").values())
+
+
+def test_a_policy_that_gives_up(tmp_path: Path) -> None:
+    results = check(tmp_path, "def mine(v):\n    raise SystemExit(7)\n", "mine")
+    assert "SystemExit" in results["exactly N entries"].detail
 
 
 def test_a_score_that_is_not_finite(tmp_path: Path) -> None:
@@ -51,7 +69,7 @@ def test_a_score_that_is_not_finite(tmp_path: Path) -> None:
 def test_a_score_that_changes_its_input(tmp_path: Path) -> None:
     body = "def mine(v):\n    return v.value.mul_(1.1).norm(dim=-1)\n"
     results = check(tmp_path, body, "mine")
-    assert "value was changed in place" in results["scores are finite and inputs untouched"].detail
+    assert "changed value in place" in results["scores are finite and inputs untouched"].detail
 
 
 def test_a_score_of_the_wrong_shape(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def executed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
 
     runner = types.ModuleType("kvbench.runner")
     vars(runner)["execute"] = execute
-    vars(runner)["describe"] = lambda grid, message: ["3 cells", f"into {grid.path}"]
+    vars(runner)["describe"] = lambda grid, message, fresh: ["3 cells", f"into {grid.path}"]
     monkeypatch.setitem(sys.modules, "kvbench.runner", runner)
     tables = types.ModuleType("kvbench.report.tables")
     vars(tables)["run_table"] = lambda cells, samples: "THE TABLE"

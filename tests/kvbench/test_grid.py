@@ -26,6 +26,7 @@ PLACE: dict[str, Any] = {
     "chat_template": "",
     "data_hash": "d",
     "task_version": "1",
+    "prompts": "p1",
 }
 
 
@@ -283,6 +284,7 @@ CHANGED = {
     "chat_template": "chatml",
     "data_hash": "e",
     "task_version": "2",
+    "prompts": "p2",
     "versions": '{"torch": "3"}',
 }
 
@@ -315,7 +317,7 @@ def test_full_has_no_budget_and_no_moment() -> None:
 
 
 def test_hashes_are_the_same_on_every_machine() -> None:
-    assert make_cell().cell == "21c67c581303d51c"
+    assert make_cell().cell == "09a7a6a698f81375"
     assert make_cell().match == "26a3993d5dbd481f"
 
 
@@ -326,7 +328,11 @@ def test_a_row_says_what_the_cell_is() -> None:
     assert row["match"] == cell.match
     assert (row["length"], row["seed"]) == (1024, 0)
     assert "chat_template" not in row
-    assert json.loads(str(row["versions"])) == {"torch": "2", "chat_template": "chatml"}
+    assert json.loads(str(row["versions"])) == {
+        "torch": "2",
+        "chat_template": "chatml",
+        "prompts": "p1",
+    }
 
 
 def test_a_files_content_is_part_of_the_versions(tmp_path: Path) -> None:

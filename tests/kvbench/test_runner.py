@@ -238,3 +238,52 @@ def test_own_data_and_own_file_with_the_library(llama_folder: str, tmp_path: Pat
     assert list(done.cells.task) == ["mine", "mine"]
     assert list(done.cells.length) == [0, 0]
     assert done.samples.context_id.nunique() == 1
+
+
+def test_another_grid_in_the_same_folder_is_refused(
+    llama_folder: str, tmp_path: Path, unbroken: Any
+) -> None:
+    before = (unbroken.path / "cells.parquet").read_bytes()
+    with pytest.raises(UserError, match="another grid"):
+        execute(make(llama_folder, unbroken.path, policy="local"))
+    assert (unbroken.path / "cells.parquet").read_bytes() == before
+
+
+def test_the_digest_of_a_model_covers_weights_tokenizer_and_generation(
+    llama_folder: str, tmp_path: Path
+) -> None:
+    import shutil
+
+    from kvbench.planning import model_digest
+
+    folder = tmp_path / "model"
+    shutil.copytree(llama_folder, folder)
+    seen = {model_digest(str(folder))}
+    for name in ("model.safetensors", "tokenizer.json", "generation_config.json"):
+        data = bytearray((folder / name).read_bytes())
+        data[len(data) // 2] ^= 1
+        (folder / name).write_bytes(data)
+        seen.add(model_digest(str(folder)))
+    assert len(seen) == 4
+    (folder / "notes.md").write_text("of no consequence")
+    assert model_digest(str(folder)) in seen
+
+
+def test_a_policy_that_changes_its_view_harms_no_other(llama_folder: str, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.py"
+    bad.write_text("def harm(v):\n    v.key.zero_()\n    return v.noise()\n")
+    plain = execute(make(llama_folder, tmp_path / "plain", policy="snapkv:window=8", task="vt"))
+    mixed = execute(
+        make(llama_folder, tmp_path / "mixed", policy=f"{bad}:harm,snapkv:window=8", task="vt")
+    )
+    failed = mixed.cells[mixed.cells.status != "ok"]
+    assert set(failed.policy) == {f"{bad}:harm"}
+    assert failed.error.str.contains("in place").all()
+    ours, theirs = texts(plain.path), texts(mixed.path)
+    assert all(theirs[key] == text for key, text in ours.items())
+
+
+@pytest.mark.parametrize("grid", [None, 3, []])
+def test_run_wants_a_grid(grid: Any) -> None:
+    with pytest.raises(UserError, match="is no grid"):
+        kvbench.run(grid)

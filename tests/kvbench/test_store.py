@@ -125,15 +125,24 @@ def test_a_flipped_newline_drops_both_its_lines(run: Path) -> None:
         assert store.responses() == responses[2:]
 
 
-def test_a_line_of_another_version_is_dropped(run: Path) -> None:
+def test_lines_of_another_version_are_left_alone(run: Path) -> None:
     filled(run, 1)
     path = run / "responses.jsonl"
     payload = b'{"cell":"old"}'
     path.write_bytes(
         path.read_bytes() + b'{"crc":"%08x","r":%s}\n' % (store_module.zlib.crc32(payload), payload)
     )
-    with pytest.warns(UserWarning, match="damaged"), RunStore(run) as store:
-        assert len(store.responses()) == 1
+    before = path.read_bytes()
+    with pytest.raises(UserError, match="another version"):
+        RunStore(run)
+    assert path.read_bytes() == before
+
+
+def test_fresh_throws_away_nothing_but_a_run(tmp_path: Path) -> None:
+    (tmp_path / "cells.parquet").write_text("mine")
+    with pytest.raises(UserError, match="no run's folder"):
+        RunStore(tmp_path, fresh=True)
+    assert (tmp_path / "cells.parquet").read_text() == "mine"
 
 
 def test_an_error_is_tried_again_and_then_replaced(run: Path) -> None:

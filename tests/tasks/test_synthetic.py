@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
 from kvbench.harness.protocol import Benchmark
 from kvbench.reference import grammar
 from kvbench_tasks.niah import BENCHMARK as NIAH
+from kvbench_tasks.niah import DEPTHS
 from kvbench_tasks.ruler import BENCHMARK as RULER
 
 from .oracles import facts, keys_asked, solve
@@ -59,7 +61,8 @@ def test_prompts_hold_their_answers_and_fill_their_length(
 ) -> None:
     task = load(leaf, lexicon, tokenizer, tmp_path)
     assert (task.metric, task.higher_is_better, task.chance) == ("string_match", True, 0.0)
-    assert [r.sample_id for r in task.requests] == ["0", "1", "2", "3"]
+    # A sample is named by its index; a depth may follow.
+    assert [r.sample_id.partition("-d")[0] for r in task.requests] == ["0", "1", "2", "3"]
     assert len({r.context_id for r in task.requests}) == 4
     for request in task.requests:
         assert sorted(solve(leaf, lexicon, request.context, request.question)) == sorted(
@@ -168,11 +171,19 @@ def test_a_worked_example_comes_where_there_is_room(bpe_tokenizer: Any, tmp_path
                 assert used(request, bpe_tokenizer) <= length
 
 
+def test_few_samples_spread_over_the_depths() -> None:
+    assert sorted(DEPTHS) == list(range(0, 101, 10))
+    assert DEPTHS[:3] == (0, 50, 100)
+    for count, most in ((3, 50), (5, 30), (7, 20), (11, 10)):
+        ends = sorted(DEPTHS[:count])
+        assert max(b - a for a, b in pairwise(ends)) == most
+
+
 def test_depths_go_round_and_are_told(word_tokenizer: Any, tmp_path: Path) -> None:
     for lexicon in LEXICONS:
         task = load("niah_depth", lexicon, word_tokenizer, tmp_path, samples=12, length=1024)
         for i, request in enumerate(task.requests):
-            depth = 10 * (i % 11)
+            depth = DEPTHS[i % 11]
             assert request.extra == {"depth": depth}
             key = keys_asked(lexicon, request.question)[0]
             body = request.context.split("afterwards.\n")[-1]

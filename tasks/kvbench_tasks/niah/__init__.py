@@ -12,8 +12,12 @@ if TYPE_CHECKING:
     from kvbench_tasks.fitting import Plan, Size
     from kvbench_tasks.lexicon import Lexicon
 
-DEPTHS = tuple(range(0, 101, 10))
-"""Percent of the haystack before the needle; sample i has depth i modulo 11."""
+DEPTHS = (0, 50, 100, 20, 70, 40, 90, 10, 60, 30, 80)
+"""Percent of the haystack before the needle; sample i has the depth at i modulo 11.
+
+The order spreads the depths of a run of few samples: the first three lie at most 50 points apart,
+the first five 30 and the first seven 20.
+"""
 
 
 def docs(
@@ -52,7 +56,7 @@ BENCHMARK = Benchmark(
     leaves=("niah_depth",),
     docs=docs,
     yaml=Path(__file__).parent,
-    version="1",
+    version="2",
     summary="One needle at 0, 10, ..., 100 percent of the haystack, for a map of depth and length",
     source="https://github.com/gkamradt/LLMTest_NeedleInAHaystack, in RULER's words",
     licence="Apache-2.0",

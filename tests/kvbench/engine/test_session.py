@@ -124,7 +124,9 @@ def test_state_is_restored(llama: Any) -> None:
     assert llama.config._attn_implementation == "sdpa"
     assert not any(m._forward_pre_hooks for m in llama.modules())
     assert torch.equal(llama(ids).logits, before)
-    with kvbench.attach(llama, "random", 0.5), pytest.raises(ValueError, match="after its attach"):
+    with kvbench.attach(llama, "random", 0.5), pytest.raises(ValueError, match="this kvbench"):
+        step(llama, cache, ids, mask, 0)
+    with pytest.raises(ValueError, match="inside its"):
         step(llama, cache, ids, mask, 0)
 
 

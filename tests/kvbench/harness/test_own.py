@@ -84,6 +84,13 @@ def test_fewer_samples_are_the_first_rows_and_the_hash_is_the_content(
         ({**GOOD, "max_new_tokens": True}, "'max_new_tokens' must be"),
         ({**GOOD, "until": [""]}, "'until' must be"),
         ({**GOOD, "context": "a <|kvb_split|> b"}, "must not contain <|kvb_split|>"),
+        ({**GOOD, "metrc": "f1"}, "unknown key 'metrc'; did you mean metric?"),
+        ({**GOOD, "zzz": 1}, "unknown key 'zzz'; there are context, question, answers, metric"),
+        ({**GOOD, "context": "a \ud800 b"}, r"\ud800 alone is no character (a lone surrogate)"),
+        ({**GOOD, "answers": ["\udc00"]}, r"\udc00 alone is no character"),
+        ({**GOOD, "met\udfffic": 1}, r"\udfff alone is no character"),
+        ("[" * 100_000, "not JSON: maximum recursion depth"),
+        ("9" * 5000, "not JSON: Exceeds the limit"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, row: object, says: str) -> None:
@@ -92,6 +99,18 @@ def test_a_bad_line_is_named(tmp_path: Path, row: object, says: str) -> None:
         own_benchmark(str(path))
     assert str(caught.value).startswith(f"{path}:2: ")
     assert "\n" not in str(caught.value)
+
+
+def test_text_of_every_script_and_a_byte_order_mark_are_read(
+    tmp_path: Path, bpe_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    odd = {**GOOD, "context": "\U0001f600 one\u2028two\x85three"}
+    path = tmp_path / "mine.jsonl"
+    text = json.dumps(odd) + "\r\n" + json.dumps(odd, ensure_ascii=False) + "\n"
+    path.write_text(text, encoding="utf-8-sig", newline="")
+    escaped, plain = load(path, bpe_tokenizer).requests
+    assert escaped.context == plain.context
+    assert escaped.context.endswith(odd["context"] + "\n")
 
 
 def test_a_file_that_is_not_there_or_empty(tmp_path: Path) -> None:

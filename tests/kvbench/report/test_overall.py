@@ -81,9 +81,15 @@ def test_tasks_that_do_not_discriminate_are_left_out(run_frames):
     assert (means["tasks"] == 1).all()
     vt = cells[(cells["task"] == "vt") & (cells["policy"] == "full")]
     assert row_of(means, "full")["score"] == vt["score"].iloc[0]
-    nothing = group_means(*run_frames(chance=0.999))
-    assert (nothing["tasks"] == 2).all()
-    assert not nothing["discriminative"].any()
+
+
+def test_there_is_no_mean_of_no_task(run_frames):
+    silent = run_frames(chance=0.999)
+    assert not len(group_means(*silent))
+    assert not len(group_means(silent[0]))
+    alone = group_means(*run_frames(tasks=["vt"], chance=0.999))
+    assert (alone["status"] == "ok").all()  # its score is no mean
+    assert not alone["discriminative"].any()
 
 
 def test_means_of_unlike_tasks_are_not_made(run_frames):
@@ -97,6 +103,7 @@ def test_means_of_unlike_tasks_are_not_made(run_frames):
 def test_without_full_there_is_a_mean_and_no_difference(run_frames):
     means = group_means(*run_frames(with_full=False))
     assert (means["status"] == "ok").all()
+    assert (means["tasks"] == 2).all()
     assert means["diff"].isna().all()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 
 import matplotlib.text
 import numpy as np
@@ -136,6 +137,30 @@ def test_panel_shows_scores_intervals_full_and_the_front(run_frames):
     assert step.get_ydata()[:2] == pytest.approx(100 * best.to_numpy())
 
 
+def test_front_runs_through_the_bytes_that_are_held(run_frames):
+    cells, samples = run_frames(POLICIES, ("0.1", "0.2", "0.4"), ["vt"])
+    rows = prepare(cells, samples).cells
+    points = rows[rows["policy"] != "full"]
+    best = points[front(points["kv_bytes_live"], points["score"])].sort_values("share")
+    ax = panel(rows)
+    step = next(line for line in ax.lines if line.get_drawstyle() == "steps-post")
+    assert step.get_xdata()[:-1].tolist() == best["share"].tolist()
+    assert step.get_ydata()[:-1] == pytest.approx(100 * best["score"].to_numpy())
+    marks = {x for line in ax.lines if line.get_marker() != "None" for x in line.get_xdata()}
+    assert marks - set(points["share"])  # the markers still stand side by side
+
+
+def test_letters_that_the_font_lacks_raise_no_warnings(run_frames, tmp_path):
+    task = "\U0001f600 \u05d0\u05d1"
+    cells, samples = run_frames(["\U0001f480"], ("0.2",), [task, "vt"], depths=(0, 50))
+    cells = cells.assign(group="niah")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert draw_fronts(prepare(cells, samples), tmp_path)
+        assert heatmap.draw_heatmaps(prepare(cells, samples), tmp_path)
+    assert [str(w.message) for w in caught] == []
+
+
 def test_front_turns_around_where_less_is_better(run_frames):
     cells, samples = run_frames(["random", "snapkv"], ("0.1",), ["vt"])
     rows = prepare(cells, samples).cells.assign(higher_is_better=False)
@@ -185,6 +210,16 @@ def test_heat_map_writes_the_number_of_samples_where_it_differs(drawn, run_frame
     texts = [t.get_text() for ax in drawn["niah-depth-niah"].axes for t in ax.texts]
     assert any(t.endswith("(3)") for t in texts)
     assert any(t.endswith("(2)") for t in texts)
+
+
+def test_heat_map_leaves_out_lengths_with_nothing_but_full(drawn, run_frames, tmp_path):
+    options = {"group": "niah", "samples": 6, "depths": (0, 50, 100)}
+    cells, samples = run_frames(["snapkv"], ("0.2",), ["niah"], lengths=(512, 1024), **options)
+    cells = cells[(cells["length"] == 512) | (cells["policy"] == "full")]
+    heatmap.draw_heatmaps(prepare(cells, samples), tmp_path)
+    shapes = {ax.images[0].get_array().shape for ax in drawn["niah-depth-niah"].axes if ax.images}
+    assert shapes >= {(3, 1)}
+    assert (3, 2) not in shapes
 
 
 def test_no_heat_map_without_depths(drawn, run_frames, tmp_path):

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import re
 import struct
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
+from kvbench.errors import UserError
 from kvbench.report import render, run_table
 from kvbench.report.frames import prepare
-from kvbench.report.text import code, interval, md, number, plain, short, size, slug
+from kvbench.report.markdown import _sentence
+from kvbench.report.text import code, interval, md, number, plain, short, size, slug, span
 from kvbench.report.verdict import cheapest
 
 NASTY = "a|b<script>alert(1)</script>[red]*_`x`"
@@ -69,7 +75,7 @@ def test_summary_says_what_was_run_and_what_failed(report):
         assert part in text
     assert "about policies, not about a real model" in text
     assert f"Cells: {len(cells)}; **1 failed**" in text
-    assert "kvbench 0.1.0, torch 2.13.0" in text
+    assert "- kvbench `0.1.0`, torch `2.13.0`\n" in text
     assert "**Tasks that do not discriminate**" in text
     assert re.search(r"left out of the means.*: `qa_1`", text)
     assert "**Paired:**" in text
@@ -191,8 +197,11 @@ def test_runs_that_differ_in_dtype_only_stay_apart(run_frames):
 def test_reports_of_odd_runs_are_written(run_frames, tmp_path):
     cells, samples = run_frames(["snapkv"], ("0.2",), ["vt"], with_full=False)
     text = render(cells, samples, tmp_path / "nofull")[0].read_text()
-    assert "full has no score here" in text
+    assert "**There is no full cache to compare with**: it was not run" in text
+    assert "- `vt`: there is no full cache to compare with" in text
     assert "do not discriminate" not in text
+    assert "no score of the full cache to compare with, so no differences: vt" in shown(cells)
+    assert "above chance" not in shown(cells)
     every = [(p, b, t) for p in ("snapkv", "full") for b in ("0.2", "full") for t in ("vt", "cwe")]
     cells, samples = run_frames(["snapkv"], ("0.2",), failed=every)
     paths = render(cells, samples, tmp_path / "failed")
@@ -204,9 +213,46 @@ def test_reports_of_odd_runs_are_written(run_frames, tmp_path):
     assert "nothing has been run" in shown(cells.iloc[:0])
 
 
+def test_a_place_that_cannot_be_written_is_one_line(run_frames, tmp_path):
+    frames = run_frames(["snapkv"], ("0.2",), ["vt"], samples=5)
+    file = tmp_path / "file"
+    file.write_text("mine")
+    inside = tmp_path / "inside"
+    (inside / "figures").mkdir(parents=True)
+    (inside / "summary.md").mkdir()
+    for place, says in [
+        (file, f"cannot write {file}: it is a file, not a folder"),
+        (file / "below", f"cannot write {file / 'below'}"),
+        (Path("/proc/x"), "cannot write /proc/x"),
+        (inside, f"cannot write {inside / 'summary.md'}: Is a directory"),
+    ]:
+        with pytest.raises(UserError, match=re.escape(says)) as caught:
+            render(*frames, place)
+        assert "\n" not in str(caught.value)
+    assert file.read_text() == "mine"
+
+
+def test_no_mean_is_shown_where_every_task_is_left_out(run_frames, tmp_path):
+    cells, samples = run_frames(chance=0.999)
+    for text in (shown(cells), shown(cells, samples)):
+        rows = [line.split("│") for line in text.splitlines() if line.startswith("│")]
+        assert len(rows) == len(cells) // 2
+        assert {(row[4].strip(), row[5].strip()) for row in rows} == {("–", "–")}
+    paths = render(cells, samples, tmp_path)
+    text = paths[0].read_text()
+    assert "- **Mean:** none, because full is above chance on none of the tasks." in text
+    assert "Mean of" not in text
+    assert not any(p.name.startswith("mean-") for p in paths)
+    alone, _ = run_frames(tasks=["vt"], chance=0.999)
+    full = alone.loc[alone["policy"] == "full", "score"].iloc[0]
+    assert f"{100 * full:.1f}" in shown(alone)
+    assert "score°" in shown(alone)
+
+
 def points(*rows):
     columns = ["policy", "budget", "kv_bytes_live", "diff", "diff_lo", "diff_hi", "score"]
     frame = pd.DataFrame([("full", "full", 100.0, 0, 0, 0, 0.9), *rows], columns=columns)
+    frame = frame.assign(kv_bytes_full=100.0, share=frame["kv_bytes_live"] / 100)
     return frame.assign(status="ok", discriminative=True, higher_is_better=True, full_score=0.9)
 
 
@@ -240,6 +286,31 @@ def test_cheapest_says_when_there_is_none():
     assert cheapest(rows.iloc[:1], unit=True).kind == "empty"
 
 
+def test_cheapest_never_names_what_holds_everything():
+    whole = ("local", "full", 100.0, 0.0, 0.0, 0.0, 0.9)
+    low = ("a", "0.1", 10.0, -0.5, -0.6, -0.4, 0.4)
+    verdict = cheapest(points(whole, low), unit=True)
+    assert (verdict.kind, verdict.row["policy"]) == ("none", "a")
+    assert cheapest(points(whole), unit=True).kind == "whole"
+    near = ("b", "0.99", 99.0, 0.0, 0.0, 0.0, 0.9)
+    assert cheapest(points(whole, near), unit=True).row["policy"] == "b"
+
+
+def test_ties_are_named_where_none_is_within_a_point():
+    rows = points(
+        ("a", "0.4", 40.0, -0.2, -0.3, -0.1, 0.7),
+        ("b", "0.2", 20.0, -0.2, -0.3, -0.1, 0.7),
+        ("c", "0.4", 40.0, -0.3, -0.4, -0.2, 0.6),
+        ("d", "0.2", 20.0, -0.2, -0.4, -0.1, 0.7),
+    )
+    verdict = cheapest(rows, unit=True)
+    assert verdict.row["policy"] == "b"
+    text = _sentence(verdict)
+    assert text.startswith("none. The closest is `b` at `0.2` (20.0% of the bytes; −20.0 points")
+    assert text.endswith("As close: `d` at `0.2` (20.0%), `a` at `0.4` (40.0%).")
+    assert "As close" not in _sentence(cheapest(rows.iloc[[0, 1, 3]], unit=True))
+
+
 def test_cheapest_where_less_is_better():
     rows = points(
         ("a", "0.1", 10.0, 0.1, 0.05, 0.2, 1.0), ("b", "0.4", 40.0, 0.005, 0.0, 0.02, 0.905)
@@ -247,6 +318,56 @@ def test_cheapest_where_less_is_better():
     verdict = cheapest(rows.assign(higher_is_better=False), unit=True)
     assert verdict.row["policy"] == "b"
     assert not verdict.sure
+
+
+def test_versions_are_told_once_and_as_they_are(run_frames, tmp_path):
+    cells, samples = run_frames(["snapkv"], ("0.2",), ["vt"], samples=5)
+    odd = "a`b ``c` <b>x</b>\n# h"
+    known = {"chat_template": "", "none": None, "torch": "2.13.0+cpu", "x_": odd, "flag": False}
+    turned = dict(reversed(list(known.items())))
+    texts = [json.dumps(v) for v in (known, turned, {**known, "torch": "2"})]
+    cells = pd.concat(
+        [cells.assign(cell=cells["cell"] + str(i), versions=t) for i, t in enumerate(texts)]
+    )
+    samples = pd.concat([samples.assign(cell=samples["cell"] + str(i)) for i in range(len(texts))])
+    cells = cells.assign(task_version="1+generated-prose", attention="flash_attention_2")
+    text = render(cells, samples, tmp_path)[0].read_text()
+    lines = text.split("## Versions\n\n")[1].splitlines()
+    tail = "```a`b ``c` <b>x</b>\\n# h```"
+    assert lines == [
+        f"- flag `false`, torch `2.13.0+cpu`, `x_` {tail}",
+        f"- flag `false`, torch `2`, `x_` {tail}",
+        "- Tasks: `vt` `1+generated-prose` (data `abababababab`)",
+    ]
+    assert "cpu, float32, attention flash_attention_2" in text
+
+
+def test_data_that_is_not_sized_has_no_length(run_frames, tmp_path):
+    own, sized = run_frames(["snapkv"], ("0.2",), ["mine"], group="own"), run_frames(["snapkv"])
+    bare = [own[0].assign(length=0, status="error", error="x"), own[1].assign(length=0)]
+    text = render(*bare, tmp_path / "own")[0].read_text()
+    assert "- Length: not sized\n" in text
+    assert "| `mine` | not sized | x |" in text
+    assert "failed: snapkv 0.2 context on mine: x" in shown(bare[0])
+    both = pd.concat([sized[0], bare[0]])
+    text = render(both, pd.concat([sized[1], bare[1]]), tmp_path / "both")[0].read_text()
+    assert "- Length: 1024 tokens, not sized\n" in text
+    assert "### `own`, not sized" in text
+    assert "0 tokens" not in text.replace("1024 tokens", "")
+
+
+@given(st.text(st.sampled_from("` a\\<*|"), min_size=1, max_size=8))
+def test_nothing_breaks_out_of_a_code_span(text):
+    shown_as = span(text)
+    fence = re.match("`+", shown_as)[0]
+    inner = shown_as[len(fence) : -len(fence)]
+    # CommonMark: the next run of as many backticks ends the span, wherever it stands.
+    assert fence not in re.findall("`+", inner)
+    assert inner[:1] != "`"
+    assert inner[-1:] != "`"
+    if inner[0] == inner[-1] == " " and inner.strip():
+        inner = inner[1:-1]
+    assert inner == text
 
 
 def test_numbers_and_names_as_text():

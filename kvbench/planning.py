@@ -1,0 +1,237 @@
+"""From a grid to jobs: tasks loaded, prompts tokenised, cells named, without any model weight."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvbench.errors import UserError
+from kvbench.grid import Cell, Grid
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvbench.executors.local import Prompt
+    from kvbench.harness.protocol import Benchmark, LoadedTask
+
+_MODEL_FILES = frozenset({".json", ".safetensors", ".jinja", ".model", ".txt"})
+
+
+@dataclass
+class Job:
+    """One task at one length on one model: its prompts and its cells."""
+
+    task: LoadedTask
+    prompts: list[Prompt]
+    cells: list[Cell]
+
+
+@dataclass
+class Stage:
+    """One model and all its jobs."""
+
+    model: str
+    device: torch.device
+    dtype: torch.dtype
+    tokenizer: Any
+    jobs: list[Job]
+
+
+def plan(grid: Grid, message: Callable[[str], None]) -> list[Stage]:
+    """Load the tasks and name the cells, without any model weight.
+
+    Args:
+        grid: What to run.
+        message: Told of tasks that cannot be had here.
+
+    Raises:
+        UserError: A policy, task, model or option is unknown or out of range, or a prompt is longer
+            than the model's window.
+    """
+    variants = grid.variants()
+    leaves = grid.leaves()
+    if not variants:
+        raise UserError("nothing to run: no policy is left after --no-full")
+    stages = [_stage(grid, name, leaves, message) for name in grid.models]
+    if not any(stage.jobs for stage in stages):
+        raise UserError("nothing to run: none of the tasks can be had here")
+    return stages
+
+
+def _stage(
+    grid: Grid,
+    name: str,
+    leaves: Sequence[tuple[str, Benchmark]],
+    message: Callable[[str], None],
+) -> Stage:
+    from kvbench.engine.models import (
+        load_config,
+        load_tokenizer,
+        pick_device,
+        pick_dtype,
+        resolve_model,
+    )
+    from kvbench.harness.encode import split_encode, tokenizer_hash
+    from kvbench.harness.protocol import NeedsHub
+
+    _quiet_libraries()
+    if grid.attn not in ("auto", "sdpa"):
+        raise UserError(f"--attn {grid.attn}: auto or sdpa would be right")
+    config = load_config(name, grid.revision)
+    text = config.get_text_config()
+    tokenizer = load_tokenizer(name, grid.revision)
+    device = pick_device(grid.device)
+    dtype = pick_dtype(grid.dtype, device)
+    template = grid.chat_template
+    if template is None:
+        template = tokenizer.chat_template is not None
+    elif template and tokenizer.chat_template is None:
+        raise UserError(f"model {name} has no chat template; --no-chat-template would be right")
+    window = int(getattr(text, "max_position_embeddings", 0) or 0)
+    revision = model_digest(name) or str(getattr(config, "_commit_hash", None) or "")
+    if grid.revision is not None and Path(resolve_model(name)).is_dir():
+        raise UserError(
+            f"--revision {grid.revision}: model {name} is a folder and has no revisions"
+        )
+    stage = Stage(name, device, dtype, tokenizer, [])
+    for leaf, benchmark in leaves:
+        for length in grid.lengths if benchmark.sized else (0,):
+            _check_window(name, window, length, leaf)
+            try:
+                task = _harness(benchmark).load(
+                    leaf,
+                    length=length,
+                    samples=grid.samples,
+                    seed=grid.seed,
+                    tokenizer=tokenizer,
+                    tokenizer_id=name,
+                    lexicon=_lexicon(tokenizer),
+                    chat_template=template,
+                    cache_dir=cache_dir(),
+                    benchmark=benchmark,
+                )
+            except NeedsHub as missing:
+                message(f"{leaf} is left out: {missing}")
+                continue
+            prompts = []
+            for request in task.requests:
+                head, tail = split_encode(tokenizer, request.context, request.question)
+                if not tail:  # the model needs a token to start the answer from
+                    head, tail = head[:-1], head[-1:]
+                if not head:
+                    raise UserError(f"{leaf}, {request.sample_id}: the context is empty")
+                total = len(head) + len(tail) + request.max_new_tokens
+                advice = "a smaller --length" if benchmark.sized else "a shorter context"
+                _check_window(name, window, total, f"{leaf}, {request.sample_id}", advice)
+                prompts.append(_prompt(request, head, tail))
+            cells = grid.cells_for(
+                model=name,
+                model_revision=revision,
+                task=leaf,
+                group=benchmark.name,
+                length=task.length,
+                dtype=str(dtype).removeprefix("torch."),
+                device=device.type,
+                attention="sdpa",
+                chat_template=tokenizer_hash(tokenizer) if template else "",
+                data_hash=task.data_hash,
+                task_version=task.version,
+                prompts=_prompt_digest(task),
+            )
+            stage.jobs.append(Job(task, prompts, cells))
+    return stage
+
+
+def cache_dir() -> Path:
+    """Where generated task data is kept: `$KVBENCH_CACHE`, or `kvbench` in the user's cache."""
+    if os.environ.get("KVBENCH_CACHE"):
+        return Path(os.environ["KVBENCH_CACHE"])
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "kvbench"
+
+
+def _prompt(request: Any, head: list[int], tail: list[int]) -> Prompt:
+    from kvbench.executors.local import Prompt
+
+    return Prompt(request, tuple(head), tuple(tail))
+
+
+def _prompt_digest(task: LoadedTask) -> str:
+    """Digest of how the task asks: its first request (the data itself is in the data hash)."""
+    first = task.requests[0]
+    asked = (first.context, first.question, first.until, first.max_new_tokens)
+    return hashlib.sha256(repr(asked).encode()).hexdigest()[:16]
+
+
+def _check_window(
+    model: str, window: int, length: int, what: str, advice: str = "a smaller --length"
+) -> None:
+    if window and length > window:
+        raise UserError(
+            f"{what}: {length} tokens do not fit into the {window} of model {model}; "
+            f"nothing is truncated: {advice} would be right"
+        )
+
+
+def _harness(benchmark: Benchmark) -> Any:
+    if benchmark.harness != "lm_eval":
+        raise UserError(f"{benchmark.name}: there is no harness {benchmark.harness!r}; lm_eval is")
+    from kvbench.harness.lm_eval import LmEvalHarness
+
+    return LmEvalHarness()
+
+
+def _lexicon(tokenizer: Any) -> str:
+    """The reference model's tokenizer knows only the reference lexicon's words."""
+    from kvbench.reference.grammar import VOCABULARY
+
+    vocabulary = tokenizer.get_vocab()
+    own = len(vocabulary) == len(VOCABULARY) and all(word in vocabulary for word in VOCABULARY)
+    return "reference" if own else "natural"
+
+
+def model_digest(name: str) -> str:
+    """Digest of all of a local model that can change a response; "" for one of the hub.
+
+    Large files are read once: their digests are kept by path, size and time of change.
+    """
+    from kvbench.engine.models import resolve_model
+
+    folder = Path(resolve_model(name))
+    if not folder.is_dir():
+        return ""
+    kept = cache_dir() / "digests.json"
+    known: dict[str, str] = {}
+    with suppress(OSError, ValueError):
+        known = json.loads(kept.read_text())
+    digest = hashlib.sha256()
+    for path in sorted(p for p in folder.iterdir() if p.suffix in _MODEL_FILES):
+        state = path.stat()
+        key = f"{path.resolve()}|{state.st_size}|{state.st_mtime_ns}"
+        if key not in known:
+            with path.open("rb") as file:
+                known[key] = hashlib.file_digest(file, "sha256").hexdigest()
+        digest.update(f"{path.name}|{known[key]}|".encode())
+    with suppress(OSError):
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        part = kept.with_suffix(f".{os.getpid()}")
+        part.write_text(json.dumps(known))
+        part.replace(kept)
+    return digest.hexdigest()[:16]
+
+
+def _quiet_libraries() -> None:
+    """transformers says much on import that is no user's concern here."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from transformers.utils import logging as hf_logging
+
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    logging.getLogger("transformers").setLevel(logging.ERROR)

@@ -1,0 +1,88 @@
+"""Frames of several runs as one report: what is shown, in which order, and what is not said."""
+
+from __future__ import annotations
+
+import io
+
+import pandas as pd
+from rich.console import Console
+
+from kvbench.report import render, run_table
+from kvbench.report.frames import prepare, silent_tasks, uncompared
+
+
+def together(*runs):
+    """Frames of runs as `load_frames` gives them."""
+    return tuple(pd.concat(frames, ignore_index=True) for frames in zip(*runs, strict=True))
+
+
+def shown(cells):
+    console = Console(width=120, file=io.StringIO(), color_system=None)
+    console.print(run_table(cells))
+    return console.file.getvalue()
+
+
+def test_panels_with_nothing_but_full_are_left_out(run_frames, tmp_path):
+    cells, samples = together(
+        run_frames(["snapkv"], ("0.2",), lengths=(512,), moments=("context",), samples=10),
+        run_frames(["snapkv"], ("0.2",), lengths=(1024,), moments=("question",), samples=10),
+    )
+    text = shown(cells)
+    assert text.count("│ full ") == 2
+    for label, there in {
+        "512 tokens, context": True,
+        "1024 tokens, question": True,
+        "512 tokens, question": False,
+        "1024 tokens, context": False,
+    }.items():
+        assert (label in text) == there, label
+    summary = render(cells, samples, tmp_path)[0].read_text()
+    assert summary.count("### `ruler`") == 4  # statements and scores of the two
+    assert summary.count("| `full` |") == 4  # mean and tasks of the two
+    assert "512 tokens, question" not in summary
+
+
+def test_full_alone_is_shown_once(run_frames):
+    only = run_frames([], (), ["vt"], lengths=(512, 1024), samples=10)
+    text = shown(only[0])
+    assert "512 tokens" in text
+    assert "1024 tokens" in text
+    moments = ("context", "question")
+    other = run_frames(["snapkv"], ("0.2",), ["mine"], group="own", moments=moments, samples=10)
+    results = prepare(*together(run_frames([], (), ["vt"], samples=10), other))
+    assert [v.label for v in results.variants("reference", "ruler")] == [""]
+    assert [v.label for v in results.variants("reference", "own")] == list(moments)
+
+
+def test_full_is_first_whatever_the_order_of_runs(run_frames, tmp_path):
+    bare = run_frames(["random"], ("0.2",), ["vt"], with_full=False, samples=10)
+    cells, samples = together(bare, run_frames(["snapkv"], ("0.2",), ["vt"], samples=10))
+    results = prepare(cells, samples)
+    assert list(results.cells["policy"]) == ["full", "random", "snapkv"]
+    assert list(results.overall["policy"]) == ["full", "random", "snapkv"]
+    assert results.policies == ["random", "snapkv"]
+    rows = [line for line in shown(cells).splitlines() if line.startswith("│")]
+    assert [row.split()[1] for row in rows] == ["full", "random", "snapkv"]
+    assert (
+        "- Policies: `full`, `random`, `snapkv`\n"
+        in render(cells, samples, tmp_path)[0].read_text()
+    )
+
+
+def test_tasks_without_full_are_not_called_silent(run_frames, tmp_path):
+    cells = pd.concat(
+        [
+            run_frames(["snapkv"], ("0.2",), lengths=(512,), samples=10)[0],
+            run_frames(["snapkv"], ("0.2",), lengths=(1024,), samples=10, with_full=False)[0],
+        ]
+    )
+    assert silent_tasks(cells) == []
+    assert uncompared(cells) == ["vt", "cwe"]
+    assert silent_tasks(run_frames(tasks=["vt", "qa_1"])[0]) == ["qa_1"]
+    some = together(
+        run_frames(tasks=["vt"], samples=10),
+        run_frames(tasks=["cwe"], samples=10, with_full=False),
+    )
+    text = render(*some, tmp_path)[0].read_text()
+    assert "**There is no full cache to compare with** on `cwe`: it was not run" in text
+    assert "do not discriminate" not in text
