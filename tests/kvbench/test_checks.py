@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvbench.checks import CheckResult, run_checks
+from kvbench.errors import UserError
 
 HEAD = """
 from dataclasses import dataclass
