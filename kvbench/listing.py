@@ -15,6 +15,17 @@ Record = dict[str, Any]
 """Column names to values that JSON can hold."""
 
 
+FAMILIES: dict[str, str] = {
+    "Llama": "LlamaForCausalLM (2, 3, 3.1, 3.2 text)",
+    "Mistral": "MistralForCausalLM; with a sliding window in every layer nothing is left to evict",
+    "Qwen2": "Qwen2ForCausalLM (2, 2.5)",
+    "Qwen3": "Qwen3ForCausalLM",
+    "Phi-3": "Phi3ForCausalLM (3, 3.5 mini)",
+    "Gemma-3": "Gemma3ForCausalLM; sliding layers stay whole, the global ones are evicted from",
+}
+"""Families whose attention is tested against a masked full cache, and what to know of each."""
+
+
 def policies() -> tuple[list[Record], list[str]]:
     """Every registered policy with its paper, its parts and its parameters.
 
@@ -79,8 +90,6 @@ def models() -> tuple[list[Record], list[str]]:
     Returns:
         The records, and no line: nothing can fail.
     """
-    from kvbench.engine.models import FAMILIES
-
     shipped = {
         "name": "reference",
         "note": "shipped in the package, no network and no GPU; its scores are about policies",

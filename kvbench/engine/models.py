@@ -10,20 +10,10 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from kvbench.errors import UserError
+from kvbench.errors import UserError, nearest
 from kvbench.plugin import ModelInfo
 
 REFERENCE = "reference"
-
-FAMILIES: dict[str, str] = {
-    "Llama": "LlamaForCausalLM (2, 3, 3.1, 3.2 text)",
-    "Mistral": "MistralForCausalLM; with a sliding window in every layer nothing is left to evict",
-    "Qwen2": "Qwen2ForCausalLM (2, 2.5)",
-    "Qwen3": "Qwen3ForCausalLM",
-    "Phi-3": "Phi3ForCausalLM (3, 3.5 mini)",
-    "Gemma-3": "Gemma3ForCausalLM; sliding layers stay whole, the global ones are evicted from",
-}
-"""Families whose attention is tested against a masked full cache, and what to know of each."""
 
 
 def decoder_of(model: nn.Module) -> Any:
@@ -97,8 +87,8 @@ def resolve_model(name: str) -> str:
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
     if looks_local or name.count("/") != 1:
         raise UserError(
-            f"model {name}: no such folder; reference, a local folder or a hub id "
-            "(organisation/name) would be right"
+            f"model {name}: no such folder{nearest(name, [REFERENCE])}; reference, a local folder "
+            "or a hub id (organisation/name) would be right"
         )
     return name
 

@@ -66,18 +66,18 @@ class Stage:
 # The mixes of tasks, in percent of the sequences; "." is none. The order of the lines matters: it
 # decides which task a random number means.
 _TABLE = """
-             A   B   C   D   E   F   G   H   I   J   K   L   M
-repeat      12  35   2   .   .   .   .   .   .   .   .   .   .
-single       .   .   .   .   2   2   6   6   4   7   7   4   6
-multikey    50  55  35  18  14  12  10  11  10  10  20   7  20
-mixed       20   .  25  17  18  18  14  14  12  10   6   8   5
-multiquery  10   .  10   6   7   7   6   6   5   5   7   4   9
-vt           .   .  10  17  17  17  12  13  12  14  12  12  13
-multivalue   .   .   8  22  22  27  36  32  42  37  25  52  25
-list         .   .   .   6   6   4   3   5   3   3   4   2   4
-copy         8  10   4   4   4   4   4   4   3   3   2   2   2
-uuid         .   .   6   6   6   6   6   6   6   8  15   7  14
-dialogue     .   .   .   4   4   4   3   3   3   3   2   2   2
+             A   B   C   D   E   F   G   H   I   J   K   L   M   N
+repeat      12  35   2   .   .   .   .   .   .   .   .   .   .   .
+single       .   .   .   .   2   2   6   6   4   7   7   4   6   6
+multikey    50  55  35  18  14  12  10  11  10  10  20   7  20  16
+mixed       20   .  25  17  18  18  14  14  12  10   6   8   5   3
+multiquery  10   .  10   6   7   7   6   6   5   5   7   4   9   6
+vt           .   .  10  17  17  17  12  13  12  14  12  12  13  14
+multivalue   .   .   8  22  22  27  36  32  42  37  25  52  25  36
+list         .   .   .   6   6   4   3   5   3   3   4   2   4   4
+copy         8  10   4   4   4   4   4   4   3   3   2   2   2   3
+uuid         .   .   6   6   6   6   6   6   6   8  15   7  14  10
+dialogue     .   .   .   4   4   4   3   3   3   3   2   2   2   2
 """
 
 
@@ -258,6 +258,24 @@ CURRICULUM: tuple[Stage, ...] = (
                 (128, 256, 256, 512, 512, 1024),
                 {"cwe": 0.7, "fwe": 0.3},
                 0.26,
+                (0.2, 0.1),
+                any_of=True,
+            ),
+        ),
+        _FINAL,
+    ),
+    Stage(
+        "longest",
+        6_500_000,
+        (0.15, 0.001),
+        (
+            Feed(2048, (192, 256, 384, 512), _MIX["L"], 0.3),
+            Feed(4096, (512, 1024, 1024, 2048, 2048), _MIX["N"], 0.5),
+            Feed(
+                2048,
+                (256, 512, 512, 1024, 2048),
+                {"cwe": 0.7, "fwe": 0.3},
+                0.2,
                 (0.2, 0.1),
                 any_of=True,
             ),
