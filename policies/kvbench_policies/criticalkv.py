@@ -43,16 +43,15 @@ def projected_value_norm(v: View, norm: str = "l1") -> Tensor:
     heads, n = v.shape[1:]
     weight = v.model.output_weight(v.layer).float()
     weight = weight.unflatten(0, (heads, v.model.group))
-    order = 1 if norm == "l1" else 2
     block = max(1, _BLOCK // (heads * v.model.hidden_size))
     total = torch.zeros(v.shape, device=v.value.device)
     for start in range(0, n, block):
         value = v.value[:, :, start : start + block].float()
         for g in range(v.model.group):
             projected = value @ weight[:, g]
-            total[:, :, start : start + block] += torch.linalg.vector_norm(
-                projected, ord=order, dim=-1
-            )
+            # On a CPU a sum of absolute values is several times as fast as a norm of order 1.
+            size = projected.abs_().sum(-1) if norm == "l1" else projected.norm(dim=-1)
+            total[:, :, start : start + block] += size
     return total / v.model.group
 
 
