@@ -74,7 +74,6 @@ def execute(grid: Grid, *, reporter: Reporter | None = None, fresh: bool = False
 
     reporter = Silent() if reporter is None else reporter
     stages = plan(grid, reporter.message)
-    failed: dict[str, str] = {}
     with RunStore(grid.path, fresh=fresh) as store:
         _same_grid(grid)
         store.save_grid(grid.to_dict())
@@ -91,7 +90,6 @@ def execute(grid: Grid, *, reporter: Reporter | None = None, fresh: bool = False
                     executor = Executor(model, stage.tokenizer, store, reporter, grid.batch_size)
                     for job in stage.jobs:
                         executor.run(job.task, job.prompts, job.cells)
-                    failed |= executor.failed
                 finally:
                     reporter.stop()
         from kvbench.results import frames
@@ -99,7 +97,7 @@ def execute(grid: Grid, *, reporter: Reporter | None = None, fresh: bool = False
         jobs = [(job.task, job.cells) for stage in stages for job in stage.jobs]
         cells, samples = frames(jobs, store.responses())
         store.write(cells, samples)
-    failed |= {str(r.cell): str(r.error) for r in cells.itertuples() if r.status != "ok"}
+    failed = {str(r.cell): str(r.error) for r in cells.itertuples() if r.status != "ok"}
     return Run(grid.path, cells, samples, failed)
 
 

@@ -76,16 +76,13 @@ class _Hooked:
 
 @dataclass
 class Attachment:
-    """A model with our attention in place: which forward runs, and what to do around it."""
+    """A model with our attention in place: which forward runs, and the hooks to take out again."""
 
-    model: nn.Module
-    before: Callable[[RaggedCache, Forward], None]
-    after: Callable[[RaggedCache, Forward], None]
     active: Forward | None = None
     handles: list[Any] = field(default_factory=list)
 
 
-_ATTACHED: dict[int, Attachment] = {}
+_ATTACHED: set[int] = set()
 _ACTIVE: list[Forward] = []
 
 
@@ -270,7 +267,7 @@ def attached(
     model: nn.Module,
     before: Callable[[RaggedCache, Forward], None],
     after: Callable[[RaggedCache, Forward], None],
-) -> Iterator[Attachment]:
+) -> Iterator[None]:
     """Put our attention into the model's text decoder; restore everything on exit.
 
     Args:
@@ -285,7 +282,7 @@ def attached(
     if id(decoder) in _ATTACHED:
         raise ValueError("this model is attached already: attachments do not nest")
     old = decoder.config._attn_implementation
-    state = Attachment(model, before, after)
+    state = Attachment()
     depth = len(_ACTIVE)
 
     def opening(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -340,7 +337,7 @@ def attached(
     def leaving(module: nn.Module, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         module.__dict__["_kvbench"] = None
 
-    _ATTACHED[id(decoder)] = state
+    _ATTACHED.add(id(decoder))
     try:
         decoder.set_attn_implementation(NAME)
         state.handles += [
@@ -354,7 +351,7 @@ def attached(
                 ),
                 module.register_forward_hook(leaving, with_kwargs=True, always_call=True),
             ]
-        yield state
+        yield
     finally:
         for handle in state.handles:
             handle.remove()
@@ -362,4 +359,4 @@ def attached(
             module.__dict__.pop("_kvbench", None)
         del _ACTIVE[depth:]
         decoder.set_attn_implementation(old)
-        del _ATTACHED[id(decoder)]
+        _ATTACHED.discard(id(decoder))

@@ -163,8 +163,9 @@ class Cut:
                     obs[need] = self._own(mass)
             else:
                 obs[need] = self._own(self.cache.observers[need].read(index))
-        shown = {"key": key, "value": value, **{f"obs[{need}]": x for need, x in obs.items()}}
-        self._shown = [(name, x, versions(x)[0]) for name, x in shown.items()]
+        if not layer.packed:  # of a packed layer the view holds copies
+            shown = {"key": key, "value": value, **{f"obs[{need}]": x for need, x in obs.items()}}
+            self._shown += [(name, x, versions(x)[0]) for name, x in shown.items()]
         return View(
             layer=index,
             moment=self.moment,
@@ -204,7 +205,7 @@ class Cut:
         """Keep everything that one layer holds; a policy with extras still starts them."""
         if self.policy.score is not None and self.policy.score.extras:
             self._score(view)
-            self._untouched()
+        self._untouched()
         return Decision(view.valid, view.extras)
 
     def check(self, held: list[int]) -> None:
@@ -287,6 +288,7 @@ class Cut:
             if versions(x) != (version,):
                 self.cache.spoiled = True
                 raise BudgetError(f"{self.policy} changed {name} in place; a copy would be right")
+        self._shown.clear()
 
 
 def versions(*tensors: Tensor) -> tuple[int, ...]:

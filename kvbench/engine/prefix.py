@@ -49,19 +49,12 @@ def forward(
     Returns:
         Logits after the last token, `[B, vocabulary]`.
     """
-    seen = cache.valid
-    new = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
-    columns = new if seen is None else torch.cat([seen, new], 1)
-    padded = cache.padded or mask is not None
-    if padded:
-        position = (columns.long().cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-    else:
-        first = columns.shape[1] - ids.shape[1]
-        position = torch.arange(first, columns.shape[1], device=ids.device)[None]
+    if mask is not None and cache.valid is not None:
+        mask = torch.cat([cache.valid, mask.bool()], 1)
+    # Positions, and the mask of what is padded already, are the attachment's to give.
     logits: Tensor = model(
         input_ids=ids,
-        attention_mask=columns.long() if padded else None,
-        position_ids=position,
+        attention_mask=None if mask is None else mask.long(),
         past_key_values=cache,
         use_cache=True,
         logits_to_keep=1,

@@ -150,8 +150,7 @@ class AttachedCache(RaggedCache):
     def _done(self) -> None:
         """Free what only the prefill needed."""
         self._cut = None
-        if self.ids is not None:
-            self.ids = None
+        self.ids = None
         gone = [n for n in self.observers if n.per_entry or self.moment != "decode"]
         for need in gone:
             del self.observers[need]

@@ -139,6 +139,22 @@ def test_a_policy_that_changes_its_view_fails(llama: Any, score: Score) -> None:
         assert prefix.cache.spoiled
 
 
+@torch.no_grad()
+def test_a_model_wide_policy_that_changes_an_early_layer_fails(llama: Any) -> None:
+    def early(v: View) -> Tensor:
+        if v.layer == 0:
+            v.key.mul_(2.0)
+        return v.noise()
+
+    wide = kvbench.policy("random:allocate=global").allocate
+    policy = Policy("p", FunctionScore.of(early), wide, TopK())
+    with engine(llama):
+        prefix = Prefix(llama, [])
+        prefix.extend(batch(1, 30, [0])[0])
+        with pytest.raises(BudgetError, match="changed key in place"):
+            prefix.compress([wish(policy)])
+
+
 @dataclass(frozen=True)
 class Broken(Need):
     """Its observer raises."""
