@@ -12,6 +12,7 @@ import typing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from kvbench.budget import Budget
 from kvbench.engine.session import kept
 from kvbench.errors import UserError
 from kvbench.plugin import Need, Part, Policy, Score, Scores, View
+from kvbench.profiles.allocators import stand_in
 from kvbench.spelling import KINDS, policy, spell
 
 _VOCABULARY = 96
@@ -146,7 +148,12 @@ def run_checks(spec: str) -> list[CheckResult]:
     Raises:
         UserError: The policy cannot be loaded.
     """
-    p = policy(spec)
+    with TemporaryDirectory() as folder:
+        # The random models have no head profile: a policy that reads one gets one made up.
+        return _run_checks(stand_in(policy(spec), 3, 2, Path(folder)))
+
+
+def _run_checks(p: Policy) -> list[CheckResult]:
     results = [CheckResult("loads", True, str(p))]
     checks: list[tuple[str, Callable[[Policy], str]]] = [
         ("parameters are spelled back", _parameters),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from kvbench import commands_analyze, commands_profile
 from kvbench.errors import UserError
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(commands_profile.app, name="profile")
+app.add_typer(commands_analyze.app, name="analyze")
 
 Names = list[str] | None
 
@@ -94,7 +97,7 @@ def run(
         typer.Option(
             metavar="NAME[:KEY=VALUE...]",
             help="Policies, separated by commas, as criticalkv,snapkv:window=64 or "
-            "./my_policy.py:MyPolicy. See: kvbench list policies.",
+            "./my_policy.py:MyPolicy, or all. See: kvbench list policies.",
         ),
     ] = None,
     budget: Annotated[
@@ -120,7 +123,10 @@ def run(
         Names,
         typer.Option(
             metavar="WHEN",
-            help="context: compressed before the question is seen (the default); question: after.",
+            help="When to compress. context: before the question is seen (the default); "
+            "question: after; decode: an absolute budget holds while the answer is generated; "
+            "chunked or chunked:512: the prompt comes in chunks (of 3072), cut back after each; "
+            "turns: before every new turn of a dialogue.",
         ),
     ] = None,
     length: Annotated[
@@ -251,15 +257,32 @@ def report(
         Path | None,
         typer.Option(metavar="DIR", help="Where it goes. Default: report/ in the first run."),
     ] = None,
+    against: Annotated[
+        Names,
+        typer.Option(
+            metavar="POLICY",
+            help="Also hold every policy against this one at the same budget, paired.",
+        ),
+    ] = None,
 ) -> None:
     """Show the tables of runs; write Pareto fronts and a summary."""
+    from kvbench.report import against as pairs
     from kvbench.report import render
     from kvbench.report.tables import run_table
+    from kvbench.report.text import slug
     from kvbench.store import load_frames
 
     cells, samples = load_frames(runs)
+    bases = [name for text in against or [] for name in text.split(",") if name]
+    held = [(base, pairs.differences(cells, samples, base)) for base in bases]
     _console().print(run_table(cells, samples))
-    for path in render(cells, samples, out or runs[0] / "report"):
+    folder = out or runs[0] / "report"
+    written = render(cells, samples, folder)
+    for base, found in held:
+        for table in pairs.tables(found, base):
+            _console().print(table)
+        written.append(pairs.write(found, base, folder / f"against-{slug(base)}.md"))
+    for path in written:
         print(f"wrote {path}")
 
 

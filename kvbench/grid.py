@@ -5,18 +5,22 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvbench import registry
+from kvbench.budget import Budget
 from kvbench.errors import UserError, nearest
 from kvbench.gridfile import READERS, read_yaml
 
 if TYPE_CHECKING:
     from kvbench.harness.protocol import Benchmark
+
+ALL = "all"
+"""Names every installed policy."""
 
 _LISTS = ("policies", "budgets", "models", "tasks", "moments", "lengths")
 _SINGULAR = {
@@ -40,7 +44,8 @@ def _digest(value: object) -> str:
 class Cell:
     """One row of the results: a policy at a budget on a leaf task, and all that can change it.
 
-    The policy `full` has neither budget nor moment: they are set to "full" and "".
+    The policy `full` has neither budget nor moment: they are set to "full" and "". Only at moment
+    `turns` it keeps it: there the answers of the full cache are part of its history.
 
     Attributes:
         model: As the user names it: `reference`, a path or a hub id.
@@ -84,7 +89,7 @@ class Cell:
         object.__setattr__(self, "device", self.device.partition(":")[0])
         if self.is_full:
             object.__setattr__(self, "budget", "full")
-            object.__setattr__(self, "moment", "")
+            object.__setattr__(self, "moment", "turns" if self.moment == "turns" else "")
 
     @property
     def is_full(self) -> bool:
@@ -121,12 +126,13 @@ def _installed(package: str) -> str:
         return "not installed"
 
 
-def versions(policy: str) -> str:
+def versions(policy: str, files: str = "") -> str:
     """What the responses of a policy depend on beside the flags.
 
     Args:
         policy: Spelling of the policy. The digest of its file, or the package and version that
             registers its name, is part of the answer, and so are those of exchanged parts.
+        files: Digest of the files that the policy reads for the model (`Policy.fingerprint`).
 
     Returns:
         A JSON object with sorted keys.
@@ -140,6 +146,8 @@ def versions(policy: str) -> str:
         kind, _, name = item.partition("=")
         if (part := f"{kind}.{name}") in registry.names(registry.PARTS):
             found[kind] = registry.origin(registry.PARTS, part)
+    if files:
+        found["files"] = files
     return json.dumps(found, sort_keys=True)
 
 
@@ -186,6 +194,12 @@ class Grid:
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             object.__setattr__(self, name, READERS[name](value))
+        shares = [b for b in self.budgets if Budget.parse(b).tokens is None and b != "full"]
+        if "decode" in self.moments and shares:
+            raise UserError(
+                f"moment decode needs budgets in tokens, as 128, not {', '.join(shares)}: "
+                "nobody knows beforehand how long a response will be"
+            )
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Grid:
@@ -264,12 +278,21 @@ class Grid:
 
     @functools.cached_property
     def canonical_policies(self) -> tuple[str, ...]:
-        """The policies as `str(kvbench.policy(spec))`, once each.
+        """The policies as `str(kvbench.policy(spec))`, once each; `all` is every installed one.
 
         Raises:
             UserError: A policy is unknown or has a parameter that is unknown or ill-typed.
         """
-        return tuple(dict.fromkeys(_canonical(spec) for spec in self.policies))
+        named = [
+            name
+            for spec in self.policies
+            for name in (registry.names(registry.POLICIES) if spec == ALL else [spec])
+        ]
+        return tuple(dict.fromkeys(_canonical(spec) for spec in named))
+
+    def names(self, policy: str) -> bool:
+        """Whether a policy (canonical) is asked for by its own name, and not by `all` alone."""
+        return any(_canonical(spec) == policy for spec in self.policies if spec != ALL)
 
     def leaves(self) -> list[tuple[str, Benchmark]]:
         """The leaf tasks of all `tasks`, once each, in the order given.
@@ -288,18 +311,21 @@ class Grid:
                     )
         return list(found.items())
 
-    def variants(self) -> list[tuple[str, str, str]]:
+    def variants(self, without: Container[str] = ()) -> list[tuple[str, str, str]]:
         """Policy, budget and moment of every cell of one model, task and length; `full` first.
+
+        Args:
+            without: Policies (canonical) that are left out.
 
         Raises:
             UserError: A policy is unknown or has a parameter that is unknown or ill-typed.
         """
-        full = ("full", "full", "")
         # At the budget `full` every policy is the full cache.
         wanted = self.full or "full" in self.canonical_policies or "full" in self.budgets
-        found = [full] if wanted else []
+        whole = dict.fromkeys("turns" if m == "turns" else "" for m in self.moments)
+        found = [("full", "full", moment) for moment in whole] if wanted else []
         for policy in self.canonical_policies:
-            if policy != "full":
+            if policy != "full" and policy not in without:
                 kept = [b for b in self.budgets if b != "full"]
                 found += [(policy, b, moment) for b in kept for moment in self.moments]
         return found
@@ -319,11 +345,14 @@ class Grid:
         data_hash: str,
         task_version: str,
         prompts: str,
+        fingerprint: Callable[[str], str] = lambda policy: "",
+        without: Container[str] = (),
     ) -> list[Cell]:
         """The cells of one model, leaf task and length, each once, `full` first.
 
         Args are the attributes of `Cell`; dtype, device and attention are those really used, never
-        "auto".
+        "auto". `fingerprint` gives the digest of the files that a policy reads for the model;
+        policies in `without` are left out.
 
         Raises:
             UserError: A policy is unknown or has a parameter that is unknown or ill-typed.
@@ -346,9 +375,9 @@ class Grid:
                 data_hash=data_hash,
                 task_version=task_version,
                 prompts=prompts,
-                versions=versions(policy),
+                versions=versions(policy, fingerprint(policy)),
             )
-            for policy, budget, moment in self.variants()
+            for policy, budget, moment in self.variants(without)
         ]
 
 

@@ -9,12 +9,9 @@ from typing import Any
 import yaml
 
 from kvbench.budget import Budget
-from kvbench.errors import UserError, nearest
+from kvbench.errors import UserError
+from kvbench.moments import CHUNK, split_moment
 
-MOMENTS = ("context", "question")
-"""The moments at which a cache can be compressed."""
-
-_PLANNED_MOMENTS = ("decode", "chunked", "turns")
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _INT32 = 2**31 - 1
 _INT64 = 2**63 - 1
@@ -93,14 +90,11 @@ def _budgets(value: Any) -> tuple[str, ...]:
 
 
 def _moments(value: Any) -> tuple[str, ...]:
-    found = _names("moments")(value)
-    for moment in found:
-        if moment in _PLANNED_MOMENTS:
-            raise UserError(f"moment {moment!r} is not available yet: {', '.join(MOMENTS)}")
-        if moment not in MOMENTS:
-            hint = nearest(moment, MOMENTS) or f"; there are {', '.join(MOMENTS)}"
-            raise UserError(f"unknown moment {moment!r}{hint}")
-    return found
+    found = []
+    for spelling in _names("moments")(value):
+        moment, size = split_moment(spelling)
+        found.append(f"chunked:{size}" if size not in (0, CHUNK) else moment)
+    return tuple(dict.fromkeys(found))
 
 
 def _integer(what: str, low: int, high: int = _INT32) -> Callable[[Any], int]:

@@ -5,9 +5,9 @@ Re-exported by `kvbench.plugin`, the page that a plugin author reads.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 from torch import Tensor
 
@@ -68,6 +68,15 @@ class Observer(Protocol):
         """Give what was observed in a layer; the `Need` says in which shape."""
         ...
 
+    @classmethod
+    def stack(cls, parts: Sequence[Any]) -> Self:
+        """Put the sequences of several observers side by side (not for per-entry needs)."""
+        ...
+
+    def take(self, rows: Tensor) -> Self:
+        """Give an observer of some sequences, int64 `[b]` (not for per-entry needs)."""
+        ...
+
 
 @dataclass(frozen=True)
 class Need:
@@ -75,6 +84,8 @@ class Need:
 
     per_entry: ClassVar[bool] = False
     """Aligned with the cache entries on its last axis."""
+    of_tokens: ClassVar[bool] = False
+    """About the tokens and not about a layer; known when a forward has ended."""
 
     def observer(self, model: ModelInfo) -> Observer:
         """Make the observer that serves this need."""
@@ -100,15 +111,30 @@ class Queries(Need):
 class AttentionMass(Need):
     """Attention that every entry received, summed over queries, float32 `[B, H_q, n]`.
 
-    Exact column sums by blocks of queries, never a `T x T` matrix. `observe` counts only that many
-    last queries (None: all). At decode it is the mass of the step's new queries alone: a policy
-    accumulates it in its extras.
+    Exact column sums by blocks of queries, never a `T x T` matrix. Where a cache is cut more than
+    once the engine keeps the sum beside every entry and adds what each new query gives.
+
+    Attributes:
+        observe: Of a prefill, count only that many last queries (None: all).
+        power: 1, or 2 for the sum of the squared weights.
     """
 
     observe: int | None = None
+    power: int = 1
     per_entry: ClassVar[bool] = True
 
     def observer(self, model: ModelInfo) -> Observer:
         from kvbench.engine.observe import MassObserver
 
-        return MassObserver(self.observe)
+        return MassObserver(self.observe, self.power)
+
+
+@dataclass(frozen=True)
+class Surprisal(Need):
+    """`-log p(token | all tokens before it)` under the model itself, float32 `[B, H, n]`.
+
+    The same in all heads and layers; a sequence's first token takes the largest of its sequence.
+    What is evicted is evicted for this too: the model predicts from what its cache holds.
+    """
+
+    of_tokens: ClassVar[bool] = True

@@ -12,15 +12,18 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from kvbench.apportion import apportion
 from kvbench.errors import UserError
+from kvbench.moments import LATER
 from kvbench.plugin import Allocator, Score, Scored, Scores, Selector, View
 
 
 def rank_entries(scores: Scores, valid: Tensor) -> Tensor:
     """Order the entries of every head from the most to the least worth keeping.
 
-    Protected entries come first, by class and then recency; the others by value, ties to the more
-    recent entry, so that the order does not depend on the backend; what is not valid comes last.
+    Protected entries come first, by class and then recency (those of class `CHOSEN` by value); the
+    others by value, ties to the more recent entry, so that the order does not depend on the
+    backend; what is not valid comes last.
 
     Args:
         scores: Values and protection classes, `[B, H, n]`.
@@ -33,12 +36,51 @@ def rank_entries(scores: Scores, valid: Tensor) -> Tensor:
     classes = scores.protect.to(torch.int8).masked_fill(~valid, -1).flip(-1)
     value = scores.value.masked_fill(~valid, float("-inf")).flip(-1)
     # Flipped, so that a stable sort leaves the more recent of two equals in front.
-    value = value.masked_fill(classes > 0, 0.0)
+    value = value.masked_fill(classes > Scores.CHOSEN, 0.0)
     by_value = value.argsort(dim=-1, descending=True, stable=True)
     by_class = classes.gather(-1, by_value).argsort(dim=-1, descending=True, stable=True)
     order = n - 1 - by_value.gather(-1, by_class)
     rank = torch.empty_like(order)
     return rank.scatter_(-1, order, torch.arange(n, device=order.device).expand_as(order))
+
+
+def order_key(v: View, scores: Scores) -> Tensor:
+    """Give every entry one integer that is larger the more it is worth keeping.
+
+    The order is that of `rank_entries`. From the top: 3 bits of the class; 32 bits of the float32
+    value (0 where the class decides alone), turned so that they compare as integers; 28 bits of the
+    position. No two entries of a head have the same.
+
+    Returns:
+        int64 `[B, H, n]`; -1 where there is no entry.
+    """
+    bits = (scores.value.float() + 0.0).view(torch.int32).long()  # + 0.0: no negative zero
+    value = torch.where(bits < 0, -1 - (bits & 0x7FFFFFFF), bits) + (1 << 31)
+    classes = scores.protect.long()
+    value = value.masked_fill(classes > Scores.CHOSEN, 0)
+    worth = (classes << 32) + value
+    return ((worth << 28) + v.position).masked_fill(~v.valid, -1)
+
+
+def best(key: Tensor, count: Tensor) -> Tensor:
+    """Mark the `count` largest of every row, ties to the first; what is negative never counts.
+
+    Args:
+        key: int64 `[..., m]`.
+        count: int64 `[...]`, not more than there are.
+
+    Returns:
+        bool `[..., m]`.
+    """
+    if key.device.type == "cpu":  # a partial sort; a GPU would have to wait for the number
+        most = min(max(int(count.max()), 1), key.shape[-1])
+        ordered = key.topk(most, dim=-1).values
+    else:
+        ordered = key.sort(dim=-1, descending=True).values
+    last = ordered.gather(-1, (count[..., None] - 1).clamp(min=0))
+    above, equal = key > last, key == last
+    left = count[..., None] - above.sum(-1, keepdim=True)
+    return (above | (equal & (equal.cumsum(-1) <= left))) & (key >= 0) & (count[..., None] > 0)
 
 
 @dataclass(frozen=True)
@@ -49,7 +91,7 @@ class TopK(Selector):
 
     def select(self, v: View, scores: Scores, share: Tensor) -> Tensor:
         """Choose exactly `share` valid entries per head, bool `[B, H, n]`."""
-        return (rank_entries(scores, v.valid) < share[..., None]) & v.valid
+        return best(order_key(v, scores), share)
 
 
 def spread_evenly(total: Tensor, heads: int) -> Tensor:
@@ -86,9 +128,12 @@ class Uniform(Allocator):
 
     def allocate(self, layers: Sequence[Scored], total: Tensor) -> Tensor:
         """Spread a total over the heads, int64 `[B, len(layers), H]`."""
-        heads = layers[0].view.model.kv_heads
-        shares = spread_evenly(total, len(layers) * heads)
-        return shares.view(-1, len(layers), heads)
+        first = layers[0].view
+        shares = spread_evenly(total, len(layers) * first.model.kv_heads)
+        if first.moment in LATER:  # what an earlier cut left may be less than an even share
+            held = torch.cat([layer.view.valid.sum(-1) for layer in layers], 1)
+            shares = apportion(torch.ones_like(held).double(), total, held)
+        return shares.view(-1, len(layers), first.model.kv_heads)
 
 
 @dataclass(frozen=True)

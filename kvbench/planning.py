@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +20,7 @@ from kvbench.grid import Cell, Grid
 if TYPE_CHECKING:
     import torch
 
-    from kvbench.executors.local import Prompt
+    from kvbench.executors.answers import Prompt
     from kvbench.harness.protocol import Benchmark, LoadedTask
 
 _MODEL_FILES = frozenset({".json", ".safetensors", ".jinja", ".model", ".txt"})
@@ -55,7 +57,8 @@ def plan(grid: Grid, message: Callable[[str], None]) -> list[Stage]:
         UserError: A policy, task, model or option is unknown or out of range, or a prompt is longer
             than the model's window.
     """
-    variants = grid.variants()
+    with _importing():
+        variants = grid.variants()
     leaves = grid.leaves()
     if not variants:
         raise UserError("nothing to run: no policy is left after --no-full")
@@ -71,17 +74,22 @@ def _stage(
     leaves: Sequence[tuple[str, Benchmark]],
     message: Callable[[str], None],
 ) -> Stage:
-    from kvbench.engine.models import (
-        load_config,
-        load_tokenizer,
-        pick_device,
-        pick_dtype,
-        resolve_model,
-    )
-    from kvbench.harness.encode import split_encode, tokenizer_hash
-    from kvbench.harness.protocol import NeedsHub
+    with _importing():
+        _quiet_libraries()
+        import datasets  # noqa: F401
+        import lm_eval.tasks  # noqa: F401
+        import transformers.modeling_utils  # noqa: F401
 
-    _quiet_libraries()
+        from kvbench.engine.models import (
+            load_config,
+            load_tokenizer,
+            pick_device,
+            pick_dtype,
+            resolve_model,
+        )
+        from kvbench.harness.encode import split_encode, tokenizer_hash
+        from kvbench.harness.protocol import NeedsHub
+
     if grid.attn not in ("auto", "sdpa"):
         raise UserError(f"--attn {grid.attn}: auto or sdpa would be right")
     config = load_config(name, grid.revision)
@@ -101,6 +109,7 @@ def _stage(
             f"--revision {grid.revision}: model {name} is a folder and has no revisions"
         )
     stage = Stage(name, device, dtype, tokenizer, [])
+    without = _without(grid, name, message)
     for leaf, benchmark in leaves:
         for length in grid.lengths if benchmark.sized else (0,):
             _check_window(name, window, length, leaf)
@@ -120,6 +129,10 @@ def _stage(
             except NeedsHub as missing:
                 message(f"{leaf} is left out: {missing}")
                 continue
+            if "turns" in grid.moments and not all(r.dialogue for r in task.requests):
+                raise UserError(
+                    f"{leaf} has no turns: moment turns is for dialogues, as --task dialogue"
+                )
             prompts = []
             for request in task.requests:
                 head, tail = split_encode(tokenizer, request.context, request.question)
@@ -144,6 +157,8 @@ def _stage(
                 data_hash=task.data_hash,
                 task_version=task.version,
                 prompts=_prompt_digest(task),
+                fingerprint=lambda policy: _fingerprint(policy, name),
+                without=without,
             )
             stage.jobs.append(Job(task, prompts, cells))
     return stage
@@ -158,9 +173,32 @@ def cache_dir() -> Path:
 
 
 def _prompt(request: Any, head: list[int], tail: list[int]) -> Prompt:
-    from kvbench.executors.local import Prompt
+    from kvbench.executors.answers import Prompt
 
     return Prompt(request, tuple(head), tuple(tail))
+
+
+def _without(grid: Grid, model: str, message: Callable[[str], None]) -> set[str]:
+    """Policies that `all` names and that cannot run on this model, for want of a file."""
+    found = set()
+    for policy in grid.canonical_policies:
+        try:
+            _fingerprint(policy, model)
+        except UserError as missing:
+            if grid.names(policy):
+                raise
+            message(f"{policy} is left out: {missing}")
+            found.add(policy)
+    return found
+
+
+@functools.cache
+def _fingerprint(policy: str, model: str) -> str:
+    """Digest of the files that a policy reads for a model."""
+    from kvbench.engine.models import resolve_model
+    from kvbench.spelling import policy as make_policy
+
+    return make_policy(policy).fingerprint(resolve_model(model))
 
 
 def _prompt_digest(task: LoadedTask) -> str:
@@ -225,6 +263,18 @@ def model_digest(name: str) -> str:
         part.write_text(json.dumps(known))
         part.replace(kept)
     return digest.hexdigest()[:16]
+
+
+@contextmanager
+def _importing() -> Iterator[None]:
+    """Keep the garbage collector off: it costs a seventh of the time that large imports take."""
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()
 
 
 def _quiet_libraries() -> None:

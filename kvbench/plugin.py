@@ -28,7 +28,9 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from kvbench.needs import AttentionMass, ModelInfo, Need, Observer, Queries
+from kvbench.moments import Moment
+from kvbench.needs import AttentionMass, ModelInfo, Need, Observer, Queries, Surprisal
+from kvbench.view import View
 
 __all__ = [
     "PLUGIN_API",
@@ -46,6 +48,7 @@ __all__ = [
     "Scored",
     "Scores",
     "Selector",
+    "Surprisal",
     "View",
     "protect_nothing",
     "protect_sinks",
@@ -54,135 +57,6 @@ __all__ = [
 
 PLUGIN_API = 1
 """Version of this page; it rises when a plugin written against it would break."""
-
-Moment = Literal["context", "question", "decode", "chunked", "turns"]
-
-
-class View:
-    """One layer at one moment, the rows that belong to one policy.
-
-    Entries stand in the order of their columns, so the last valid one is the newest.
-
-    Attributes:
-        layer: Index among the full-attention layers, `0 <= layer < model.layers`.
-        moment: When the cache is compressed.
-        length: Tokens that the sequence has seen, padding not counted, int64 `[B]`.
-        col: Logical column of every entry, int64 `[B, H, n]` (padding counts: see `position`).
-        position: Logical position of every entry, int64 `[B, H, n]`: the first token has 0, the
-            newest has `length - 1`, whatever was evicted between.
-        valid: Which entries exist, bool `[B, H, n]`.
-        key: Keys after RoPE, `[B, H, n, d]`.
-        value: Values, `[B, H, n, d]`.
-        obs: What was observed, by `Need`. Per-entry needs are there when a prefill is cut and in
-            `Score.step`, not at a later cut: what must last goes into the extras.
-        extras: Per-entry state of the policy by name, `[B, H, n]`; a score may assign to it.
-        model: The model's shapes and its output projections.
-        scale: Factor of the attention logits.
-        seed: Noise seed of every row, int64 `[B]`, from the run's seed and the context's tokens.
-    """
-
-    def __init__(
-        self,
-        *,
-        layer: int,
-        moment: Moment,
-        length: Tensor,
-        col: Tensor,
-        position: Tensor,
-        valid: Tensor,
-        key: Tensor,
-        value: Tensor,
-        obs: Mapping[Need, Tensor],
-        extras: dict[str, Tensor],
-        model: ModelInfo,
-        scale: float,
-        seed: Tensor,
-        budget: Tensor,
-    ) -> None:
-        self.layer = layer
-        self.moment: Moment = moment
-        self.length = length
-        self.col = col
-        self.position = position
-        self.valid = valid
-        self.key = key
-        self.value = value
-        self.obs = obs
-        self.extras = extras
-        self.model = model
-        self.scale = scale
-        self.seed = seed
-        self._budget = budget
-        self.read_budget = False
-
-    @property
-    def budget(self) -> Tensor:
-        """Mean entries per (layer, KV head), `b`, int64 `[B]`.
-
-        A score that reads it is computed anew for every budget; one that does not is shared.
-        """
-        self.read_budget = True
-        return self._budget
-
-    @property
-    def age(self) -> Tensor:
-        """`t - i`: how far behind the newest token every entry lies, int64 `[B, H, n]`."""
-        return self.length[:, None, None] - 1 - self.position
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """`(B, H, n)`."""
-        b, h, n = self.valid.shape
-        return b, h, n
-
-    def grouped(self, per_query_head: Tensor, how: str = "mean") -> Tensor:
-        """Reduce a tensor `[B, H_q, ...]` over the query heads of each KV head to `[B, H, ...]`.
-
-        Args:
-            per_query_head: One value per query head on axis 1.
-            how: `mean`, `max` or `sum` over the group.
-        """
-        x: Tensor = per_query_head.unflatten(1, (self.model.kv_heads, self.model.group))
-        if how == "max":
-            return x.amax(2)
-        return x.sum(2) if how == "sum" else x.mean(2)
-
-    def window_attention(self, window: int) -> Tensor:
-        """Attention of the last `window` queries on the entries, causal among themselves.
-
-        Softmax in float32 over all entries shown. Rows of the window that do not exist (a sequence
-        shorter than it) are zero.
-
-        Returns:
-            float32 `[B, H_q, window, n]`.
-        """
-        q = self.obs[Queries(window)].float()
-        b, h, n = self.shape
-        q = q.unflatten(1, (h, self.model.group)).flatten(2, 3)
-        logits = (q @ self.key.float().transpose(-1, -2)) * self.scale
-        logits = logits.view(b, h, self.model.group, -1, n)
-        behind = torch.arange(window - 1, -1, -1, device=q.device)
-        seen = (self.age[:, :, None, :] >= behind[:, None]) & self.valid[:, :, None, :]
-        logits = logits.masked_fill(~seen[:, :, None], float("-inf"))
-        real = (behind < self.length[:, None])[:, None, None, :, None]
-        attention = torch.softmax(logits, -1).nan_to_num(0.0) * real
-        return attention.flatten(1, 2)
-
-    def noise(self) -> Tensor:
-        """Uniform noise in [0, 1), float32 `[B, H, n]`.
-
-        Fixed by (seed, context, layer, head, position). It comes from a counter and not from a
-        generator, so it depends neither on the batch nor on the order in which cells run.
-        """
-        h = self.valid.shape[1]
-        head = torch.arange(h, device=self.col.device)[None, :, None]
-        x = self.seed[:, None, None] + 0x9E3779B1 * (self.layer * 1024 + head) + self.position
-        for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-            x = x & 0xFFFFFFFF
-            x = (x ^ (x >> shift)) * factor
-        x = x & 0xFFFFFFFF
-        x = x ^ (x >> 16)
-        return (x >> 8).to(torch.float32) / float(1 << 24)
 
 
 @dataclass
@@ -193,17 +67,24 @@ class Scores:
         value: How much an entry is worth, finite float32 `[B, H, n]`; where `valid` is false it is
             ignored.
         protect: Entries that are kept before all others, `[B, H, n]`: bool, or int8 classes of
-            which the higher give way later (see `protect_window` and `protect_sinks`). Where the
-            protected entries do not fit a head's share the lowest class goes first, its oldest
-            entry first.
+            which the higher give way later (see `protect_window` and `protect_sinks`; true is
+            `WINDOW`). Where the protected entries do not fit a head's share the lowest class goes
+            first, its oldest entry first; of `CHOSEN`, the class of what a first stage has chosen,
+            the entry of smallest value.
     """
 
     value: Tensor
     protect: Tensor
 
-    WINDOW: ClassVar[int] = 1
-    SINK: ClassVar[int] = 2
-    NEWEST: ClassVar[int] = 3
+    CHOSEN: ClassVar[int] = 1
+    WINDOW: ClassVar[int] = 2
+    SINK: ClassVar[int] = 3
+    NEWEST: ClassVar[int] = 4
+
+    def __post_init__(self) -> None:
+        """Make classes of a mask."""
+        if self.protect.dtype == torch.bool:
+            self.protect = self.protect.to(torch.int8) * Scores.WINDOW
 
 
 def protect_nothing(v: View) -> Tensor:
@@ -235,6 +116,17 @@ class Part:
     def needs(self) -> frozenset[Need]:
         """What the engine must observe for this part."""
         return frozenset()
+
+    def fingerprint(self, model: str) -> str:
+        """Digest of what this part reads from files for a model; joins the hash of a cell.
+
+        Args:
+            model: The model's id or folder, as in `ModelInfo.name`.
+
+        Raises:
+            UserError: There is no such file for the model.
+        """
+        return ""
 
     def parameters(self) -> dict[str, Any]:
         """Parameters and their values, in order."""
@@ -310,6 +202,14 @@ class Allocator(Part):
 class Selector(Part):
     """Which entries fill a head's share."""
 
+    def prepare(self, v: View, scores: Scores) -> Scores:
+        """Give the scores that allocator and `select` get.
+
+        A selector of two stages may protect (class `Scores.CHOSEN`) what its first stage is sure to
+        keep, so that the allocator counts it.
+        """
+        return scores
+
     def select(self, v: View, scores: Scores, share: Tensor) -> Tensor:
         """Choose exactly `share` (int64 `[B, H]`) valid entries per head, bool `[B, H, n]`."""
         raise NotImplementedError
@@ -325,7 +225,8 @@ class Merger(Part):
         Args:
             v: The layer before eviction.
             keep: What stays, bool `[B, H, n]`.
-            state: Kept between the cuts of one cache and layer, empty at first.
+            state: Kept between the cuts of one cache and layer, empty at first; axis 0 of every
+                tensor is the batch.
         """
         raise NotImplementedError
 
@@ -343,6 +244,8 @@ class Policy:
         summary: One line for `kvbench list policies`.
         paper: Where it comes from, with the equation or algorithm.
         buffer: Entries a head may hold beyond its budget before a cut at decode.
+        moments: The moments for which its paper defines it; it runs at all of them.
+        cost: Time and extra memory of a cut, per layer, in one line.
         base: The registered policy that this one varies.
     """
 
@@ -354,13 +257,24 @@ class Policy:
     summary: str = ""
     paper: str = ""
     buffer: int = 128
+    moments: tuple[Moment, ...] = field(default=("context", "question"), compare=False)
+    cost: str = field(default="", compare=False)
     base: Policy | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The parts that there are: score, allocator, selector, merger."""
+        found = (self.score, self.allocate, self.select, self.merge)
+        return tuple(p for p in found if p is not None)
 
     @property
     def needs(self) -> frozenset[Need]:
         """Everything that the engine must observe for this policy."""
-        parts = (self.score, self.allocate, self.select, self.merge)
-        return frozenset().union(*(p.needs for p in parts if p is not None))
+        return frozenset().union(*(p.needs for p in self.parts))
+
+    def fingerprint(self, model: str) -> str:
+        """Digest of all files that the parts read for a model; "" where they read none."""
+        return "|".join(filter(None, (p.fingerprint(model) for p in self.parts)))
 
     @property
     def is_full(self) -> bool:

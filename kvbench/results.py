@@ -45,16 +45,17 @@ def frames(
     samples: list[dict[str, Any]] = []
     for task, own in jobs:
         requests = {(r.sample_id, r.question_id): r for r in task.requests}
-        full: dict[Key, float] = {}
-        estimate: stats.Estimate | None = None
+        # The full cache of live dialogues is one of its own: it has its own history.
+        full: dict[bool, tuple[dict[Key, float], stats.Estimate]] = {}
         for cell in sorted(own, key=lambda c: not c.is_full):
             mine = by_cell.get(cell.cell, [])
             got = [r for r in mine if (r.sample_id, r.question_id) in requests]
             row, scores = _cell(task, cell, got, requests)
+            live = cell.moment == "turns"
             if cell.is_full and scores:
-                full, estimate = scores, _estimate(scores, requests)
-            if scores and estimate is not None:
-                row |= _comparison(task, cell, scores, full, estimate, requests)
+                full[live] = (scores, _estimate(scores, requests))
+            if scores and live in full:
+                row |= _comparison(task, cell, scores, *full[live], requests)
             cells.append(row)
             samples += [_sample(task, cell, r, requests, scores) for r in got]
     return (

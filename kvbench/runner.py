@@ -16,7 +16,7 @@ from kvbench.store import GRID, RunStore, load_frames
 if TYPE_CHECKING:
     import pandas as pd
 
-    from kvbench.executors.local import Prompt
+    from kvbench.executors.answers import Prompt
 
 
 @dataclass(frozen=True)

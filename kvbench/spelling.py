@@ -2,7 +2,7 @@
 
 A name is a registered policy (`snapkv`) or an object in a file (`./my_policy.py:MyPolicy`). The
 keys `score`, `allocate`, `select` and `merge` exchange a part; every other key is a parameter of
-one of the parts.
+all the parts that have it, or of one of them: `select.variant=release`.
 """
 
 from __future__ import annotations
@@ -121,12 +121,22 @@ def canonical(p: Policy) -> str:
             # A part that is registered under no name has no defaults to compare with.
             theirs = part(kind, mine.name) if mine is not None and mine.name else mine
         compared[kind] = theirs
-    changed: dict[str, Any] = {}
+    held: dict[str, dict[str, tuple[Any, bool]]] = {}
     for kind, theirs in compared.items():
         mine = getattr(p, kind)
         if mine is not None and theirs is not None:
             default = theirs.parameters()
-            changed |= {k: v for k, v in mine.parameters().items() if v != default[k]}
+            for key, value in mine.parameters().items():
+                held.setdefault(key, {})[kind] = (value, value != default[key])
+    changed: dict[str, Any] = {}
+    for key, by_kind in held.items():
+        values = [value for value, _ in by_kind.values()]
+        if not any(differs for _, differs in by_kind.values()):
+            continue
+        if all(type(v) is type(values[0]) and v == values[0] for v in values):
+            changed[key] = values[0]
+        else:
+            changed |= {f"{kind}.{key}": v for kind, (v, differs) in by_kind.items() if differs}
     if p.buffer != base.buffer:
         changed["buffer"] = p.buffer
     return ":".join(text + [f"{k}={spell(changed[k])}" for k in sorted(changed)])
@@ -177,19 +187,46 @@ def _apply(p: Policy, params: dict[str, Any]) -> Policy:
         if piece is None:
             continue
         names = piece.parameter_types()
-        known |= set(names)
-        mine = {k: _cast(k, v, names[k]) for k, v in given.items() if k in names}
+        known |= set(names) | {f"{kind}.{name}" for name in names}
+        plain = {k: v for k, v in given.items() if k in names}
+        own = {k.removeprefix(f"{kind}."): v for k, v in given.items() if k.startswith(f"{kind}.")}
+        mine = {k: v for k, v in {**plain, **own}.items() if k in names}
         if mine:
-            p = dataclasses.replace(p, **{kind: piece.replace(**mine)})
+            exchanged: dict[str, Any] = {kind: _replaced(p, kind, piece, mine)}
+            p = dataclasses.replace(p, **exchanged)
     for key in given:
         if key not in known:
-            listed = ", ".join(sorted(known))
+            listed = ", ".join(sorted(k for k in known if "." not in k))
             if key == "seed":
                 raise UserError("noise has the run's seed: --seed would be right")
             raise UserError(
                 f"{p.name} has no parameter {key!r}{nearest(key, known)} (it has: {listed})"
             )
     return p
+
+
+def _replaced(p: Policy, kind: str, piece: Part, given: dict[str, Any]) -> Part:
+    """A part with other parameters.
+
+    Raises:
+        UserError: A value is not right for it; where another part has the same key, both are named.
+    """
+    names = piece.parameter_types()
+    try:
+        return piece.replace(**{k: _cast(k, v, names[k]) for k, v in given.items()})
+    except UserError as error:
+        for key in given:
+            others = [
+                k
+                for k in KINDS
+                if (o := getattr(p, k)) is not None and k != kind and key in o.parameter_types()
+            ]
+            if others and f"{key}=" in str(error):
+                ways = " or ".join(f"{k}.{key}=" for k in (kind, *others))
+                raise UserError(
+                    f"{error} ({kind} has it, and {', '.join(others)}: {ways})"
+                ) from None
+        raise
 
 
 def _cast(key: str, value: Any, kind: Any) -> Any:

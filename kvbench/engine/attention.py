@@ -7,7 +7,7 @@ gets q, k and v after RoPE.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from kvbench.engine.attend import attend
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.models import attention_modules, decoder_of
@@ -39,7 +40,9 @@ class Forward:
         added: New tokens of every row (CPU).
         on_layer: Called with the forward and a layer after its attention. It must not hold the
             forward itself: in a cycle the cache would outlive its use.
-        want_mass: Whether packed layers give the mass of their entries.
+        powers: Of which powers of the attention weights packed layers give the sums.
+        ids: New token ids `[B, n]`; None where embeddings were given.
+        hidden: Final hidden states of the new tokens, once the forward has ended.
     """
 
     cache: RaggedCache
@@ -49,19 +52,21 @@ class Forward:
     rank: Tensor
     added: list[int]
     on_layer: Callable[[Forward, RaggedLayer, Step], None] | None = None
-    want_mass: bool = False
+    powers: tuple[int, ...] = ()
     mask: Tensor | None = None
+    ids: Tensor | None = None
+    hidden: Tensor | None = None
 
 
 @dataclass
 class Step:
-    """What the attention of one layer saw in one forward."""
+    """What the attention of one layer saw in one forward; `mass` as `attend` gives it."""
 
     index: int
     query: Tensor
     hidden: Tensor
     scale: float
-    mass: Tensor | None = None
+    mass: Mapping[int, Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -150,7 +155,9 @@ def kvbench_attention(
     step = Step(hooked.index, query, hooked.hidden, scale)
     if layer.packed:
         layer.append(forward.rank, forward.valid, forward.added, forward.first)
-        result, step.mass = attend(query, layer, forward.first, scale, forward.want_mass)
+        result, step.mass = attend(
+            query, layer, forward.first, scale, forward.powers, forward.valid
+        )
     else:
         result = _dense(query, layer, forward, scale)
     if forward.on_layer is not None:
@@ -183,79 +190,6 @@ def _dense(query: Tensor, layer: RaggedLayer, forward: Forward, scale: float) ->
             mask = (mask & forward.cache.valid[:, None, None]) | (column == own)
         forward.mask = mask
     return F.scaled_dot_product_attention(query, key, value, attn_mask=forward.mask, scale=scale)
-
-
-def attend(
-    query: Tensor, layer: RaggedLayer, first: int, scale: float, want_mass: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """Attention of new queries over a packed layer that holds their own entries already.
-
-    Causality among new tokens goes by logical column.
-
-    Args:
-        query: `[B, H_q, n, d]`.
-        layer: A packed layer.
-        first: Logical column of the first new query.
-        scale: Factor of the logits.
-        want_mass: Also give the attention that every entry received, summed over the queries.
-
-    Returns:
-        Output `[B, H_q, n, d]`, and the mass float32 `[B, H_q, longest segment]` or None.
-    """
-    if want_mass or query.device.type != "cpu":
-        return _attend_padded(query, layer, first, scale, want_mass)
-    return _attend_segments(query, layer, first, scale), None
-
-
-def _attend_segments(query: Tensor, layer: RaggedLayer, first: int, scale: float) -> Tensor:
-    """One SDPA per segment, without a copy of any K or V: what a CPU likes best.
-
-    A segment's result does not depend on what else is in the batch.
-    """
-    b, hq, n, d = query.shape
-    group = hq // layer.heads
-    assert layer.key is not None and layer.value is not None
-    q = query.reshape(b * layer.heads, 1, 1, group * n, d).unbind(0)
-    out = []
-    column = torch.arange(first, first + n, dtype=torch.int32).repeat(group)[:, None]
-    for s, (a, length) in enumerate(zip(layer.start, layer.length, strict=True)):
-        if length == 0:
-            out.append(torch.zeros_like(q[s]))
-            continue
-        key = layer.key[a : a + length].view(1, 1, length, d)
-        value = layer.value[a : a + length].view(1, 1, length, d)
-        mask = None
-        if n > 1:
-            held = layer.col[a : a + length]
-            # A padding query comes before all that the row holds: it may see what it likes.
-            mask = (held <= column) | (column < held[0])
-        out.append(F.scaled_dot_product_attention(q[s], key, value, attn_mask=mask, scale=scale))
-    return torch.stack(out).view(b, hq, n, d)
-
-
-def _attend_padded(
-    query: Tensor, layer: RaggedLayer, first: int, scale: float, want_mass: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Gather the segments into a rectangle: the reference on a GPU, and where mass is wanted."""
-    b, hq, n, d = query.shape
-    group = hq // layer.heads
-    assert layer.key is not None and layer.value is not None
-    rows, live = layer.padded_rows()
-    key, value, held = layer.key[rows], layer.value[rows], layer.col[rows]
-    column = torch.arange(first, first + n, dtype=torch.int32, device=query.device)[:, None]
-    seen = (held[:, :, None] <= column) & live[:, :, None]
-    # Queries without any entry (padding, or an empty segment) see everything; they are not read.
-    blind = ~seen.any(-1, keepdim=True)
-    mask = (seen | blind)[:, :, None].expand(-1, -1, group, -1, -1).flatten(2, 3)
-    q = query.reshape(b, layer.heads, group * n, d)
-    if not want_mass:
-        out = F.scaled_dot_product_attention(q, key, value, attn_mask=mask, scale=scale)
-        return out.view(b, hq, n, d), None
-    logits = (q.float() @ key.float().transpose(-1, -2)) * scale
-    attention = torch.softmax(logits.masked_fill(~mask, float("-inf")), -1)
-    out = (attention @ value.float()).to(query.dtype).view(b, hq, n, d)
-    real = (~blind).repeat(1, 1, group, 1)
-    return out, (attention * real).view(b, hq, n, -1).sum(2)
 
 
 AttentionInterface.register(NAME, kvbench_attention)
@@ -300,6 +234,7 @@ def attached(
         forward = _open(
             cache, given.shape[0], given.shape[1], given.device, kwargs.get("attention_mask")
         )
+        forward.ids = tokens
         if tokens is None:
             cache.ids = None
         elif cache.ids is not None:
@@ -322,6 +257,7 @@ def attached(
         forward, state.active = state.active, None
         del _ACTIVE[depth:]
         if forward is not None and out is not None:
+            forward.hidden = getattr(out, "last_hidden_state", None)
             after(forward.cache, forward)
 
     def entering(index: int, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:

@@ -23,6 +23,8 @@ from transformers.cache_utils import (
 )
 
 from kvbench.engine.layer import RaggedLayer, starts
+from kvbench.engine.observe import SurprisalObserver
+from kvbench.engine.upkeep import Upkeep
 from kvbench.errors import UserError
 from kvbench.plugin import Need, Observer
 
@@ -34,7 +36,10 @@ class RaggedCache(Cache):
         valid: Which logical columns are tokens, bool `[B, S]`; None before the first forward.
         padded: Whether any column is padding.
         ids: Token ids of the forwards so far, or None where embeddings were given.
-        observers: What is observed, by need.
+        observers: What is observed of every layer, by need.
+        token_observers: What is observed of the tokens, by need.
+        turns: First logical column of every turn after the first, for every sequence.
+        upkeep: What goes on after the first compression, where more will follow.
         budget_entries, held_entries: What every row may keep over all layers and heads, and what
             was really held right after the last compression (None before one).
         seconds: What the compression took.
@@ -56,6 +61,8 @@ class RaggedCache(Cache):
             raise UserError(f"layers of kind {', '.join(sorted(odd))} cannot be evicted from")
         super().__init__(layers=layers)
         self.observers: dict[Need, Observer] = {}
+        self.token_observers: dict[Need, SurprisalObserver] = {}
+        self.upkeep: Upkeep | None = None
         self.reset_sequences()
 
     def reset_sequences(self) -> None:
@@ -63,6 +70,7 @@ class RaggedCache(Cache):
         self.valid: Tensor | None = None
         self.padded = False
         self.ids: list[Tensor] | None = []
+        self.turns: list[list[int]] = []
         self.budget_entries: list[int] | None = None
         self.held_entries: list[int] | None = None
         self.seconds = 0.0
@@ -162,7 +170,10 @@ class RaggedCache(Cache):
             x.fork() if isinstance(x, RaggedLayer) else copy.copy(x) for x in self.layers
         ]
         other.observers = {need: o.fork() for need, o in self.observers.items()}
+        other.token_observers = {need: o.fork() for need, o in self.token_observers.items()}
         other.ids = None if self.ids is None else [*self.ids]
+        other.turns = [[*starts] for starts in self.turns]
+        other.upkeep = None if self.upkeep is None else self.upkeep.fork()
         return other
 
     @staticmethod
@@ -170,7 +181,8 @@ class RaggedCache(Cache):
         """Put packed caches side by side as the rows of one; shorter ones are padded on the left.
 
         Args:
-            caches: Packed caches of the same model; they are not changed.
+            caches: Packed caches of the same model; they are not changed. If all of them have an
+                upkeep, of one policy, it goes on for the rows together.
 
         Returns:
             A cache with the rows of all, in order.
@@ -182,7 +194,22 @@ class RaggedCache(Cache):
         rows = [torch.nn.functional.pad(v, (s, 0)) for v, s in zip(valids, shifts, strict=True)]
         out.valid = torch.cat(rows)
         out.padded = any(s > 0 for s in shifts) or any(c.padded for c in caches)
-        out.ids, out.observers = None, {}
+        out.ids = None
+        if all(c.upkeep is not None for c in caches):
+            out.upkeep = Upkeep.stack([c.upkeep for c in caches if c.upkeep is not None])
+            kinds = caches[0].observers.items()
+            out.observers = {n: o.stack([c.observers[n] for c in caches]) for n, o in kinds}
+            tokens = caches[0].token_observers.items()
+            out.token_observers = {
+                n: o.stack([c.token_observers[n] for c in caches]) for n, o in tokens
+            }
+            out.turns = [
+                [t + s for t in (c.turns[r] if c.turns else [])]
+                for c, s in zip(caches, shifts, strict=True)
+                for r in range(c.batch)
+            ]
+        else:
+            out.upkeep, out.observers, out.token_observers, out.turns = None, {}, {}, []
         out.budget_entries = [n for c in caches for n in (c.budget_entries or [])]
         out.held_entries = [n for c in caches for n in (c.held_entries or [])]
         layers: list[Any] = []
@@ -198,7 +225,13 @@ class RaggedCache(Cache):
         out = copy.copy(self)
         index = torch.tensor(rows, device=self.valid.device)
         out.valid = self.valid[index]
-        out.ids, out.observers = None, {}
+        out.ids = None
+        out.turns = [[*self.turns[r]] for r in rows] if self.turns else []
+        out.observers, out.token_observers = {}, {}
+        if self.upkeep is not None:
+            out.upkeep = self.upkeep.take(rows)
+            out.observers = {need: o.take(index) for need, o in self.observers.items()}
+            out.token_observers = {n: o.take(index) for n, o in self.token_observers.items()}
         out.budget_entries = [self.budget_entries[r] for r in rows] if self.budget_entries else None
         out.held_entries = [self.held_entries[r] for r in rows] if self.held_entries else None
         layers: list[Any] = []
@@ -214,6 +247,7 @@ class RaggedCache(Cache):
                 part.key, part.value = layer.key[source], layer.value[source]
                 part.col = layer.col[source]
                 part.extras = {name: x[source] for name, x in layer.extras.items()}
+                part.state = [dict(layer.state[r]) for r in rows] if layer.state else []
                 part.room = [layer.room[s] for s in segments]
                 part.length = [layer.length[s] for s in segments]
                 part.start = starts(part.room)
@@ -223,6 +257,12 @@ class RaggedCache(Cache):
             layers.append(part)
         out.layers = layers
         return out
+
+    def settle(self) -> None:
+        """Say that no further cut will come: what only cuts need is freed."""
+        self.upkeep, self.observers, self.token_observers = None, {}, {}
+        for layer in self.ragged:
+            layer.extras, layer.state = {}, []
 
     def evict(self, keep: Sequence[Tensor], rows: Sequence[int] | None = None) -> None:
         """Free entries of packed layers.
@@ -240,12 +280,16 @@ def _ragged(parts: list[RaggedLayer], shifts: list[int], seen: int) -> RaggedLay
     out = copy.copy(parts[0])
     out.batch = sum(p.batch for p in parts)
     out.seen = seen
-    out.state = {}
+    out.state = [held for p in parts for held in (p.state or [{}] * p.batch)]
     out.key = torch.cat([p.key for p in parts if p.key is not None])
     out.value = torch.cat([p.value for p in parts if p.value is not None])
     out.col = torch.cat([p.col + s for p, s in zip(parts, shifts, strict=True)])
     common = set.intersection(*(set(p.extras) for p in parts))
-    out.extras = {name: torch.cat([p.extras[name] for p in parts]) for name in sorted(common)}
+    out.extras = {
+        name: torch.cat([p.extras[name] for p in parts])
+        for name in parts[0].extras
+        if name in common
+    }
     out.room = [n for p in parts for n in p.room]
     out.length = [n for p in parts for n in p.length]
     out.start = starts(out.room)

@@ -1,19 +1,23 @@
-"""One compression: score, allocate, select, merge; exact to the entry."""
+"""The decision of one compression: score, allocate, select, merge; exact to the entry."""
 
 from __future__ import annotations
 
 import hashlib
 import time
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvbench.apportion import apportion
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.layer import RaggedLayer
+from kvbench.engine.upkeep import goes_on
 from kvbench.errors import BudgetError
 from kvbench.plugin import (
+    AttentionMass,
     ModelInfo,
     Moment,
     Need,
@@ -27,10 +31,10 @@ from kvbench.plugin import (
 
 
 class Decision(NamedTuple):
-    """What one layer keeps: bool `[B, H, n]`, the policy's extras, K and V where they changed."""
+    """What one layer keeps: bool `[B, H, n]`, per-entry extras, K and V where they changed."""
 
     keep: Tensor
-    extras: dict[str, Tensor]
+    extras: dict[str | Need, Tensor]
     key: Tensor | None = None
     value: Tensor | None = None
 
@@ -88,8 +92,9 @@ class Cut:
         seeds: Noise seeds of all sequences of the cache, int64 `[B]`.
         shared: Scores of other cells on the same prefill.
         rows: Which sequences are cut; None: all.
+        final: Whether this is the last cut of a prefill that comes in chunks.
         saved: Seconds that shared scores have spared this cut.
-        states: What mergers keep of every layer, for this cell alone.
+        states: What the merger keeps of every layer, for the rows of this cut.
     """
 
     policy: Policy
@@ -100,6 +105,7 @@ class Cut:
     seeds: Tensor
     shared: Shared | None = None
     rows: list[int] | None = None
+    final: bool = True
     saved: float = 0.0
     states: dict[int, dict[str, Tensor]] = field(default_factory=dict)
 
@@ -113,11 +119,35 @@ class Cut:
         self.by_layer = self.policy.allocate.scope != "model"
         self._shown: list[tuple[str, Tensor, int]] = []
         self._flags: list[tuple[str, Tensor]] = []
-        if self.by_layer:
-            shares = self.policy.allocate.shares(self.info, self.length, self.mean)
-            self.shares = shares.to(torch.int64)
-            if self.shares.sum(1).tolist() != self.total:
-                raise BudgetError(f"{self.policy}: the layers' shares do not sum to the budget")
+
+    @property
+    def at_once(self) -> bool:
+        """Whether a layer can be decided on as soon as its own forward has ended."""
+        return self.by_layer and not any(need.of_tokens for need in self.policy.needs)
+
+    @cached_property
+    def shares(self) -> Tensor:
+        """Entries of every layer, int64 `[B, L]` (scopes `head` and `layer`).
+
+        A layer that holds less than its share (at a later cut) gives the rest to the others.
+
+        Raises:
+            BudgetError: The allocator's shares do not sum to the budget.
+        """
+        shares = self.policy.allocate.shares(self.info, self.length, self.mean).to(torch.int64)
+        if shares.sum(1).tolist() != self.total:
+            raise BudgetError(f"{self.policy}: the layers' shares do not sum to the budget")
+        held = []
+        for layer in self.cache.ragged:
+            if layer.packed:
+                rows = range(layer.batch) if self.rows is None else self.rows
+                held.append(torch.tensor([layer.entries(row) for row in rows]))
+            else:
+                held.append(self.length.cpu() * self.info.kv_heads)
+        most = torch.stack(held, 1).to(shares.device)
+        if bool((shares <= most).all()):
+            return shares
+        return apportion(shares.double(), shares.sum(1), most)
 
     @property
     def keeps_all(self) -> bool:
@@ -128,41 +158,36 @@ class Cut:
         """The rows of this cut."""
         return x if self._index is None else x[self._index]
 
-    def view(self, layer: RaggedLayer, index: int, mass: Tensor | None = None) -> View:
+    def view(self, layer: RaggedLayer, index: int) -> View:
         """Show one layer as it is held now.
 
         Args:
             layer: A dense or packed layer.
             index: Its index among the full-attention layers.
-            mass: Attention that the held entries received in this step (packed layers).
 
         Raises:
             Exception: Whatever an observer that the policy needs has raised.
         """
         assert layer.key is not None and layer.value is not None and self.cache.valid is not None
+        score = self.policy.score
+        extras: dict[str, Tensor] = {}
         if layer.packed:
-            rows, valid = layer.padded_rows()
-            rows, valid = self._own(rows), self._own(valid)
+            rows, valid = layer.padded_rows(self.rows)
             key, value, col = layer.key[rows], layer.value[rows], layer.col[rows].long()
-            extras = {name: held[rows] for name, held in layer.extras.items()}
+            extras = {n: held[rows] for n, held in layer.extras.items() if isinstance(n, str)}
         else:
+            rows = None
             key, value = self._own(layer.key), self._own(layer.value)
             columns = torch.arange(key.shape[2], device=key.device)
             col = columns.expand(key.shape[:3])
             valid = self._own(self.cache.valid)[:, None].expand(key.shape[:3])
-            extras = {}
-            if self.policy.score is not None:
-                for name, dtype in self.policy.score.extras.items():
-                    extras[name] = torch.zeros(key.shape[:3], dtype=dtype, device=key.device)
+            for name, dtype in ({} if score is None else score.extras).items():
+                extras[name] = torch.zeros(key.shape[:3], dtype=dtype, device=key.device)
         obs: dict[Need, Tensor] = {}
         for need in self.policy.needs:
-            if need in self.cache.broken:
-                raise self.cache.broken[need]
-            if layer.packed and need.per_entry:
-                if mass is not None:
-                    obs[need] = self._own(mass)
-            else:
-                obs[need] = self._own(self.cache.observers[need].read(index))
+            found = self._observed(need, layer, index, col, rows)
+            if found is not None:
+                obs[need] = found
         if not layer.packed:  # of a packed layer the view holds copies
             shown = {"key": key, "value": value, **{f"obs[{need}]": x for need, x in obs.items()}}
             self._shown += [(name, x, versions(x)[0]) for name, x in shown.items()]
@@ -181,11 +206,52 @@ class Cut:
             scale=layer.scale,
             seed=self._own(self.seeds),
             budget=self.mean,
+            turns_ago=self._turns_ago(col),
+            final=self.final,
         )
+
+    def _observed(
+        self, need: Need, layer: RaggedLayer, index: int, col: Tensor, rows: Tensor | None
+    ) -> Tensor | None:
+        """What is known of a need; None: it was observed during the prefill alone."""
+        if need in self.cache.broken:
+            raise self.cache.broken[need]
+        if need.of_tokens:
+            assert self.cache.valid is not None
+            found = self._own(self.cache.token_observers[need].read(self.cache.valid))
+            return found[:, None].expand(-1, col.shape[1], -1).gather(-1, col)
+        if rows is not None and need.per_entry:
+            if need not in layer.extras:
+                return None
+            return layer.extras[need][rows].transpose(2, 3).flatten(1, 2)
+        return self._own(self.cache.observers[need].read(index))
+
+    def _turns_ago(self, col: Tensor) -> Tensor | None:
+        """How many turns before the newest an entry came."""
+        starts = self.cache.turns
+        if not any(starts):
+            return None
+        own = starts if self.rows is None else [starts[row] for row in self.rows]
+        ago = torch.zeros_like(col)
+        for n in range(max(len(row) for row in own)):
+            first = torch.tensor([row[n] if n < len(row) else 0 for row in own], device=col.device)
+            ago += col < first[:, None, None]
+        return ago
+
+    def _extras(self, view: View) -> dict[str | Need, Tensor]:
+        """What is kept beside the entries, where another cut may come."""
+        if not goes_on(self.policy, self.moment):
+            return {}
+        extras: dict[str | Need, Tensor] = {}
+        extras.update(view.extras)
+        for need, x in view.obs.items():
+            if isinstance(need, AttentionMass):
+                extras[need] = x.unflatten(1, (self.info.kv_heads, -1)).transpose(2, 3)
+        return extras
 
     def layer(self, view: View) -> Decision:
         """Decide for one layer on its own (scopes `head` and `layer`)."""
-        scores = self._score(view)
+        scores = self.policy.select.prepare(view, self._score(view))
         total = self.shares[:, view.layer]
         shares = self.policy.allocate.allocate([Scored(view, scores)], total)
         decision = self._select(view, scores, shares[:, 0])
@@ -194,7 +260,7 @@ class Cut:
 
     def model(self, views: list[View]) -> list[Decision]:
         """Decide for all layers together (scope `model`)."""
-        scored = [Scored(v, self._score(v)) for v in views]
+        scored = [Scored(v, self.policy.select.prepare(v, self._score(v))) for v in views]
         total = torch.tensor(self.total, device=self.length.device)
         shares = self.policy.allocate.allocate(scored, total)
         decisions = [self._select(v, s, shares[:, i]) for i, (v, s) in enumerate(scored)]
@@ -206,7 +272,7 @@ class Cut:
         if self.policy.score is not None and self.policy.score.extras:
             self._score(view)
         self._untouched()
-        return Decision(view.valid, view.extras)
+        return Decision(view.valid, self._extras(view))
 
     def check(self, held: list[int]) -> None:
         """Compare what is held with what the budget allows, and read all that was flagged.
@@ -272,11 +338,20 @@ class Cut:
         text = f"in layer {view.layer} the selector did not keep exactly each head's share"
         self._flags.append((text, wrong))
         if self.policy.merge is None:
-            return Decision(keep, view.extras)
+            return Decision(keep, self._extras(view))
         held = self.cache.ragged[view.layer].state
-        state = self.states.setdefault(view.layer, dict(held))
+        own = held if self.rows is None or not held else [held[row] for row in self.rows]
+        names = own[0] if own else ()
+        state = {name: torch.cat([of_row[name] for of_row in own]) for name in names}
         key, value = self.policy.merge.merge(view, keep, state)
-        return Decision(keep, view.extras, key, value)
+        self.states[view.layer] = state
+        return Decision(keep, self._extras(view), key, value)
+
+    def state_of(self, layer: int) -> list[dict[str, Tensor]]:
+        """What the merger keeps of a layer, for every row of this cut apart."""
+        state = self.states.get(layer, {})
+        rows = range(len(self.budget))
+        return [{name: x[row : row + 1] for name, x in state.items()} for row in rows]
 
     def _untouched(self) -> None:
         """Other cells see the same tensors: whoever changes them in place fails.
@@ -294,94 +369,3 @@ class Cut:
 def versions(*tensors: Tensor) -> tuple[int, ...]:
     """How often tensors were written to; unknown (0) for those of inference mode."""
     return tuple(0 if x.is_inference() else x._version for x in tensors)
-
-
-def cut_cache(cut: Cut, target: RaggedCache, reserve: int | None = None) -> None:
-    """Compress all layers of `cut.cache` into `target` (which may be the same cache).
-
-    Args:
-        cut: What to do.
-        target: Gets the packed layers, the counts and the observers.
-        reserve: Rows of room per segment.
-
-    Raises:
-        BudgetError: The policy did not meet its budget to the entry.
-    """
-    full = cut.keeps_all
-    layers = list(zip(cut.cache.ragged, target.ragged, strict=True))
-    decisions: list[Decision] | None = None
-    if not full and not cut.by_layer:
-        decisions = cut.model([cut.view(layer, i) for i, (layer, _) in enumerate(layers)])
-    for i, (layer, into) in enumerate(layers):
-        if decisions is not None:
-            decision = decisions[i]
-        else:
-            view = cut.view(layer, i)
-            decision = cut.whole(view) if full else cut.layer(view)
-        store(cut, i, layer, into, decision, reserve)
-    finish(cut, target)
-
-
-def store(
-    cut: Cut,
-    index: int,
-    source: RaggedLayer,
-    target: RaggedLayer,
-    decision: Decision,
-    reserve: int | None = None,
-) -> None:
-    """Pack what was decided for one dense layer.
-
-    Args:
-        cut: What it was decided in.
-        index: The layer's index among the full-attention layers.
-        source: The dense layer.
-        target: Gets the entries; may be the same layer.
-        decision: What stays.
-        reserve: Rows of room per segment.
-    """
-    assert source.key is not None and source.value is not None
-    key = source.key if decision.key is None else decision.key
-    value = source.value if decision.value is None else decision.value
-    target.seen, target.dim, target.scale = source.seen, source.dim, source.scale
-    target.dtype, target.device = source.dtype, source.device
-    target.is_initialized = True
-    target.state = cut.states.get(index, dict(source.state))
-    columns = torch.arange(key.shape[2], device=key.device).expand(key.shape[:3])
-    target.pack(key, value, decision.keep, columns, decision.extras, reserve)
-
-
-def cut_back(cut: Cut, cache: RaggedCache) -> None:
-    """Cut some rows of a packed cache back; the others keep all that they hold.
-
-    Args:
-        cut: With `rows` set.
-        cache: The cache, `cut.cache`.
-
-    Raises:
-        BudgetError: The policy did not meet its budget to the entry.
-    """
-    assert cut.rows is not None
-    index = torch.tensor(cut.rows, device=cut.length.device)
-    views = [cut.view(layer, i) for i, layer in enumerate(cache.ragged)]
-    decisions = [cut.layer(v) for v in views] if cut.by_layer else cut.model(views)
-    for i, (layer, made) in enumerate(zip(cache.ragged, decisions, strict=True)):
-        rows, keep = layer.padded_rows()
-        chosen = rows[index][made.keep]
-        for name, extra in made.extras.items():
-            layer.extras[name][chosen] = extra[made.keep]
-        if made.key is not None and made.value is not None:
-            layer.overwrite(chosen, made.key[made.keep], made.value[made.keep])
-        keep[index] = made.keep
-        layer.state = cut.states.get(i, layer.state)
-        layer.evict(keep, cut.rows)
-    held = [cache.live_entries(row) for row in cut.rows]
-    cut.check(held)
-    cache.budget_entries, cache.held_entries = cut.total, held
-
-
-def finish(cut: Cut, target: RaggedCache) -> None:
-    """Record and check what is held after a compression."""
-    held = [target.live_entries(row) for row in range(cut.cache.batch)]
-    cut.check(held)
-    target.budget_entries, target.held_entries = cut.total, held

@@ -52,14 +52,12 @@ class Row:
     """One response in the making.
 
     Attributes:
-        cache: The packed cache of one sequence; the row owns it.
-        logits: After the last prompt token, `[1, vocabulary]`.
         limit: New tokens at most.
         stop: When it ends.
+        tokens: What was generated so far.
+        reason: Why it has ended; empty while it goes on.
     """
 
-    cache: RaggedCache
-    logits: Tensor
     limit: int
     stop: Stop
     tokens: list[int] = field(default_factory=list)
@@ -75,8 +73,8 @@ class Row:
             self.reason = "length"
 
 
-def decode(model: nn.Module, rows: Sequence[Row], slots: int) -> None:
-    """Generate greedily until every row has ended.
+class Batch:
+    """Compressed caches side by side.
 
     The batch always has `slots` rows (the last one is repeated where there are fewer). With a
     constant number the shapes of all matrix products, and so a row's bits, do not depend on its
@@ -84,17 +82,51 @@ def decode(model: nn.Module, rows: Sequence[Row], slots: int) -> None:
 
     Args:
         model: The model, inside `engine`.
-        rows: At most `slots` rows.
+        caches: At most `slots` packed caches of one sequence each.
         slots: Rows of the batch.
     """
-    for row in rows:
-        row.push(int(row.logits.argmax(-1)))
-    if all(row.reason for row in rows):
-        return
-    cache = RaggedCache.stack([rows[min(i, len(rows) - 1)].cache for i in range(slots)])
-    device = rows[0].logits.device
-    while not all(row.reason for row in rows):
-        last = [rows[min(i, len(rows) - 1)].tokens[-1] for i in range(slots)]
-        logits = forward(model, cache, torch.tensor(last, device=device)[:, None])
-        for row, token in zip(rows, logits.argmax(-1).tolist(), strict=False):
-            row.push(token)
+
+    def __init__(self, model: nn.Module, caches: Sequence[RaggedCache], slots: int) -> None:
+        self.model = model
+        self.rows = len(caches)
+        self.slots = slots
+        self.cache = RaggedCache.stack([caches[min(i, self.rows - 1)] for i in range(slots)])
+        assert self.cache.valid is not None
+        self.device = self.cache.valid.device
+
+    def feed(self, tokens: Sequence[Sequence[int]], width: int) -> Tensor:
+        """Append tokens to every row.
+
+        Args:
+            tokens: At most `width` tokens for each row; a row that gets none waits.
+            width: Columns of the forward; what a row has not is padded on the left.
+
+        Returns:
+            Logits after the last token of every row, `[rows, vocabulary]`.
+        """
+        # Where rows are cut as they go a repeated one would be cut for nothing: it waits.
+        spare = () if self.cache.upkeep is not None else tokens[-1]
+        own = [*tokens, *[spare] * (self.slots - self.rows)]
+        ids = torch.tensor([[0] * (width - len(t)) + list(t) for t in own], device=self.device)
+        if all(len(t) == width for t in own):
+            return forward(self.model, self.cache, ids)[: self.rows]
+        count = torch.tensor([len(t) for t in own], device=self.device)
+        mask = torch.arange(width, device=self.device) >= width - count[:, None]
+        return forward(self.model, self.cache, ids, mask)[: self.rows]
+
+    def answer(self, rows: Sequence[Row], logits: Tensor, pause: bool = False) -> None:
+        """Generate greedily until every row has ended.
+
+        Args:
+            rows: One for each row of the batch.
+            logits: After the last prompt token of each, `[rows, vocabulary]`.
+            pause: Whether a row that has ended gets no further tokens, because its cache matters
+                to others or lives on.
+        """
+        while True:
+            for row, token in zip(rows, logits.argmax(-1).tolist(), strict=True):
+                row.push(token)
+            if all(row.reason for row in rows):
+                return
+            last = [() if pause and row.reason else (row.tokens[-1],) for row in rows]
+            logits = self.feed(last, 1)

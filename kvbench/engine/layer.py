@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from kvbench.needs import Need
+
 _UNSUPPORTED = "a kvbench cache takes part in neither beam search nor assisted decoding"
 
 
@@ -22,8 +24,10 @@ class RaggedLayer(CacheLayerMixin):
         start, length, room: First row, live rows and rows owned of every segment (CPU).
         key, value: `[B, H, S, d]` while dense, `[rows, d]` once packed.
         col: Logical column of every row, int32 `[rows]` (packed).
-        extras: Per-entry state of the policy, `[rows]` each (packed).
-        state: What a merger keeps between cuts.
+        extras: Per-entry state: the policy's by name, `[rows]` each, and what is observed on and on
+            by its need, `[rows, G]` (packed).
+        state: What a merger keeps between cuts: for every sequence by name, `[1, ...]`; empty
+            before the first cut.
         scale: Factor of the attention logits.
     """
 
@@ -42,8 +46,8 @@ class RaggedLayer(CacheLayerMixin):
         self.key: Tensor | None = None
         self.value: Tensor | None = None
         self.col = torch.empty(0, dtype=torch.int32)
-        self.extras: dict[str, Tensor] = {}
-        self.state: dict[str, Tensor] = {}
+        self.extras: dict[str | Need, Tensor] = {}
+        self.state: list[dict[str, Tensor]] = []
         self.start: list[int] = []
         self.length: list[int] = []
         self.room: list[int] = []
@@ -114,7 +118,7 @@ class RaggedLayer(CacheLayerMixin):
         value: Tensor,
         keep: Tensor,
         col: Tensor,
-        extras: Mapping[str, Tensor],
+        extras: Mapping[str | Need, Tensor],
         reserve: int | None = None,
     ) -> None:
         """Replace what is held by the chosen entries; everything else is freed.
@@ -123,7 +127,7 @@ class RaggedLayer(CacheLayerMixin):
             key, value: `[B, H, n, d]`.
             keep: What stays, bool `[B, H, n]`.
             col: Logical columns, `[B, H, n]`, rising along the last axis.
-            extras: Per-entry state, `[B, H, n]` each.
+            extras: Per-entry state, `[B, H, n, ...]` each.
             reserve: Rows of room behind every segment; None sizes it to what is kept.
         """
         key, value = key.detach(), value.detach()
@@ -138,14 +142,14 @@ class RaggedLayer(CacheLayerMixin):
             self.value = torch.empty(rows, self.dim, dtype=value.dtype, device=key.device)
             self.col = torch.empty(rows, dtype=torch.int32, device=key.device)
             self.extras = {
-                name: torch.zeros(rows, dtype=held.dtype, device=key.device)
+                name: torch.zeros(rows, *held.shape[3:], dtype=held.dtype, device=key.device)
                 for name, held in extras.items()
             }
         self.key[target] = key.reshape(-1, self.dim)[source]
         self.value[target] = value.reshape(-1, self.dim)[source]
         self.col[target] = col.expand(keep.shape).reshape(-1)[source].to(torch.int32)
         for name, held in extras.items():
-            self.extras[name][target] = held.detach().reshape(-1)[source]
+            self.extras[name][target] = held.detach().flatten(0, 2)[source]
         self.packed = True
 
     def append(self, rank: Tensor, valid: Tensor | None, added: Sequence[int], first: int) -> None:
@@ -203,12 +207,12 @@ class RaggedLayer(CacheLayerMixin):
         self.key[rows], self.value[rows] = key.detach(), value.detach()
 
     def store_extras(self, extras: Mapping[str, Tensor]) -> None:
-        """Take over per-entry state, `[B, H, n]` each, as `padded_rows` shows the entries."""
+        """Take over per-entry state, `[B, H, n, ...]` each, as `padded_rows` shows the entries."""
         width = max(self.length)
         first = [s * width for s in range(len(self.length))]
         source, target = _runs(first, self.length, self.col.device), self.rows()
         for name, held in extras.items():
-            self.extras[name][target] = held.detach().reshape(-1)[source]
+            self.extras[name][target] = held.detach().flatten(0, 2)[source]
 
     def bounds(self) -> tuple[Tensor, Tensor]:
         """Start and length of every segment on the layer's device, int64 `[B, H, 1]` each.
@@ -222,6 +226,10 @@ class RaggedLayer(CacheLayerMixin):
             self._bounds = (start.view(shape), length.view(shape))
         return self._bounds
 
+    def accumulate(self, need: Need, received: Tensor) -> None:
+        """Add what every live entry has received, `[entries, G]` in the order of `rows()`."""
+        self.extras[need][self.rows()] += received
+
     def forget_bounds(self) -> None:
         """Say that start and length were changed on the CPU."""
         self._bounds = None
@@ -230,18 +238,26 @@ class RaggedLayer(CacheLayerMixin):
         """Row of every live entry, segment by segment, int64 `[entries]`."""
         return _runs(self.start, self.length, self.col.device)
 
-    def padded_rows(self) -> tuple[Tensor, Tensor]:
+    def padded_rows(self, rows: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
         """Rows of the live entries as a rectangle.
+
+        Args:
+            rows: Of which sequences; None: all.
 
         Returns:
             Row indices int64 `[B, H, n]` (a valid row where there is no entry) and which of them
-            are live, bool `[B, H, n]`; `n` is the longest segment.
+            are live, bool `[B, H, n]`; `n` is the longest segment of these sequences.
         """
         start, length = self.bounds()
-        offset = torch.arange(max(self.length), device=self.col.device)
+        longest = max(self.length)
+        if rows is not None:
+            index = torch.tensor(rows, device=self.col.device)
+            start, length = start[index], length[index]
+            longest = max(max(self.length[r * self.heads : (r + 1) * self.heads]) for r in rows)
+        offset = torch.arange(longest, device=self.col.device)
         live = offset < length
-        rows = start + torch.where(live, offset, 0)
-        return rows.clamp(max=max(len(self.col) - 1, 0)), live
+        found = start + torch.where(live, offset, 0)
+        return found.clamp(max=max(len(self.col) - 1, 0)), live
 
     def _layout(self, reserve: int | list[int] | None) -> Tensor:
         """Place the segments for the current lengths; give the row of every entry."""
@@ -279,7 +295,7 @@ class RaggedLayer(CacheLayerMixin):
         """Give a layer that may go on alone; dense tensors are shared, packed ones copied."""
         other = copy.copy(self)
         other.start, other.length, other.room = [*self.start], [*self.length], [*self.room]
-        other.state = dict(self.state)
+        other.state = [dict(held) for held in self.state]
         other.extras = dict(self.extras)
         if self.packed:
             assert self.key is not None and self.value is not None
@@ -298,10 +314,10 @@ class RaggedLayer(CacheLayerMixin):
         return sum(self.length[row * self.heads : (row + 1) * self.heads])
 
     def entry_bytes(self) -> int:
-        """Bytes of one entry: K, V and the policy's extras."""
+        """Bytes of one entry: K, V and its extras."""
         if self.key is None:
             return 0
-        extras = sum(x.element_size() for x in self.extras.values())
+        extras = sum(x.element_size() * x[0].numel() for x in self.extras.values() if len(x))
         return 2 * self.dim * self.key.element_size() + extras
 
     def allocated_bytes(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,21 @@ def model_info(model: nn.Module) -> ModelInfo:
         hidden_size=int(config.hidden_size),
         output_weight=output_weight,
     )
+
+
+def head_of(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Give what turns final hidden states into logits."""
+    get = getattr(model, "get_output_embeddings", None)
+    head = get() if get is not None else None
+    cap = getattr(decoder_of(model).config, "final_logit_softcapping", None)
+
+    def logits(hidden: Tensor) -> Tensor:
+        if head is None:
+            raise UserError(f"{type(model).__name__} has no language-model head: no surprisal")
+        found: Tensor = head(hidden)
+        return found if cap is None else cap * (found / cap).tanh()
+
+    return logits
 
 
 def resolve_model(name: str) -> str:

@@ -1,10 +1,11 @@
-"""What is observed during a prefill: the last queries, and the attention that entries receive.
+"""What is observed: the last queries, the attention that entries receive, the tokens' surprisal.
 
 Observers hold one state per layer and replace it, never write into it: a fork shares all states.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Self
 
 import torch
@@ -75,6 +76,23 @@ class QueryObserver:
         """Give the last queries, `[B, H_q, window, d]`, newest last, zeros where there is none."""
         return self._last[layer].query
 
+    @classmethod
+    def stack(cls, parts: Sequence[Self]) -> Self:
+        """Put the sequences of several observers side by side."""
+        out = cls(parts[0].window)
+        for layer in parts[0]._last:
+            held = [p._last[layer] for p in parts]
+            out._last[layer] = _Last(
+                torch.cat([x.query for x in held]), torch.cat([x.seen for x in held])
+            )
+        return out
+
+    def take(self, rows: Tensor) -> Self:
+        """Give an observer of some sequences (int64 `[b]`)."""
+        out = type(self)(self.window)
+        out._last = {i: _Last(x.query[rows], x.seen[rows]) for i, x in self._last.items()}
+        return out
+
 
 class MassObserver:
     """Sums the attention that every entry receives, per query head.
@@ -82,10 +100,11 @@ class MassObserver:
     Args:
         observe: How many of the last queries count, exactly, in however many chunks they came;
             None: all.
+        power: Of the attention weights, 1 or 2.
     """
 
-    def __init__(self, observe: int | None) -> None:
-        self.observe = observe
+    def __init__(self, observe: int | None, power: int = 1) -> None:
+        self.observe, self.power = observe, power
         self._queries = None if observe is None else QueryObserver(observe)
         self._mass: dict[int, Tensor] = {}
 
@@ -109,9 +128,10 @@ class MassObserver:
             last = self._queries._last[layer]
             behind = torch.arange(last.seen.shape[1] - 1, -1, -1, device=q.device)
             at = (valid.sum(-1)[:, None] - 1 - behind).masked_fill(~last.seen, -1)
-            self._mass[layer] = column_sums(last.query, k, at, position, scale)
+            self._mass[layer] = column_sums(last.query, k, at, position, scale, self.power)
             return
-        mass = column_sums(q, k, position[:, position.shape[1] - q.shape[2] :], position, scale)
+        at = position[:, position.shape[1] - q.shape[2] :]
+        mass = column_sums(q, k, at, position, scale, self.power)
         before = self._mass.get(layer)
         if before is not None:
             mass[..., : before.shape[-1]] += before
@@ -119,7 +139,7 @@ class MassObserver:
 
     def fork(self) -> Self:
         """Give an observer that may go on without changing this one."""
-        other = type(self)(self.observe)
+        other = type(self)(self.observe, self.power)
         other._mass = dict(self._mass)
         if self._queries is not None:
             other._queries = self._queries.fork()
@@ -129,8 +149,100 @@ class MassObserver:
         """Give the attention that every column received, float32 `[B, H_q, S]`."""
         return self._mass[layer]
 
+    @classmethod
+    def stack(cls, parts: Sequence[Self]) -> Self:
+        """Not for what is kept beside the entries: the cache stacks it."""
+        raise NotImplementedError
 
-def column_sums(q: Tensor, k: Tensor, at: Tensor, position: Tensor, scale: float) -> Tensor:
+    def take(self, rows: Tensor) -> Self:
+        """Not for what is kept beside the entries: the cache takes it."""
+        raise NotImplementedError
+
+
+class SurprisalObserver:
+    """`-log p` of every token under the model, from the hidden states of its last layer."""
+
+    def __init__(self) -> None:
+        self._surprisal: Tensor | None = None
+        self._last: Tensor | None = None
+
+    @torch.no_grad()
+    def update(
+        self, ids: Tensor, hidden: Tensor, head: Callable[[Tensor], Tensor], valid: Tensor
+    ) -> None:
+        """Take in one forward.
+
+        Args:
+            ids: New tokens, int64 `[B, n]`.
+            hidden: Final hidden states of the new tokens, `[B, n, d_model]`.
+            head: Gives logits of hidden states.
+            valid: Which columns so far are tokens, bool `[B, S]`.
+        """
+        batch, n = ids.shape
+        new = valid[:, valid.shape[1] - n :]
+        # What predicts a token is the hidden state of the last token before it; padding may lie
+        # between. Index 0 is the state of the last token of all earlier forwards.
+        first = hidden.new_zeros(batch, 1, hidden.shape[-1]) if self._last is None else self._last
+        states = torch.cat([first, hidden], 1)
+        index = torch.where(new, torch.arange(1, n + 1, device=ids.device), 0)
+        running = index.cummax(-1).values
+        before = torch.cat([torch.zeros_like(running[:, :1]), running[:, :-1]], 1)
+        gather = before[..., None].expand(-1, -1, hidden.shape[-1])
+        source = states.gather(1, gather)
+        out = torch.empty(batch, n, device=ids.device)
+        vocabulary = head(source[:, :1]).shape[-1]
+        block = max(1, _BLOCK // (batch * vocabulary))
+        for start in range(0, n, block):
+            logits = head(source[:, start : start + block]).float()
+            target = ids[:, start : start + block, None].to(logits.device)
+            log = logits.logsumexp(-1) - logits.gather(-1, target)[..., 0]
+            out[:, start : start + block] = log
+        if self._last is None:  # a sequence's first token has no prediction
+            out = out.masked_fill(before == 0, float("nan"))
+        else:
+            # A sequence of which nothing but padding was seen before starts here.
+            started = valid[:, : valid.shape[1] - n].any(-1, keepdim=True)
+            out = out.masked_fill((before == 0) & ~started, float("nan"))
+        end = running[:, -1:, None].expand(-1, -1, hidden.shape[-1])
+        self._last = states.gather(1, end)
+        old = self._surprisal
+        self._surprisal = out if old is None else torch.cat([old, out], 1)
+
+    def read(self, valid: Tensor) -> Tensor:
+        """Give every column's surprisal, float32 `[B, S]`; the first token's is the largest."""
+        assert self._surprisal is not None
+        known = valid & ~self._surprisal.isnan()
+        most = self._surprisal.masked_fill(~known, 0.0).amax(-1, keepdim=True)
+        return torch.where(known, self._surprisal, most)
+
+    def fork(self) -> Self:
+        """Give an observer that may go on without changing this one."""
+        other = type(self)()
+        other._surprisal, other._last = self._surprisal, self._last
+        return other
+
+    @classmethod
+    def stack(cls, parts: Sequence[Self]) -> Self:
+        """Put sequences side by side, shorter ones padded on the left."""
+        out = cls()
+        held = [p._surprisal for p in parts if p._surprisal is not None]
+        width = max(x.shape[1] for x in held)
+        pad = torch.nn.functional.pad
+        out._surprisal = torch.cat([pad(x, (width - x.shape[1], 0)) for x in held])
+        out._last = torch.cat([p._last for p in parts if p._last is not None])
+        return out
+
+    def take(self, rows: Tensor) -> Self:
+        """Give an observer of some sequences (int64 `[b]`)."""
+        assert self._surprisal is not None and self._last is not None
+        out = type(self)()
+        out._surprisal, out._last = self._surprisal[rows], self._last[rows]
+        return out
+
+
+def column_sums(
+    q: Tensor, k: Tensor, at: Tensor, position: Tensor, scale: float, power: int = 1
+) -> Tensor:
     """Sum causal softmax attention over queries, by blocks of queries, each with all its keys.
 
     Exact: a row's softmax is taken over all its keys at once. A block holds at most
@@ -142,6 +254,7 @@ def column_sums(q: Tensor, k: Tensor, at: Tensor, position: Tensor, scale: float
         at: Logical position of every query, int64 `[B, n]`; -1: it does not exist.
         position: Logical position of every key, int64 `[B, S]`; -1: it does not exist.
         scale: Factor of the logits.
+        power: Of the weights before they are summed, 1 or 2.
 
     Returns:
         float32 `[B, H_q, S]`.
@@ -162,5 +275,5 @@ def column_sums(q: Tensor, k: Tensor, at: Tensor, position: Tensor, scale: float
         weights = logits.masked_fill_(hidden, float("-inf")).softmax(-1)
         # A query that does not exist sees nothing, and its softmax is not a number.
         weights = weights.masked_fill_((mine < 0)[:, :, None], 0.0)
-        total[..., :ahead] += weights.sum(3)
+        total[..., :ahead] += weights.sum(3) if power == 1 else weights.square_().sum(3)
     return total.flatten(1, 2)

@@ -12,21 +12,32 @@ from torch import Tensor, nn
 from kvbench.budget import Budget
 from kvbench.engine.attention import Forward, Step, attached
 from kvbench.engine.cache import RaggedCache
-from kvbench.engine.compress import Cut, Shared, cut_cache, now, row_seeds
+from kvbench.engine.compress import Cut, Shared, now, row_seeds
+from kvbench.engine.cutting import cut_cache
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.models import decoder_of, model_info
-from kvbench.engine.session import observe
+from kvbench.engine.observing import observe, start_observers, token_watcher
+from kvbench.engine.upkeep import Upkeep, first_budget, goes_on
 from kvbench.plugin import ModelInfo, Moment, Need, Policy
 
 
 @contextmanager
 def engine(model: nn.Module) -> Iterator[None]:
     """Put kvbench's attention into a model for as long as prefixes and their caches are used."""
+    watch = token_watcher(model)
 
     def before(cache: RaggedCache, forward: Forward) -> None:
-        forward.on_layer = _observe_dense
+        if cache.upkeep is not None:
+            cache.upkeep.before(forward)
+        else:
+            forward.on_layer = _observe_dense
 
-    with attached(model, before, lambda cache, forward: None):
+    def after(cache: RaggedCache, forward: Forward) -> None:
+        watch(cache, forward)
+        if cache.upkeep is not None:
+            cache.upkeep.after(cache)
+
+    with attached(model, before, after):
         yield
 
 
@@ -64,12 +75,17 @@ def forward(
 
 @dataclass(frozen=True)
 class Request:
-    """One cell's wish: compress for this policy and budget at this moment."""
+    """One cell's wish: compress for this policy and budget at this moment.
+
+    Attributes:
+        whole: Tokens of the whole prompt, where the prefix is only its first chunk.
+    """
 
     policy: Policy
     budget: Budget
     moment: Moment
     seed: int
+    whole: int | None = None
 
 
 class Prefix:
@@ -84,7 +100,7 @@ class Prefix:
         self.model = model
         self.info: ModelInfo = model_info(model)
         self.cache = RaggedCache(decoder_of(model).config)
-        self.cache.observers = {need: need.observer(self.info) for need in needs}
+        start_observers(self.cache, frozenset(needs), self.info)
         self.device = next(model.parameters()).device
         self.seconds = 0.0
         self._shared: dict[tuple[int, Moment], Shared] = {}
@@ -122,14 +138,25 @@ class Prefix:
         out = []
         for cell in cells:
             begin = now(self.device)
-            budget = lengths
-            if not cell.policy.is_full:
-                budget = [cell.budget.per_head(n) for n in lengths]
+            policy, moment = cell.policy, cell.moment
+            budget = [first_budget(policy, cell.budget, moment, n, cell.whole) for n in lengths]
             seeds = row_seeds(self.cache, cell.seed)
-            shared = self._shared.setdefault((cell.seed, cell.moment), Shared())
-            cut = Cut(cell.policy, self.cache, self.info, cell.moment, budget, seeds, shared)
+            shared = self._shared.setdefault((cell.seed, moment), Shared())
+            final = cell.whole is None or cell.whole <= min(lengths)
+            cut = Cut(policy, self.cache, self.info, moment, budget, seeds, shared, final=final)
             made = self.cache.fork()
-            made.observers = {}
+            if goes_on(policy, moment):
+                allowed = [cell.budget.per_head(cell.whole or n) for n in lengths]
+                if moment == "decode" and cell.budget.tokens is not None:
+                    allowed = [cell.budget.tokens] * len(lengths)
+                made.upkeep = Upkeep(policy, self.info, moment, allowed, seeds)
+                made.observers = {
+                    n: o for n, o in made.observers.items() if n in policy.needs and not n.per_entry
+                }
+                tokens = made.token_observers.items()
+                made.token_observers = {n: o for n, o in tokens if n in policy.needs}
+            else:
+                made.observers, made.token_observers = {}, {}
             for layer in made.ragged:
                 layer.reset()
             cut_cache(cut, made, reserve)

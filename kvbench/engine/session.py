@@ -12,32 +12,16 @@ from torch import Tensor, nn
 from kvbench.budget import Budget
 from kvbench.engine.attention import Forward, Step, attached
 from kvbench.engine.cache import RaggedCache
-from kvbench.engine.compress import Cut, cut_back, cut_cache, finish, row_seeds, store
+from kvbench.engine.compress import Cut, row_seeds
+from kvbench.engine.cutting import cut_cache, finish, store
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.models import decoder_of, model_info
+from kvbench.engine.observing import observe, start_observers, token_watcher
+from kvbench.engine.upkeep import Upkeep, first_budget, goes_on
 from kvbench.errors import UserError
-from kvbench.plugin import ModelInfo, Moment, Policy
+from kvbench.moments import LATER, Moment
+from kvbench.plugin import ModelInfo, Policy
 from kvbench.spelling import policy as make_policy
-
-
-def observe(cache: RaggedCache, layer: RaggedLayer, step: Step) -> None:
-    """Show one layer's forward to the cache's observers (dense layers; queries always).
-
-    An observer may be foreign code: if it raises, the policies that need it fail, and no other.
-    """
-    layer.scale = step.scale
-    assert cache.valid is not None
-    for need, observer in cache.observers.items():
-        if need in cache.broken or (layer.packed and need.per_entry):
-            continue
-        assert layer.key is not None and layer.value is not None
-        key, value = layer.key, layer.value
-        try:
-            observer.update(
-                step.index, step.query, key, value, step.hidden, cache.valid, step.scale
-            )
-        except Exception as error:
-            cache.broken[need] = error
 
 
 class AttachedCache(RaggedCache):
@@ -47,8 +31,7 @@ class AttachedCache(RaggedCache):
         model: The model, attached.
         policy: How entries are chosen.
         budget: How many stay.
-        moment: `context`: once, when the first forward ends (`compress="auto"`) or when
-            `compress()` is called; `decode`: at every forward's end, back to an absolute budget.
+        moment: When it is cut, see `attach`.
         auto: Whether the first forward is compressed when it ends.
         seed: Noise seed.
     """
@@ -70,10 +53,10 @@ class AttachedCache(RaggedCache):
         self._start()
 
     def _start(self) -> None:
-        self.observers = {need: need.observer(self.info) for need in self.policy.needs}
+        start_observers(self, self.policy.needs, self.info)
+        self.upkeep = None
         self._cut: Cut | None = None
-        self._seeds: Tensor | None = None
-        self._first = self._steps = self._running = False
+        self._first = self._running = False
 
     def reset(self) -> None:
         """Empty the cache for another sequence."""
@@ -81,7 +64,10 @@ class AttachedCache(RaggedCache):
         self._start()
 
     def compress(self) -> None:
-        """Cut the cache back to its budget now (with `compress="manual"`, after the prefill).
+        """Cut the cache back to its budget now.
+
+        With `compress="manual"` this ends the prefill. At moment `turns` it is called before every
+        new turn, as often as there are turns; the budget is of the tokens seen so far.
 
         Raises:
             ValueError: Nothing was prefilled, or it is compressed already.
@@ -90,10 +76,19 @@ class AttachedCache(RaggedCache):
             raise ValueError("this cache can only be used inside its kvbench.attach(...) block")
         if self.valid is None:
             raise ValueError("nothing was prefilled yet")
-        if self.packed:
+        if self.packed and self.moment != "turns":
             raise ValueError("the cache is compressed already")
-        cut_cache(self._prefill_cut(), self)
-        self._done()
+        if not self.packed:
+            cut_cache(self._prefill_cut(), self)
+            self._done()
+        elif self.upkeep is not None:
+            heads = self.info.layers * self.info.kv_heads
+            allowed = [self.budget.per_head(n) for n in self.lengths().tolist()]
+            self.upkeep.budget = allowed
+            rows = [r for r, b in enumerate(allowed) if self.live_entries(r) > heads * b]
+            if rows:
+                self.upkeep.cut(self, rows)
+        self.turns = [[*row, self.get_seq_length()] for row in self.turns or [[]] * self.batch]
 
     def close(self) -> None:
         """Make the cache unusable."""
@@ -110,25 +105,19 @@ class AttachedCache(RaggedCache):
     def before(self, forward: Forward) -> None:
         """Prepare one forward."""
         self._running = True
-        self._steps = self.moment == "decode" and not self.policy.is_full
-        forward.want_mass = self._steps and any(n.per_entry for n in self.policy.needs)
-        forward.on_layer = self._on_layer
+        if self.upkeep is not None:
+            self.upkeep.before(forward)
+        else:
+            forward.on_layer = self._on_layer
         self._first = self.auto and not any(layer.packed for layer in self.ragged)
 
     def _on_layer(self, forward: Forward, layer: RaggedLayer, step: Step) -> None:
-        if not layer.packed or self._steps:
-            observe(self, layer, step)
         if layer.packed:
-            if self._steps and self.policy.score is not None and layer.extras:
-                if self._cut is None:
-                    assert self.budget.tokens is not None
-                    self._cut = self._new_cut([self.budget.tokens] * self.batch)
-                view = self._cut.view(layer, step.index, step.mass)
-                self.policy.score.step(view)
-                layer.store_extras(view.extras)
-        elif self._first:
+            return
+        observe(self, layer, step)
+        if self._first:
             cut = self._prefill_cut()
-            if cut.by_layer and not cut.keeps_all:
+            if cut.at_once and not cut.keeps_all:
                 decision = cut.layer(cut.view(layer, step.index))
                 store(cut, step.index, layer, layer, decision)
 
@@ -140,50 +129,31 @@ class AttachedCache(RaggedCache):
                 finish(cut, self)
             else:
                 cut_cache(cut, self)
-        elif self._steps and self.packed:
-            self._cut_due()
-        if self.packed:
             self._done()
-        self._cut = None
+        elif self.upkeep is not None and (self.moment == "decode" or forward.n > 1):
+            self.upkeep.after(self)
         self._running = False
 
     def _done(self) -> None:
-        """Free what only the prefill needed."""
-        self._cut = None
-        self.ids = None
-        gone = [n for n in self.observers if n.per_entry or self.moment != "decode"]
-        for need in gone:
-            del self.observers[need]
+        """Free what only the prefill needed, and start what goes on."""
+        cut, self._cut, self.ids = self._cut, None, None
+        if cut is not None and goes_on(self.policy, self.moment):
+            limit = self.budget.tokens
+            budget = cut.budget if limit is None else [limit] * self.batch
+            self.upkeep = Upkeep(self.policy, self.info, self.moment, budget, cut.seeds)
+            self.observers = {n: o for n, o in self.observers.items() if not n.per_entry}
+        else:
+            self.observers, self.token_observers = {}, {}
 
     def _prefill_cut(self) -> Cut:
         if self._cut is None:
             lengths = self.lengths().tolist()
-            budget = lengths
-            if not self.policy.is_full:
-                budget = [self.budget.per_head(n) for n in lengths]
-            if self.moment == "decode" and not self.policy.is_full:
-                due = self._limit()
-                budget = [b if n >= due else n for b, n in zip(budget, lengths, strict=True)]
-            self._cut = self._new_cut(budget)
+            # Between turns `compress` is only called when there is something to cut.
+            moment = "context" if self.moment == "turns" else self.moment
+            budget = [first_budget(self.policy, self.budget, moment, n) for n in lengths]
+            seeds = row_seeds(self, self.seed)
+            self._cut = Cut(self.policy, self, self.info, self.moment, budget, seeds)
         return self._cut
-
-    def _new_cut(self, budget: list[int], rows: list[int] | None = None) -> Cut:
-        if self._seeds is None:
-            self._seeds = row_seeds(self, self.seed)
-        return Cut(self.policy, self, self.info, self.moment, budget, self._seeds, None, rows)
-
-    def _limit(self) -> int:
-        """Entries per head, on average, at which a sequence is cut back at decode."""
-        assert self.budget.tokens is not None
-        return self.budget.tokens + max(1, self.policy.buffer)
-
-    def _cut_due(self) -> None:
-        """Cut the sequences that have filled their buffer back to the budget."""
-        assert self.budget.tokens is not None
-        limit = self._limit() * self.info.layers * self.info.kv_heads
-        due = [row for row in range(self.batch) if self.live_entries(row) >= limit]
-        if due:
-            cut_back(self._new_cut([self.budget.tokens] * len(due), due), self)
 
 
 @contextmanager
@@ -192,7 +162,7 @@ def attach(
     policy: str | Policy,
     budget: str | int | float | Budget,
     *,
-    moment: Literal["context", "decode"] = "context",
+    moment: Literal["context", "decode", "chunked", "turns"] = "context",
     compress: Literal["auto", "manual"] = "auto",
     seed: int = 0,
 ) -> Iterator[AttachedCache]:
@@ -209,7 +179,10 @@ def attach(
         model: A causal language model of a supported family, in evaluation mode.
         policy: A policy or its spelling, as `"snapkv:window=64"`.
         budget: `"0.2"`, `0.2` (the fraction kept), `512` (tokens) or `"full"`.
-        moment: `context`, or `decode`: an absolute budget holds during generation.
+        moment: `context`: once. `decode`: an absolute budget holds during generation; what a head
+            holds beyond it is cut when the policy's buffer is full. `chunked`: an absolute budget
+            is restored after every forward of more than one token. `turns`: whenever
+            `cache.compress()` is called, which is before every new turn.
         compress: `auto` or `manual`.
         seed: Seed of policies that draw noise.
 
@@ -222,13 +195,15 @@ def attach(
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise UserError(f"seed {seed!r}: a whole number would be right")
     chosen, limit = make_policy(policy), Budget.parse(budget)
-    if moment not in ("context", "decode"):
-        raise UserError(f"moment {moment!r}: context or decode would be right for attach")
+    if moment not in ("context", *LATER):
+        raise UserError(f"moment {moment!r}: context, {', '.join(LATER)} would be right for attach")
     if compress not in ("auto", "manual"):
         raise UserError(f"compress={compress!r}: auto or manual would be right")
-    if moment == "decode" and limit.tokens is None and not chosen.is_full:
-        raise UserError(f"moment decode needs an absolute budget such as 512, not {limit}")
-    cache = AttachedCache(model, chosen, limit, moment, compress == "auto", seed)
+    if moment in ("decode", "chunked") and limit.tokens is None and not chosen.is_full:
+        raise UserError(f"moment {moment} needs an absolute budget such as 512, not {limit}")
+    auto = compress == "auto" and moment != "turns"
+    cache = AttachedCache(model, chosen, limit, moment, auto, seed)
+    watch = token_watcher(model)
 
     def own(other: RaggedCache) -> AttachedCache:
         if other is not cache:
@@ -239,6 +214,7 @@ def attach(
         own(other).before(forward)
 
     def after(other: RaggedCache, forward: Forward) -> None:
+        watch(other, forward)
         own(other).after(forward)
 
     try:

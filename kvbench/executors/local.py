@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import time
-import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,36 +13,30 @@ from torch import Tensor, nn
 from kvbench.budget import Budget
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.compress import now
-from kvbench.engine.generate import Row, Stop, decode
+from kvbench.engine.generate import Batch, Row, Stop
 from kvbench.engine.prefix import Prefix, Request, forward
-from kvbench.errors import BudgetError
+from kvbench.executors.answers import (
+    Answer,
+    Lane,
+    Prompt,
+    begun,
+    empty,
+    finished,
+    key_of,
+    reason_of,
+)
 from kvbench.grid import Cell
 from kvbench.harness.protocol import LoadedTask
-from kvbench.harness.protocol import Request as Question
-from kvbench.plugin import Moment, Policy
+from kvbench.moments import split_moment
+from kvbench.plugin import Policy
 from kvbench.progress import Reporter
 from kvbench.spelling import policy as make_policy
-from kvbench.store import Response, RunStore
+from kvbench.store import RunStore
 
 CPU_SLOTS = 16
 GPU_SLOTS = 32
 
-
-@dataclass(frozen=True)
-class Prompt:
-    """A question with its token ids."""
-
-    question: Question
-    context_ids: tuple[int, ...]
-    question_ids: tuple[int, ...]
-
-
-@dataclass
-class Answer:
-    """A row being decoded and the response that it becomes."""
-
-    row: Row
-    response: Response
+Wanted = list[tuple[Cell, list[Prompt]]]
 
 
 @dataclass
@@ -66,8 +57,9 @@ class Executor:
     reporter: Reporter
     batch_size: int | str = "auto"
     failed: dict[str, str] = field(default_factory=dict)
-    _waiting: list[Answer] = field(default_factory=list)
+    _lanes: dict[str, Lane] = field(default_factory=dict)
     _reserve: int = 0
+    _width: int = 0
 
     def __post_init__(self) -> None:
         self.device = next(self.model.parameters()).device
@@ -88,163 +80,203 @@ class Executor:
             prompts: Its requests, those of one context adjacent.
             cells: The cells to answer them for.
         """
+        from kvbench.executors.turns import run_dialogues
+
         done = self.store.keys()
         policies = {c.cell: make_policy(c.policy) for c in cells}
-        # The same room for every row, also when only some of them are left to do.
+        live = [c for c in cells if c.moment == "turns"]
+        if live:
+            run_dialogues(self, prompts, live, policies, done)
+        cells = [c for c in cells if c.moment != "turns"]
+        # The same room and width for every row, also when only some of them are left to do.
         self._reserve = max(len(p.question_ids) + p.question.max_new_tokens for p in prompts)
+        self._width = max(len(p.question_ids) for p in prompts)
         for ids, group in groupby(prompts, key=lambda p: p.context_ids):
             together = list(group)
             wanted = [
-                (c, [p for p in together if _key(c, p) not in done])
+                (c, [p for p in together if key_of(c, p) not in done])
                 for c in cells
                 if c.cell not in self.failed
             ]
             wanted = [(c, missing) for c, missing in wanted if missing]
             if wanted:
                 self._context(ids, wanted, policies)
-        self._flush()
+        for name in list(self._lanes):
+            self._flush(name)
 
-    def _context(
-        self,
-        ids: tuple[int, ...],
-        wanted: list[tuple[Cell, list[Prompt]]],
-        policies: dict[str, Policy],
-    ) -> None:
-        """Prefill one context once and make a row for every cell and question."""
-        needs = {need for c, _ in wanted for need in policies[c.cell].needs}
-
-        def prefill() -> Prefix:
-            made = Prefix(self.model, needs)
-            made.extend(self._tensor(ids))
-            return made
-
-        prefix = prefill()
-        for cell, missing in wanted:
-            if cell.moment == "question":
+    def _context(self, ids: tuple[int, ...], wanted: Wanted, policies: dict[str, Policy]) -> None:
+        """Make a row for every cell and question of one context, which is prefilled once."""
+        chunked = [(c, m) for c, m in wanted if c.moment.startswith("chunked")]
+        whole = [(c, m) for c, m in wanted if not c.moment.startswith("chunked")]
+        needs = {need for c, _ in whole for need in policies[c.cell].needs}
+        prefix = self.prefill(ids, needs) if whole else None
+        late = []
+        for cell, missing in whole:
+            assert prefix is not None
+            if cell.moment in ("question", "decode"):
+                late += [(cell, prompt) for prompt in missing]
                 continue
-            cache = self._compress(prefix, cell, policies[cell.cell], missing)
+            cache = self.compress(prefix, cell, policies[cell.cell], missing[0])
             if cache is None:
-                prefix = prefill()  # what has failed may have changed it in place
+                prefix = self.prefill(ids, needs)  # what failed may have changed it in place
                 continue
             for i, prompt in enumerate(missing):
                 own = cache.fork() if i + 1 < len(missing) else cache
-                self._add(cell, prompt, prefix, own)
-        late = [(c, p) for c, missing in wanted if c.moment == "question" for p in missing]
+                self._add("ask", cell, prompt, own, prefix.seconds, own.seconds)
         for question_ids in dict.fromkeys(p.question_ids for _, p in late):
+            assert prefix is not None
             longer, logits = self._longer(prefix, question_ids)
             for cell, prompt in late:
                 if prompt.question_ids != question_ids or cell.cell in self.failed:
                     continue
-                cache = self._compress(longer, cell, policies[cell.cell], [prompt])
+                cache = self.compress(longer, cell, policies[cell.cell], prompt)
                 if cache is None:
                     longer, logits = self._longer(prefix, question_ids)
-                else:
-                    self._add(cell, prompt, longer, cache, logits)
+                    continue
+                lane = "told" if cache.upkeep is None else f"decode {cell.policy}"
+                self._add(lane, cell, prompt, cache, longer.seconds, cache.seconds, logits)
+        self._chunks(chunked, policies)
 
     def _longer(self, prefix: Prefix, question_ids: tuple[int, ...]) -> tuple[Prefix, Tensor]:
         """Context and question together, and the logits after them."""
         longer = prefix.fork()
-        return longer, longer.extend(self._tensor(question_ids))
+        return longer, longer.extend(self.tensor(question_ids))
 
-    def _compress(
-        self, prefix: Prefix, cell: Cell, policy: Policy, missing: list[Prompt]
+    def _chunks(self, wanted: Wanted, policies: dict[str, Policy]) -> None:
+        """Prefill whole prompts in chunks, each cut back to budget; cells share the first chunk."""
+        first: tuple[tuple[int, ...], Prefix, Tensor] | None = None
+        needs = {need for c, _ in wanted for need in policies[c.cell].needs}
+        for cell, missing in wanted:
+            _, size = split_moment(cell.moment)
+            for prompt in missing:
+                if cell.cell in self.failed:
+                    break
+                ids = (*prompt.context_ids, *prompt.question_ids)
+                if first is None or first[0] != ids[:size]:
+                    made = self.prefill((), needs)
+                    first = (ids[:size], made, made.extend(self.tensor(ids[:size])))
+                _, prefix, logits = first
+                cache = self.compress(prefix, cell, policies[cell.cell], prompt, len(ids))
+                if cache is None:
+                    first = None
+                    continue
+                began = now(self.device)
+                try:
+                    for at in range(size, len(ids), size):
+                        if cache.upkeep is not None:
+                            cache.upkeep.final = at + size >= len(ids)
+                        logits = forward(self.model, cache, self.tensor(ids[at : at + size]))
+                except Exception as error:
+                    self.fail(cell, prompt, reason_of(error))
+                    continue
+                cuts = 0.0 if cache.upkeep is None else cache.upkeep.seconds
+                cache.settle()
+                prefill_s = prefix.seconds + now(self.device) - began - cuts
+                self._add("told", cell, prompt, cache, prefill_s, cache.seconds + cuts, logits)
+
+    def prefill(self, ids: Sequence[int], needs: set[Any]) -> Prefix:
+        """A prefix of some tokens, observed as is needed."""
+        made = Prefix(self.model, needs)
+        if ids:
+            made.extend(self.tensor(ids))
+        return made
+
+    def compress(
+        self, prefix: Prefix, cell: Cell, policy: Policy, prompt: Prompt, whole: int | None = None
     ) -> RaggedCache | None:
         """The cell's cache, or None if its policy has failed now."""
-        moment: Moment = "question" if cell.moment == "question" else "context"
-        wish = Request(policy, Budget.parse(cell.budget), moment, cell.seed)
+        moment = split_moment(cell.moment or "context")[0]
+        wish = Request(policy, Budget.parse(cell.budget), moment, cell.seed, whole)
+        reserve = 0 if moment in ("decode", "turns", "chunked") else self._reserve
         try:
-            return prefix.compress([wish], self._reserve)[0]
+            return prefix.compress([wish], reserve or None)[0]
         except (Exception, SystemExit) as error:  # a policy is foreign code: its cell fails
-            self._fail(cell, missing[0], reason_of(error))
+            self.fail(cell, prompt, reason_of(error))
             return None
+
+    def row(self, prompt: Prompt) -> Row:
+        """A response to a prompt, to be generated."""
+        stop = Stop(self.tokenizer, self._eos, prompt.question.until)
+        return Row(prompt.question.max_new_tokens, stop)
 
     def _add(
         self,
+        lane: str,
         cell: Cell,
         prompt: Prompt,
-        prefix: Prefix,
         cache: RaggedCache,
+        prefill_s: float,
+        compress_s: float,
         logits: Tensor | None = None,
     ) -> None:
         """Queue one response; decode as soon as a batch is full."""
-        question = prompt.question
-        held = (cache.live_bytes(), cache.allocated_bytes(), cache.full_bytes(0))
-        begin = now(self.device)
-        if logits is None:
-            logits = forward(self.model, cache, self._tensor(prompt.question_ids))
-        response = replace(
-            _empty(cell, question),
-            context_tokens=len(prompt.context_ids),
-            question_tokens=len(prompt.question_ids),
-            budget_entries=(cache.budget_entries or [0])[0],
-            held_entries=(cache.held_entries or [0])[0],
-            kv_bytes_live=held[0],
-            kv_bytes_allocated=held[1],
-            kv_bytes_full=held[2],
-            prefill_s=prefix.seconds,
-            compress_s=cache.seconds,
-            decode_s=now(self.device) - begin,
-        )
-        stop = Stop(self.tokenizer, self._eos, question.until)
-        self._waiting.append(Answer(Row(cache, logits, question.max_new_tokens, stop), response))
-        if self._enough():
-            self._flush()
+        response = begun(cell, prompt, cache, prefill_s, compress_s)
+        held = self._lanes.setdefault(lane, Lane(logits is not None)).waiting
+        held.append(Answer(cell, prompt, self.row(prompt), cache, response, logits))
+        if self._enough(held):
+            self._flush(lane)
 
-    def _enough(self) -> bool:
+    def _enough(self, waiting: list[Answer]) -> bool:
         """Whether the waiting rows fill a batch."""
-        rows = len(self._waiting)
         if isinstance(self.batch_size, int):
-            return rows >= (min(self.batch_size, CPU_SLOTS) if self._cpu else self.batch_size)
-        if self._cpu:
-            return rows >= CPU_SLOTS
+            most = min(self.batch_size, CPU_SLOTS) if self.cpu else self.batch_size
+            return len(waiting) >= most
+        if self.cpu:
+            return len(waiting) >= CPU_SLOTS
         # The rows are copied into one batch: what waits may take a third of the free memory.
-        waiting = sum(a.response.kv_bytes_allocated for a in self._waiting)
+        everything = [a for lane in self._lanes.values() for a in lane.waiting]
+        taken = sum(a.response.kv_bytes_allocated for a in everything)
         free, _ = torch.cuda.mem_get_info(self.device)
-        return rows >= GPU_SLOTS or 2 * waiting > free - waiting
+        return len(waiting) >= GPU_SLOTS or 2 * taken > free - taken
 
     @property
-    def _cpu(self) -> bool:
+    def cpu(self) -> bool:
+        """Whether the model runs on the CPU."""
         return self.device.type == "cpu"
 
-    def _flush(self) -> None:
-        if not self._waiting:
+    def slots(self, rows: int) -> int:
+        """Rows of a batch in which `rows` are decoded."""
+        return CPU_SLOTS if self.cpu else rows
+
+    def _flush(self, name: str) -> None:
+        """Decode what waits in a lane."""
+        lane = self._lanes[name]
+        answers, lane.waiting = lane.waiting, []
+        if not answers:
             return
-        answers, self._waiting = self._waiting, []
-        begin = time.perf_counter()
-        slots = CPU_SLOTS if self._cpu else len(answers)
-        decode(self.model, [a.row for a in answers], slots)
-        each = (time.perf_counter() - begin) / len(answers)
-        self.store.append(
-            [
-                replace(
-                    a.response,
-                    response=a.row.stop.text(a.row.tokens),
-                    stop=a.row.reason,
-                    generated_tokens=len(a.row.tokens),
-                    decode_s=a.response.decode_s + each,
-                )
-                for a in answers
-            ]
-        )
-        self.reporter.advance(len(answers))
+        began = now(self.device)
+        try:
+            batch = Batch(self.model, [a.cache for a in answers], self.slots(len(answers)))
+            known = [a.logits for a in answers if a.logits is not None]
+            if known:
+                logits = torch.cat(known)
+            else:
+                logits = batch.feed([a.prompt.question_ids for a in answers], self._width)
+            pause = batch.cache.upkeep is not None
+            batch.answer([a.row for a in answers], logits, pause)
+        except Exception as error:
+            if not name.startswith("decode "):
+                raise
+            for a in answers:  # a policy that cuts while it decodes is foreign code
+                self.fail(a.cell, a.prompt, reason_of(error))
+            return
+        self.done(finished(answers, batch.cache, now(self.device) - began))
 
-    def _fail(self, cell: Cell, prompt: Prompt, reason: str) -> None:
+    def done(self, responses: Sequence[Any]) -> None:
+        """Store responses."""
+        self.store.append(list(responses))
+        self.reporter.advance(len(responses))
+
+    def fail(self, cell: Cell, prompt: Prompt, reason: str) -> None:
+        """Give a cell up."""
+        if cell.cell not in self.failed:
+            self.reporter.message(f"{cell.task}, {cell.policy} at {cell.budget} failed: {reason}")
         self.failed[cell.cell] = reason
-        self.store.append([replace(_empty(cell, prompt.question), error=reason)])
-        self.reporter.message(f"{cell.task}, {cell.policy} at {cell.budget} failed: {reason}")
+        self.store.append([replace(empty(cell, prompt.question), error=reason)])
 
-    def _tensor(self, ids: Sequence[int]) -> Tensor:
+    def tensor(self, ids: Sequence[int]) -> Tensor:
+        """Token ids on the device, `[1, n]`."""
         return torch.tensor([list(ids)], device=self.device)
-
-
-def reason_of(error: BaseException) -> str:
-    """One line that says what a plugin has raised, and where."""
-    text = (str(error) or "no message").splitlines()[0]
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    if isinstance(error, BudgetError):
-        return text
-    return f"{type(error).__name__}: {text}{where}"
 
 
 def pending(
@@ -252,33 +284,4 @@ def pending(
 ) -> Iterator[tuple[Cell, Prompt]]:
     """What has no response yet."""
     done = store.keys()
-    return ((c, p) for c in cells for p in prompts if _key(c, p) not in done)
-
-
-def _key(cell: Cell, prompt: Prompt) -> tuple[str, str, int, int]:
-    return (cell.cell, prompt.question.sample_id, prompt.question.question_id, 0)
-
-
-def _empty(cell: Cell, question: Question) -> Response:
-    return Response(
-        cell=cell.cell,
-        sample_id=question.sample_id,
-        question_id=question.question_id,
-        repeat=0,
-        doc_id=question.doc_id,
-        context_id=question.context_id,
-        response="",
-        stop="",
-        error="",
-        context_tokens=0,
-        question_tokens=0,
-        generated_tokens=0,
-        budget_entries=0,
-        held_entries=0,
-        kv_bytes_live=0,
-        kv_bytes_allocated=0,
-        kv_bytes_full=0,
-        prefill_s=0.0,
-        compress_s=0.0,
-        decode_s=0.0,
-    )
+    return ((c, p) for c in cells for p in prompts if key_of(c, p) not in done)

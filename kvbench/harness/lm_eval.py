@@ -11,14 +11,14 @@ import contextlib
 import logging
 import os
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvbench.errors import UserError
-from kvbench.harness import data
+from kvbench.harness import chat, data, dialogue
 from kvbench.harness.encode import count_tokens, tokenizer_hash
 from kvbench.harness.protocol import LEXICONS, Benchmark, Doc, Key, LoadedTask, Request
 
@@ -58,13 +58,14 @@ class LmEvalHarness:
             )
         if samples < 1:
             raise UserError(f"samples must be at least 1, not {samples}")
-        render = partial(_chat, tokenizer, tokenizer_id) if chat_template else None
+        render = partial(chat.chat, tokenizer, tokenizer_id) if chat_template else None
         rows, data_hash = _rows(
             bench, leaf, length, samples, seed, tokenizer, lexicon, render, Path(cache_dir)
         )
+        docs, places = dialogue.flat(rows, render is not None)
         with _quiet():
-            built = _build(bench, leaf, rows, seed)
-            requests = _requests(built, leaf, rows, render)
+            built = _build(bench, leaf, docs, seed)
+            requests = _requests(built, leaf, docs, places, render)
         return _loaded(bench, leaf, length if bench.sized else 0, data_hash, built, rows, requests)
 
 
@@ -142,9 +143,7 @@ def _rows(
     cache_dir: Path,
 ) -> tuple[list[Doc], str]:
     """The rows of a leaf, and the hash that names them."""
-
-    def size(context: str, question: str, gen_prefix: str = "") -> int:
-        return count_tokens(tokenizer, _plain(context + question, gen_prefix, render))
+    size = _Size(tokenizer, render)
 
     def make(count: int) -> Any:
         return bench.docs(
@@ -177,38 +176,28 @@ def _rows(
         given = make(samples)
         content = [row for _, row in data.read_rows(given)] if isinstance(given, Path) else given
         rows, data_hash = content[:samples], data.digest([bench.version, content])
-    return [data.complete(row, f"{leaf}, row {i}") for i, row in enumerate(rows)], data_hash
+    full = []
+    for i, row in enumerate(rows):
+        complete = dialogue.complete if dialogue.is_dialogue(row) else data.complete
+        full.append(complete(row, f"{leaf}, row {i}"))
+    return full, data_hash
 
 
-def _plain(text: str, gen_prefix: str, render: Any) -> str:
-    """A prompt without few-shot examples, as lm-eval joins it."""
-    if render is not None:
-        messages = [{"role": "user", "content": text}]
-        if gen_prefix:
-            messages.append({"role": "assistant", "content": gen_prefix})
-        rendered: str = render(messages, add_generation_prompt=not gen_prefix)
-        return rendered
-    gap = " " if gen_prefix and not (text[-1:].isspace() or gen_prefix[0].isspace()) else ""
-    return text + gap + gen_prefix
+@dataclass(frozen=True)
+class _Size:
+    """Counts prompts as the model will see them; the `size` of `Benchmark.docs`."""
 
+    tokenizer: PreTrainedTokenizerBase
+    render: chat.Render | None
 
-def _chat(
-    tokenizer: PreTrainedTokenizerBase,
-    tokenizer_id: str,
-    messages: list[dict[str, str]],
-    add_generation_prompt: bool = True,
-) -> str:
-    """Apply the tokenizer's chat template; a started answer is left open."""
-    if not tokenizer.chat_template:
-        raise UserError(f"{tokenizer_id} has no chat template; run with --no-chat-template")
-    text = tokenizer.apply_chat_template(
-        messages,
-        tokenize=False,
-        add_generation_prompt=add_generation_prompt,
-        continue_final_message=not add_generation_prompt,
-    )
-    assert isinstance(text, str)
-    return text
+    def __call__(self, context: str, question: str, gen_prefix: str = "") -> int:
+        return count_tokens(
+            self.tokenizer, chat.prompt(context + question, gen_prefix, self.render)
+        )
+
+    def dialogue(self, row: Doc) -> int:
+        """Tokens of the last turn's prompt."""
+        return count_tokens(self.tokenizer, dialogue.last_prompt(row, self.render))
 
 
 # --- lm-eval's task -------------------------------------------------------------------------------
@@ -253,6 +242,9 @@ def _build(bench: Benchmark, leaf: str, rows: Sequence[Doc], seed: int) -> Any:
     plain = [{k: v for k, v in row.items() if k != "extra"} for row in rows]
     split = config.get("test_split") or "test"
     table = datasets.Dataset.from_list(plain)
+    asks = config.get("doc_to_text")
+    if isinstance(asks, str) and asks not in plain[0] and "doc_to_choice" not in config:
+        config["doc_to_text"] = _template(asks)
     config |= {
         "task": leaf,
         "test_split": split,
@@ -266,17 +258,34 @@ def _build(bench: Benchmark, leaf: str, rows: Sequence[Doc], seed: int) -> Any:
     return built
 
 
-def _requests(built: Any, leaf: str, rows: Sequence[Doc], render: Any) -> list[Request]:
+def _template(text: str) -> Callable[[Doc], str]:
+    """lm-eval's own template, compiled once instead of once a row."""
+    from lm_eval.utils import env
+
+    compiled = env.from_string(text)
+    return lambda row: compiled.render(**row)
+
+
+def _requests(
+    built: Any,
+    leaf: str,
+    rows: Sequence[Doc],
+    places: Sequence[dialogue.Place | None],
+    render: chat.Render | None,
+) -> list[Request]:
     """Build every prompt as `Task.build_all_requests` does, and part it at the sentinel."""
     shots = built.config.num_fewshot or 0
+    if shots and any(places):
+        raise UserError(f"{leaf}: a dialogue can have no few-shot examples")
     built._instances = []
     parted: list[tuple[str, str]] = []
     for doc_id, doc in built.doc_iterator():
+        place = places[doc_id]
         prompt = built.fewshot_context(
             doc,
             num_fewshot=shots,
             apply_chat_template=render is not None,
-            chat_template=render,
+            chat_template=dialogue.after(render, place) if render and place else render,
             gen_prefix=built.doc_to_prefix(doc),
         )
         # The examples bring the sentinel too: the last one parts context from question.
@@ -293,14 +302,30 @@ def _requests(built: Any, leaf: str, rows: Sequence[Doc], render: Any) -> list[R
         )
         parted.append(("".join(before), question))
     order: dict[str, list[int]] = {}
-    for i, (context, _) in enumerate(parted):
-        order.setdefault(data.digest(context), []).append(i)
+    for i, (place, (context, _)) in enumerate(zip(places, parted, strict=True)):
+        key = f"dialogue {place.row}" if place else data.digest(context)
+        order.setdefault(key, []).append(i)
     requests = []
-    for sample, (context_id, members) in enumerate(order.items()):
+    for sample, (key, members) in enumerate(order.items()):
+        joints: list[dialogue.Joint] = []
+        turns = [place for i in members if (place := places[i])]
+        if turns:
+            joints = dialogue.joints(turns, [parted[i] for i in members], render, leaf)
+            key = data.digest([*parted[members[-1]]])
         for question_id, i in enumerate(members):
-            requests.append(
-                _request(built, leaf, rows[i], i, sample, question_id, context_id, parted[i])
-            )
+            made = _request(built, leaf, rows[i], i, sample, question_id, key, parted[i])
+            if turns:
+                joint = joints[question_id]
+                made = replace(
+                    made,
+                    dialogue=made.sample_id,
+                    turn=question_id,
+                    delta=joint.delta,
+                    answer=turns[question_id].answer,
+                    answer_begin=joint.answer_begin,
+                    answer_end=joint.answer_end,
+                )
+            requests.append(made)
     return requests
 
 

@@ -51,6 +51,18 @@ class Request:
         max_new_tokens: Limit of the answer, in tokens.
         target: The reference answers.
         extra: What a report may group by, e.g. `depth` (percent) of a needle.
+        dialogue: Names the dialogue that this question is a turn of; "" outside dialogues. The
+            turns of a dialogue are adjacent and in order, and share `sample_id` and `context_id`.
+        turn: Number of the turn, from 0; it is the `question_id`.
+        delta: What this turn adds before its question: the new facts, and what opens a turn.
+        answer: The reference answer as it stands in the history that later turns are given.
+        answer_begin: What a history has between a question and the stripped answer: "" but for
+            chat templates that put white space there.
+        answer_end: What a history has after the stripped answer, before the next turn's `delta`.
+
+    A dialogue's history with reference answers is the joint text `delta + question + answer_begin +
+    answer + answer_end` of its turns; up to and with the question of turn j it is `context +
+    question` of that turn's request, to the character. A live dialogue puts its own answers there.
     """
 
     task: str
@@ -64,6 +76,12 @@ class Request:
     max_new_tokens: int
     target: tuple[str, ...]
     extra: Mapping[str, str | int | float] = field(default_factory=dict)
+    dialogue: str = ""
+    turn: int = 0
+    delta: str = ""
+    answer: str = ""
+    answer_begin: str = ""
+    answer_end: str = ""
 
 
 @dataclass
@@ -164,6 +182,13 @@ class Benchmark:
             the version) and `extra` (mapping; becomes `Request.extra`). Further fields are for the
             YAML and must be of one type in all rows. It raises `NeedsHub` where data cannot be had;
             the message goes on from "<leaf> is left out: ".
+            A row can be a dialogue: `turns`, a list of rows as above whose `context` is what the
+            turn tells, with `answer` (str: the reference answer as later turns have it in their
+            history, no white space at its ends) and without `gen_prefix`; and `frame`, a mapping to
+            the texts that stand before a turn (`user`), before its answer (`assistant`) and after
+            that (`end`) where there is no chat template. What is beside them in the row counts for
+            all its turns. A dialogue is one sample; `size.dialogue(row)` counts the prompt of its
+            last turn, and all turns' `max_new_tokens` must fit into `length` beside it.
         yaml: Folder with lm-eval's task YAML: `<leaf>.yaml`, or `<name>.yaml` for all leaves. Its
             `doc_to_text` holds `{{context}}<|kvb_split|>{{question}}`.
         version: Version of the data and the prompts.

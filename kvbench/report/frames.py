@@ -108,7 +108,10 @@ def _compresses(cells: pd.DataFrame) -> bool:
 def pick(frame: pd.DataFrame, variant: Variant) -> pd.DataFrame:
     """The rows of a panel, full's among them."""
     here = (frame["length"] == variant.length) & (frame["seed"] == variant.seed)
-    return frame[here & ((frame["moment"] == variant.moment) | (frame["policy"] == "full"))]
+    # Live dialogues have a full cache of their own, everything else shares one.
+    full = (frame["policy"] == "full") & (frame["moment"] == "")
+    shared = full if variant.moment != "turns" else full & False
+    return frame[here & ((frame["moment"] == variant.moment) | shared)]
 
 
 def prepare(cells: pd.DataFrame, samples: pd.DataFrame | None = None) -> Results:

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from kvbench.errors import UserError
-from kvbench.parts import TopK, portion, rank_entries
-from kvbench.plugin import Allocator, Policy, Scored
-from kvbench_policies.joint import largest, order_key
+from kvbench.parts import TopK, best, order_key, portion
+from kvbench.plugin import Allocator, Policy, Scored, Scores
 from kvbench_policies.snapkv import WindowAttention
 
 
@@ -58,16 +57,17 @@ class HeadAdaptive(Allocator):
     def _reserve(self, layer: Scored, total: Tensor) -> Tensor:
         v, scores = layer
         floor = portion(total, self.safeguard, v.model.kv_heads)
-        safe = (rank_entries(scores, v.valid) < floor[:, None, None]) & v.valid
-        others = order_key(v, scores).masked_fill(safe, -1).flatten(1)
-        chosen = largest(others, total - safe.sum((1, 2))).view(v.shape)
+        key = order_key(v, scores)
+        safe = best(key, torch.minimum(floor[:, None], v.valid.sum(-1)))
+        others = key.masked_fill(safe, -1).flatten(1)
+        chosen = best(others, total - safe.sum((1, 2))).view(v.shape)
         return (safe | chosen).sum(-1)
 
     def _mix(self, layer: Scored, total: Tensor) -> Tensor:
         v, scores = layer
         heads = v.model.kv_heads
-        joint = largest(order_key(v, scores).flatten(1), total).view(v.shape).sum(-1)
-        window = (v.valid & (scores.protect > 0)).sum(-1)
+        joint = best(order_key(v, scores).flatten(1), total).view(v.shape).sum(-1)
+        window = (v.valid & (scores.protect > Scores.CHOSEN)).sum(-1)
         free = (total - window.sum(-1)).clamp(min=0)
         alpha = Fraction(str(self.safeguard)).limit_denominator(1_000_000)
         even = portion(free, self.safeguard, heads)[:, None] + window
@@ -98,4 +98,5 @@ ADAKV = Policy(
     select=TopK(),
     summary="SnapKV's scores; the heads of a layer share its budget, each sure of 20% of the mean",
     paper="arXiv 2407.11550, Algorithms 1 and 2",
+    cost="time O(H_q w T d), memory O(H_q w T + H T d)",
 )

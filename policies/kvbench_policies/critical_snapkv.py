@@ -17,4 +17,5 @@ CRITICAL_SNAPKV = Policy(
     select=TwoStage(),
     summary="SnapKV with the second half of every head's share chosen by attention times ||V W_O||",
     paper="arXiv 2502.03805, Algorithm 1, on SnapKV",
+    cost="time O(H_q T d (w + d_model)), memory O(H_q w T + H T d)",
 )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvbench.errors import UserError
-from kvbench.parts import portion, rank_entries
+from kvbench.parts import best, order_key, portion
 from kvbench.plugin import Policy, Scores, Selector, View
 from kvbench_policies.adakv import HeadAdaptive
 from kvbench_policies.snapkv import WindowAttention
@@ -100,12 +100,12 @@ class TwoStage(Selector):
             first = torch.maximum(first, mean[:, None])
         window = (v.valid & (scores.protect > 0)).sum(-1)
         first = torch.minimum(torch.maximum(first, window), share)
-        stage1 = rank_entries(scores, v.valid) < first[..., None]
+        stage1 = best(order_key(v, scores), first)
         attention = scores.value.float()
         least = attention.masked_fill(~v.valid, 0.0).amin(-1, keepdim=True).clamp(max=0.0)
         worth = (attention - least + self.eps) * projected_value_norm(v, self.norm)
         chosen = Scores(worth, stage1.to(torch.int8))
-        return (rank_entries(chosen, v.valid) < share[..., None]) & v.valid
+        return best(order_key(v, chosen), share)
 
 
 CRITICALKV = Policy(
@@ -115,4 +115,5 @@ CRITICALKV = Policy(
     select=TwoStage(),
     summary="AdaKV with the second half of every head's share chosen by attention times ||V W_O||",
     paper="arXiv 2502.03805, Algorithm 1, on AdaKV",
+    cost="time O(H_q T d (w + d_model)), memory O(H_q w T + H T d)",
 )

@@ -11,4 +11,6 @@ FULL = Policy(
     allocate=Uniform(),
     select=TopK(),
     summary="keeps everything: the reference that the others are compared with",
+    moments=("context", "question", "decode", "chunked", "turns"),
+    cost="nothing",
 )

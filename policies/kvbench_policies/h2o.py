@@ -7,12 +7,8 @@ Algorithm 1. `observe=256` is the simulation of H2O in CriticalKV's experiments.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
-
-import torch
-from torch import Tensor
 
 from kvbench.errors import UserError
 from kvbench.parts import TopK, Uniform, portion
@@ -23,8 +19,7 @@ from kvbench.plugin import AttentionMass, Need, Policy, Score, Scores, View, pro
 class AccumulatedAttention(Score):
     """`s_i = sum_q A[q, i]` over all queries, exact; the most recent tokens are protected.
 
-    The sum goes on at decode: the mass that a step's queries give is added to what was there, per
-    KV head (with `group=max` the largest of the step's query heads).
+    The sum goes on after a cut: what new queries give is added to what was there.
 
     Attributes:
         recent: Share of `b` that the protected recent window takes: `floor(recent * b)` tokens.
@@ -34,7 +29,6 @@ class AccumulatedAttention(Score):
 
     name: ClassVar[str] = "mass"
     nonnegative: ClassVar[bool] = True
-    extras: ClassVar[Mapping[str, torch.dtype]] = {"mass": torch.float32}
     recent: float = 0.5
     observe: int | None = None
     group: Literal["mean", "max", "sum"] = "mean"
@@ -51,24 +45,12 @@ class AccumulatedAttention(Score):
     @property
     def needs(self) -> frozenset[Need]:
         """The attention that every entry received."""
-        return frozenset({self._need})
+        return frozenset({AttentionMass(self.observe)})
 
     def score(self, v: View) -> Scores:
         """Score the entries of one layer, float32 `[B, H, n]`."""
-        if self._need in v.obs:  # a prefill; from then on the extras carry the sum
-            v.extras["mass"] = self._received(v)
-        return Scores(v.extras["mass"], protect_window(v, portion(v.budget, self.recent)))
-
-    def step(self, v: View) -> None:
-        """Add the mass that the step's queries gave."""
-        v.extras["mass"] = v.extras["mass"] + self._received(v)
-
-    @property
-    def _need(self) -> AttentionMass:
-        return AttentionMass(self.observe)
-
-    def _received(self, v: View) -> Tensor:
-        return v.grouped(v.obs[self._need], self.group)
+        value = v.grouped(v.obs[AttentionMass(self.observe)], self.group)
+        return Scores(value, protect_window(v, portion(v.budget, self.recent)))
 
 
 H2O = Policy(
@@ -78,4 +60,6 @@ H2O = Policy(
     select=TopK(),
     summary="keeps what got most attention from all queries; half of the budget is a recent window",
     paper="arXiv 2306.14048, Algorithm 1",
+    moments=("context", "question", "decode"),
+    cost="time O(H_q T^2 d) during the prefill, by blocks; memory O(H_q T)",
 )

@@ -38,4 +38,6 @@ KEYDIFF = Policy(
     select=TopK(),
     summary="keeps the keys least similar to the mean key",
     paper="arXiv 2504.15364, Algorithm 1",
+    moments=("context", "question", "decode", "chunked"),
+    cost="time and memory O(H T d)",
 )

@@ -36,4 +36,5 @@ KNORM = Policy(
     select=TopK(),
     summary="keeps the keys of smallest L2 norm",
     paper="arXiv 2406.11430, section 3",
+    cost="time and memory O(H T d)",
 )

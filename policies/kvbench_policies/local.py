@@ -46,4 +46,6 @@ LOCAL = Policy(
     select=TopK(),
     summary="keeps the most recent tokens",
     paper="D2O, arXiv 2406.13035 (baseline 'local window')",
+    moments=("context", "question", "decode"),
+    cost="time and memory O(H T)",
 )

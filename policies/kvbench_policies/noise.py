@@ -30,4 +30,6 @@ RANDOM = Policy(
     select=TopK(),
     summary="keeps entries at random, seeded",
     paper="a control, of no paper",
+    moments=("context", "question", "decode"),
+    cost="time and memory O(H T)",
 )

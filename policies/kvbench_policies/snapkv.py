@@ -75,4 +75,6 @@ SNAPKV = Policy(
     select=TopK(),
     summary="keeps the last 32 tokens and what their queries attend to, max-pooled over neighbours",
     paper="arXiv 2404.14469, section 4",
+    moments=("context", "question", "decode"),
+    cost="time O(H_q w T d), memory O(H_q w T + H T d)",
 )

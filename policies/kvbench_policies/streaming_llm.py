@@ -19,4 +19,6 @@ STREAMING_LLM = Policy(
     select=TopK(),
     summary="keeps the first 4 tokens and the most recent ones",
     paper="arXiv 2309.17453, section 3.2",
+    moments=("context", "question", "decode", "turns"),
+    cost="time and memory O(H T)",
 )

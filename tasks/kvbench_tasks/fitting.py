@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 from kvbench.errors import UserError
@@ -19,6 +20,10 @@ class Size(Protocol):
     """Counts the tokens of a prompt as the model will see it."""
 
     def __call__(self, context: str, question: str, gen_prefix: str = "") -> int: ...
+
+    def dialogue(self, row: Doc) -> int:
+        """Tokens of the prompt of a dialogue's last turn."""
+        ...
 
 
 class Streams:
@@ -68,11 +73,16 @@ def fit(task: str, plans: Sequence[Plan], length: int, size: Size) -> Doc:
         length: Tokens of prompt and answer at most.
         size: Counts a prompt.
 
+    A dialogue leaves room for the longest answers to all its questions: then also one in which the
+    model goes on from its own answers stays within `length`.
+
     Raises:
         UserError: No plan fits.
     """
 
     def cost(doc: Doc) -> int:
+        if "turns" in doc:
+            return size.dialogue(doc) + sum(int(turn["max_new_tokens"]) for turn in doc["turns"])
         used = size(doc["context"], doc["question"], doc.get("gen_prefix", ""))
         return used + int(doc["max_new_tokens"])
 
@@ -138,3 +148,34 @@ def scatter(units: Sequence[str], statements: Sequence[tuple[float, str]]) -> li
         pieces += [*units[done:at], text]
         done = at
     return [*pieces, *units[done:]]
+
+
+def apart(rng: random.Random, parts: int) -> Callable[[int], list[int]]:
+    """Give the sizes of uneven parts of any whole."""
+    weights = [rng.gammavariate(3, 1) for _ in range(parts)]
+    ends = [sum(weights[: i + 1]) / sum(weights) for i in range(parts - 1)]
+
+    def sizes(whole: int) -> list[int]:
+        cuts = [0, *(int(end * whole) for end in ends), whole]
+        return [b - a for a, b in pairwise(cuts)]
+
+    return sizes
+
+
+def fewer(count: int) -> Iterator[int]:
+    """Count down to 4 in steps of a quarter, for ever less room."""
+    yield count
+    while count > 4:
+        count = max(4, count * 3 // 4)
+        yield count
+
+
+def shuffle(rng: random.Random, items: list[Any]) -> None:
+    """Shuffle in place just as `random.shuffle` does, in half the time."""
+    bits = rng.getrandbits
+    for i in range(len(items) - 1, 0, -1):
+        size = (i + 1).bit_length()
+        j = bits(size)
+        while j > i:
+            j = bits(size)
+        items[i], items[j] = items[j], items[i]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,9 @@ from typing import Literal
 
 from kvbench.errors import UserError
 from kvbench_tasks.fitting import Plan, Streams
+
+Tokens = Callable[[str], int]
+"""About how many tokens a text takes."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,38 @@ class Lexicon(ABC):
     @abstractmethod
     def fwe(self) -> list[Plan]:
         """Coded text with Zipf-like counts: which three words are the most frequent?"""
+
+    @abstractmethod
+    def listing(self, tokens: Tokens) -> list[Plan]:
+        """Numbered items in no order: all of them, in order."""
+
+    @abstractmethod
+    def passage(self, tokens: Tokens) -> list[Plan]:
+        """A passage: copy it."""
+
+    @abstractmethod
+    def steps(self, tokens: Tokens) -> list[Plan]:
+        """A long chain of assignments: every step of it, in order."""
+
+    @abstractmethod
+    def dialogue(self, turns: int, facts: int) -> list[Plan]:
+        """Turns with so many new facts each; each asks for a fact that is not asked otherwise."""
+
+
+def asked_facts(rng: random.Random, turns: int, facts: int) -> list[int]:
+    """Which fact each turn asks for: any that has been told by then and was not asked before.
+
+    Args:
+        rng: Draws them.
+        turns: How many turns.
+        facts: New facts of each turn; fact i is told in turn i // facts.
+    """
+    known: list[int] = []
+    asked = []
+    for turn in range(turns):
+        known += range(turn * facts, (turn + 1) * facts)
+        asked.append(known.pop(rng.randrange(len(known))))
+    return asked
 
 
 def lexicon(name: str) -> type[Lexicon]:

@@ -13,9 +13,10 @@ from importlib.resources import files
 from itertools import cycle, islice, pairwise
 from typing import Any
 
-from kvbench_tasks.fitting import Doc, Plan, scatter
-from kvbench_tasks.lexicon import Lexicon, Niah
-from kvbench_tasks.words import prose, words
+from kvbench_tasks import natural_long
+from kvbench_tasks.fitting import Doc, Plan, scatter, shuffle
+from kvbench_tasks.lexicon import Lexicon, Niah, Tokens
+from kvbench_tasks.words import prose, words, words_of
 
 _COMMON = 10
 _ICL = 500  # tokens that RULER gives its worked example of variable tracking
@@ -132,7 +133,7 @@ class NaturalLexicon(Lexicon):
         ) -> tuple[str, list[str]]:
             common = list(chosen[:_COMMON])
             bag = common * often + list(chosen[_COMMON:]) * rarely
-            self.streams.fresh(order).shuffle(bag)
+            shuffle(self.streams.fresh(order), bag)
             return _numbered(bag), common
 
         def plan(example: tuple[int, int, int] | None, often: int, rarely: int) -> Plan:
@@ -169,11 +170,29 @@ class NaturalLexicon(Lexicon):
             counts = [int(n / zeta / rank**2) for rank in range(1, len(code) + 1)]
             counts[4:] = [min(c, counts[3] - 1) for c in counts[4:]]  # the third is no tie
             bag = [word for word, c in zip(code, counts, strict=True) for _ in range(c)]
-            self.streams.fresh("order").shuffle(bag)
+            shuffle(self.streams.fresh("order"), bag)
             template = prompt["template"]
             return framed("freq_words_extraction", template, " ".join(bag), code[1:4])
 
         return [Plan(build, least=27)]
+
+    def listing(self, tokens: Tokens) -> list[Plan]:
+        """Sentences that state an item each; see `natural_long`."""
+        items = _distinct("compounds", self.streams["items"])
+        return natural_long.listing(self.streams, self.length, tokens, items)
+
+    def passage(self, tokens: Tokens) -> list[Plan]:
+        """Sentences of generated prose, among others; see `natural_long`."""
+        return natural_long.passage(self.streams, self.length, tokens)
+
+    def steps(self, tokens: Tokens) -> list[Plan]:
+        """Two chains, one of which is asked for; see `natural_long`."""
+        return natural_long.steps(self.streams, self.length, tokens)
+
+    def dialogue(self, turns: int, facts: int) -> list[Plan]:
+        """A talk in which codes are told and asked; see `natural_long`."""
+        keys = _distinct("compounds", self.streams["keys"])
+        return natural_long.dialogue(self.streams, turns, facts, keys)
 
     # --- pieces -----------------------------------------------------------------------------------
 
@@ -186,7 +205,7 @@ class NaturalLexicon(Lexicon):
                 sentences: Iterator[Sequence[str]] = prose(self.streams["prose"])
             else:
                 sentences = cycle(self.essay())
-            return _words_of(sentences), " "
+            return words_of(sentences), " "
         rng = self.streams["others"]
         needle = prompts()["niah"]["needle"]
         made: list[str] = []
@@ -235,24 +254,6 @@ class NaturalLexicon(Lexicon):
         while len(text(count + 1)) <= 4 * most:
             count += 1
         return text(count) if len(text(count)) <= 4 * most else ""
-
-
-def _words_of(sentences: Iterator[Sequence[str]]) -> Callable[[int], list[str]]:
-    """The first n words, as sentences; the last one may be cut off."""
-    made: list[Sequence[str]] = []
-
-    def take(n: int) -> list[str]:
-        pieces: list[str] = []
-        used = 0
-        while used < n:
-            if len(pieces) == len(made):
-                made.append(next(sentences))
-            sentence = made[len(pieces)][: n - used]
-            pieces.append(" ".join(sentence))
-            used += len(sentence)
-        return pieces
-
-    return take
 
 
 def _numbered(items: Sequence[str]) -> str:

@@ -6,16 +6,22 @@ word is one token.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
 from kvbench.errors import UserError
 from kvbench.reference import grammar
-from kvbench_tasks.fitting import Doc, Plan, scatter
-from kvbench_tasks.lexicon import Lexicon, Niah
+from kvbench_tasks.fitting import Doc, Plan, apart, fewer, scatter, shuffle
+from kvbench_tasks.lexicon import Lexicon, Niah, Tokens, asked_facts
 
 _MOST_KEYS = 400  # leaves words enough for values and filler
 _COMMON = 10
 _TOP = 3
+# As long as the model answers reliably with its full cache; it was trained on up to 48, 96 and 24.
+_ITEMS = 32
+_COPIED = 80
+_HOPS = 24
+_FRAME = {"user": f"{grammar.turn([])[0]} ", "assistant": " ", "end": f" {grammar.STOP} "}
 
 
 class ReferenceLexicon(Lexicon):
@@ -101,7 +107,7 @@ class ReferenceLexicon(Lexicon):
             kinds = others[: -(-left // rarely)]
             rare = (kinds * (left // max(1, len(kinds)) + 1))[:left]
             bag = words * often + rare
-            self.streams.fresh("order").shuffle(bag)
+            shuffle(self.streams.fresh("order"), bag)
             return self._doc(bag, grammar.ask_common(), words, grammar.answer_words(words))
 
         return [Plan(build, least=60)]
@@ -120,18 +126,115 @@ class ReferenceLexicon(Lexicon):
             counts[len(counts) - rare :] = [1] * ones + [0] * (rare - ones)
             counts[0] += n - sum(counts)
             bag = [word for word, c in zip(words, counts, strict=True) for _ in range(c)]
-            self.streams.fresh("order").shuffle(bag)
+            shuffle(self.streams.fresh("order"), bag)
             answer = grammar.answer_words(words[:_TOP])
             return self._doc(bag, grammar.ask_top(), words[:_TOP], answer)
 
         return [Plan(build, least=60)]
+
+    def listing(self, tokens: Tokens) -> list[Plan]:
+        """Statements `item #N a b .`; the answer is `#1 a b , #2 c d .`."""
+        values = [_text(self._free(2)) for _ in range(_ITEMS)]
+        filler, rng = self._filler("essay"), self.streams["depth"]
+        depths = [rng.random() for _ in values]
+
+        def plan(count: int) -> Plan:
+            chosen = values[:count]
+            items = [
+                (depth, _text(grammar.item(i, value.split())))
+                for i, (depth, value) in enumerate(zip(depths, chosen, strict=False), 1)
+            ]
+            answer = grammar.answer_list([value.split() for value in chosen])
+
+            def build(n: int) -> Doc:
+                doc = self._doc(scatter(filler(n), items), grammar.ask_list(), chosen, answer)
+                return {**doc, "form": "numbered"}
+
+            return Plan(build)
+
+        return [plan(count) for count in fewer(_ITEMS)]
+
+    def passage(self, tokens: Tokens) -> list[Plan]:
+        """A passage `begin a b c end` whose words occur nowhere else."""
+        words = self._reserve(_COPIED)
+        filler, depth = self._filler("essay"), self.streams["depth"].random()
+
+        def plan(count: int) -> Plan:
+            passage = [(depth, _text(grammar.passage(words[:count])))]
+            answer = grammar.answer_words(words[:count])
+
+            def build(n: int) -> Doc:
+                pieces = scatter(filler(n), passage)
+                doc = self._doc(pieces, grammar.ask_copy(), words[:count], answer)
+                return {**doc, "form": "words"}
+
+            return Plan(build)
+
+        return [plan(count) for count in fewer(_COPIED)]
+
+    def steps(self, tokens: Tokens) -> list[Plan]:
+        """The statements of `vt`, but a long chain of them, among sentences that vary."""
+        names = self._reserve(_HOPS + 2)
+        rng, filler = self.streams["depth"], self._filler("essay")
+        depths = [rng.random() for _ in names[1:]]
+
+        def plan(count: int) -> Plan:
+            chain = [
+                (depth, _text(grammar.assign(source, variable)))
+                for depth, source, variable in zip(
+                    sorted(depths[:count]), names[:count], names[1:], strict=False
+                )
+            ]
+            found = names[1 : count + 1]
+
+            def build(n: int) -> Doc:
+                question, answer = grammar.ask_chain(names[0]), grammar.answer_words(found)
+                doc = self._doc(scatter(filler(n), chain), question, found, answer)
+                return {**doc, "form": "words"}
+
+            return Plan(build)
+
+        return [plan(count) for count in fewer(_HOPS + 1)]
+
+    def dialogue(self, turns: int, facts: int) -> list[Plan]:
+        """Turns `user ... note K a b . ... <q> K a b .`, as in training."""
+        keys = self._reserve(turns * facts)
+        values = [self._free(2) for _ in keys]
+        told = [_text(grammar.needle(k, v)) for k, v in zip(keys, values, strict=True)]
+        rng = self.streams["depth"]
+        depths = [rng.random() for _ in told]
+
+        def plan(count: int) -> Plan:
+            asked = asked_facts(self.streams.fresh("query"), count, facts)
+            shares = apart(self.streams.fresh("shares"), count)
+            fillers = [self._filler("essay", f"filler {turn}") for turn in range(count)]
+
+            def build(n: int) -> Doc:
+                rows = []
+                for turn, (fact, size) in enumerate(zip(asked, shares(n), strict=True)):
+                    own = range(turn * facts, (turn + 1) * facts)
+                    statements = [(depths[i], told[i]) for i in own]
+                    answer = grammar.answer([values[fact]])
+                    doc = self._doc(
+                        scatter(fillers[turn](size), statements),
+                        grammar.ask(keys[fact]),
+                        [_text(values[fact])],
+                        answer,
+                    )
+                    extra = {"age": turn - fact // facts}
+                    rows.append({**doc, "answer": _text(answer[:-1]), "extra": extra})
+                return {"turns": rows, "frame": _FRAME}
+
+            return Plan(build)
+
+        return [plan(count) for count in range(turns, 1, -1)]
 
     # --- words ------------------------------------------------------------------------------------
 
     def _left(self) -> list[str]:
         if self._pool is None:
             self._pool = list(grammar.WORDS)
-            self.streams["pool"].shuffle(self._pool)
+            shuffle(self.streams["pool"], self._pool)
         return self._pool
 
     def _reserve(self, count: int) -> list[str]:
@@ -151,23 +254,23 @@ class ReferenceLexicon(Lexicon):
         chosen = rng.sample(range(len(names) ** 2), min(count, len(names) ** 2))
         return [[names[c // len(names)], names[c % len(names)]] for c in chosen]
 
-    def _filler(self, kind: str) -> Callable[[int], list[str]]:
+    def _filler(self, kind: str, purpose: str = "filler") -> Callable[[int], list[str]]:
         """Sentences of n words in all, the last one cut off."""
-        left, rng = self._left(), self.streams["filler"]
+        left, rng = self._left(), self.streams[purpose]
         fixed = grammar.sentence(rng.choices(left, k=rng.randint(5, 9)))
         sentences: list[list[str]] = []
+        texts: list[str] = []
+        ends = [0]  # words up to the end of each sentence
 
         def take(n: int) -> list[str]:
-            units: list[str] = []
-            used = 0
-            while used < n:
-                if len(units) == len(sentences):
-                    words = rng.choices(left, k=rng.randint(4, 11))
-                    sentences.append(fixed if kind == "noise" else grammar.sentence(words))
-                words = sentences[len(units)][: n - used]
-                units.append(_text(words))
-                used += len(words)
-            return units
+            while ends[-1] < n:
+                words = rng.choices(left, k=rng.randint(4, 11))
+                sentences.append(fixed if kind == "noise" else grammar.sentence(words))
+                texts.append(_text(sentences[-1]))
+                ends.append(ends[-1] + len(sentences[-1]))
+            whole = bisect_right(ends, max(0, n)) - 1
+            cut = _text(sentences[whole][: n - ends[whole]]) if n > ends[whole] else ""
+            return [*texts[:whole], cut] if cut else texts[:whole]
 
         return take
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.resources import files
 
 
@@ -67,6 +67,24 @@ def prose(rng: random.Random) -> Iterator[list[str]]:
             out.append(word)
         out[-1] += "."
         yield out
+
+
+def words_of(sentences: Iterator[Sequence[str]]) -> Callable[[int], list[str]]:
+    """The first n words, as sentences; the last one may be cut off."""
+    made: list[Sequence[str]] = []
+
+    def take(n: int) -> list[str]:
+        pieces: list[str] = []
+        used = 0
+        while used < n:
+            if len(pieces) == len(made):
+                made.append(next(sentences))
+            sentence = made[len(pieces)][: n - used]
+            pieces.append(" ".join(sentence))
+            used += len(sentence)
+        return pieces
+
+    return take
 
 
 _KINDS = ("nouns", "adjectives", "verbs")

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvbench.errors import UserError
-from kvbench.parts import FunctionScore, portion, rank_entries, spread_evenly
+from kvbench.parts import FunctionScore, best, portion, rank_entries, spread_evenly
 from kvbench.plugin import Scores, View
 
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from([-2.0, -0.0, 0.0, 0.5, 3.0]), st.integers(0, 3), st.booleans()),
+        st.tuples(st.sampled_from([-2.0, -0.0, 0.0, 0.5, 3.0]), st.integers(0, 4), st.booleans()),
         min_size=1,
         max_size=12,
     )
@@ -28,7 +28,7 @@ def test_rank_is_by_class_then_value_then_recency(entries: list[tuple[float, int
 
     def worth(i: int) -> tuple[float, ...]:
         x, c, exists = entries[i]
-        return (exists, c, 0.0 if c else x, i) if exists else (False, 0, 0.0, i)
+        return (exists, c, 0.0 if c > Scores.CHOSEN else x, i) if exists else (False, 0, 0.0, i)
 
     best = [i for i in sorted(range(len(entries)), key=worth, reverse=True) if entries[i][2]]
     assert [ranks[i] for i in best] == list(range(len(best)))
@@ -79,3 +79,17 @@ def test_a_function_without_defaults_is_refused() -> None:
         FunctionScore.of(bare)
     with pytest.raises(UserError, match="power of missing needs a default"):
         FunctionScore.of(missing)
+
+
+@given(
+    st.lists(st.lists(st.integers(-1, 4), min_size=7, max_size=7), min_size=1, max_size=3),
+    st.data(),
+)
+def test_the_best_are_the_largest_and_of_equals_the_first(
+    rows: list[list[int]], data: st.DataObject
+) -> None:
+    count = [data.draw(st.integers(0, sum(x >= 0 for x in row))) for row in rows]
+    found = best(torch.tensor(rows), torch.tensor(count))
+    for row, n, mask in zip(rows, count, found.tolist(), strict=True):
+        want = sorted(range(7), key=lambda i: (-row[i], i))[:n]
+        assert [i for i in range(7) if mask[i]] == sorted(want)

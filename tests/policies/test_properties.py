@@ -138,23 +138,6 @@ def test_a_score_that_reads_no_budget_says_so() -> None:
         assert view.read_budget is reads
 
 
-def test_accumulated_attention_goes_on_at_decode() -> None:
-    case = random_case((30, 21), layers=1)
-    chosen = policy("h2o")
-    assert chosen.score is not None
-    (view,) = case.views(chosen, [6, 6])
-    chosen.score.score(view)
-    before = view.extras["mass"].clone()
-    (need,) = chosen.needs
-    step = torch.rand(2, 4, 30)
-    view.obs = {need: step}
-    chosen.score.step(view)
-    expected = before + step.unflatten(1, (2, 2)).mean(2)
-    torch.testing.assert_close(view.extras["mass"], expected)
-    view.obs = {}
-    assert torch.equal(chosen.score.score(view).value, view.extras["mass"])  # type: ignore[union-attr]
-
-
 @pytest.mark.parametrize("norm", ["l1", "l2"])
 def test_value_norm_does_not_depend_on_its_blocks(
     norm: str, monkeypatch: pytest.MonkeyPatch

@@ -23,6 +23,14 @@ class Case:
     k: list[Tensor]
     v: list[Tensor]
     w_o: list[Tensor]
+    turns_ago: Tensor | None = None  # int64 [B, n]
+
+    @property
+    def surprisal(self) -> Tensor:
+        """Stand-in for the tokens' surprisal, float32 `[B, n]`; the first token has the largest."""
+        drawn = self.k[0][:, 0, :, 0].float().abs().masked_fill(~self.valid, 0.0)
+        first = self.valid & (self.valid.long().cumsum(-1) == 1)
+        return torch.where(first, drawn.amax(-1, keepdim=True), drawn)
 
     @property
     def info(self) -> ModelInfo:
@@ -40,12 +48,16 @@ class Case:
     def views(self, policy: Policy, budget: Sequence[int]) -> list[View]:
         """Every layer, observed as the policy needs."""
         info, valid, scale = self.info, self.valid, 1 / math.sqrt(self.info.head_dim)
-        observers = {need: need.observer(info) for need in policy.needs}
+        observers = {need: need.observer(info) for need in policy.needs if not need.of_tokens}
         hidden = torch.zeros(len(self.lengths), valid.shape[1], info.hidden_size)
         made = []
         for i, (q, k, v) in enumerate(zip(self.q, self.k, self.v, strict=True)):
             for observer in observers.values():
                 observer.update(i, q, k, v, hidden, valid, scale)
+            obs = {need: observer.read(i) for need, observer in observers.items()}
+            for need in policy.needs - set(obs):
+                obs[need] = self.surprisal[:, None].expand(k.shape[:3])
+            turns = self.turns_ago
             col = torch.arange(valid.shape[1]).expand(k.shape[:3])
             made.append(
                 View(
@@ -57,12 +69,13 @@ class Case:
                     valid=valid[:, None].expand(k.shape[:3]),
                     key=k,
                     value=v,
-                    obs={need: observer.read(i) for need, observer in observers.items()},
+                    obs=obs,
                     extras={},
                     model=info,
                     scale=scale,
                     seed=torch.arange(len(self.lengths)),
                     budget=torch.tensor(list(budget)),
+                    turns_ago=None if turns is None else turns[:, None].expand(k.shape[:3]),
                 )
             )
         return made
@@ -130,7 +143,7 @@ def random_case(
 
 
 def decide(policy: Policy, views: list[View], budget: Sequence[int]) -> list[Tensor]:
-    """Score, allocate and select, as the engine does; checks what every part must hold."""
+    """Score, prepare, allocate and select, as the engine does; checks what every part must hold."""
     assert policy.score is not None
     scored = []
     for v in views:
@@ -138,6 +151,9 @@ def decide(policy: Policy, views: list[View], budget: Sequence[int]) -> list[Ten
         scores = found if isinstance(found, Scores) else Scores(found, protect_nothing(v))
         assert scores.value.shape == v.shape
         assert scores.value.dtype == torch.float32
+        assert bool((scores.value.isfinite() | ~v.valid).all())
+        scores = policy.select.prepare(v, scores)
+        assert scores.value.shape == scores.protect.shape == v.shape
         assert bool((scores.value.isfinite() | ~v.valid).all())
         scored.append(Scored(v, scores))
     info, length, mean = views[0].model, views[0].length, torch.tensor(list(budget))

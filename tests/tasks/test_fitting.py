@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbench.errors import UserError
-from kvbench_tasks.fitting import Doc, Plan, Streams, fit, scatter
+from kvbench_tasks.fitting import Doc, Plan, Streams, apart, fewer, fit, scatter, shuffle
 
 
 def plan(cost: list[int], least: int = 0, answer: int = 3) -> Plan:
@@ -76,3 +77,31 @@ def test_streams_depend_on_their_parts_and_purpose_alone() -> None:
     assert one["a"].random() != first
     others = [Streams("vt", 512, 0, 2)["a"], Streams("vt", 512, 1, 1)["a"], one["b"]]
     assert len({first, *(o.random() for o in others)}) == 4
+
+
+@given(st.integers(0, 2**32), st.integers(1, 9), st.integers(0, 500))
+def test_parts_are_uneven_grow_with_the_whole_and_make_it_up(
+    seed: int, parts: int, whole: int
+) -> None:
+    sizes = apart(random.Random(seed), parts)
+    found = sizes(whole)
+    assert len(found) == parts
+    assert sum(found) == whole
+    assert min(found) >= 0
+    assert all(abs(a - b) <= 1 for a, b in zip(found, sizes(whole + 1), strict=True))
+
+
+def test_ever_fewer() -> None:
+    assert list(fewer(25)) == [25, 18, 13, 9, 6, 4]
+    assert list(fewer(5)) == [5, 4]
+    assert list(fewer(4)) == [4]
+
+
+@given(st.integers(0, 2**32), st.integers(0, 700))
+def test_the_shuffle_is_pythons(seed: int, count: int) -> None:
+    mine, pythons = list(range(count)), list(range(count))
+    a, b = random.Random(seed), random.Random(seed)
+    shuffle(a, mine)
+    b.shuffle(pythons)
+    assert mine == pythons
+    assert a.random() == b.random()

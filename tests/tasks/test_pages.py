@@ -7,18 +7,26 @@ import random
 import re
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kvbench_tasks import niah, ruler
+from kvbench.harness.dialogue import last_prompt
+from kvbench_tasks import dialogue, longgen, niah, ruler
 from kvbench_tasks.words import prose, words
 
 
-def size(context: str, question: str, gen_prefix: str = "") -> int:
-    return len(f"{context}{question} {gen_prefix}".split())
+class Size:
+    """Counts words."""
+
+    def __call__(self, context: str, question: str, gen_prefix: str = "") -> int:
+        return len(f"{context}{question} {gen_prefix}".split())
+
+    def dialogue(self, row: dict[str, Any]) -> int:
+        return len(last_prompt(row, None).split())
 
 
-@pytest.mark.parametrize("package", [ruler, niah])
+@pytest.mark.parametrize("package", [ruler, niah, longgen, dialogue])
 def test_sample_rows_are_what_the_generator_gives(package: object, tmp_path: Path) -> None:
     bench = package.BENCHMARK  # type: ignore[attr-defined]
     page = (bench.yaml / "README.md").read_text()
@@ -35,7 +43,7 @@ def test_sample_rows_are_what_the_generator_gives(package: object, tmp_path: Pat
             tokenizer=None,
             lexicon=lexicon,
             cache_dir=tmp_path,
-            size=size,
+            size=Size(),
         )
         assert json.loads(row) == rows[1]
     assert bench.licence in page

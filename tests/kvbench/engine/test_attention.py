@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kvbench
-from kvbench.engine.attention import _attend_padded, attend
+from kvbench.engine.attend import _attend_padded, attend
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.session import AttachedCache
 
@@ -118,9 +118,13 @@ def test_both_ways_to_attend_agree(llama: Any) -> None:
             layer.append(torch.arange(n).expand(2, n), None, [n, n], first)
             query = torch.randn(2, 8, n, layer.dim, generator=g)
             loop, _ = attend(query, layer, first, 0.3)
-            rectangle, _ = _attend_padded(query, layer, first, 0.3, False)
-            explicit, mass = attend(query, layer, first, 0.3, want_mass=True)
+            rectangle, _ = _attend_padded(query, layer, first, 0.3, (), None)
             assert torch.allclose(loop, rectangle, atol=1e-5)
-            assert torch.allclose(loop, explicit, atol=1e-5)
-            assert mass is not None
-            assert torch.allclose(mass.sum(-1), torch.full((2, 8), float(n)), atol=1e-4)
+            found = []
+            for way in (attend, _attend_padded):
+                explicit, mass = way(query, layer, first, 0.3, (1, 2), None)
+                assert torch.allclose(loop, explicit, atol=1e-5)
+                segments = mass[1].split(layer.length)
+                assert all(torch.allclose(x.sum(0), torch.full((4,), float(n))) for x in segments)
+                found.append(mass)
+            assert all(torch.allclose(found[0][p], found[1][p], atol=1e-5) for p in (1, 2))

@@ -92,8 +92,8 @@ class Counting(Merger):
     """Adds to the values how often this cell's layer was merged."""
 
     def merge(self, v: View, keep: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        state["n"] = state.get("n", torch.zeros(())) + 1
-        return v.key, v.value + state["n"]
+        state["n"] = state.get("n", torch.zeros(len(v.length))) + 1
+        return v.key, v.value + state["n"][:, None, None, None]
 
 
 @torch.no_grad()
@@ -105,7 +105,8 @@ def test_merger_state_belongs_to_one_cell(llama: Any) -> None:
         first, second = prefix.compress([wish(policy), wish(policy)])
     for a, b in zip(first.ragged, second.ragged, strict=True):
         assert a.key is not None and torch.equal(a.value[a.rows()], b.value[b.rows()])
-        assert a.state["n"] == b.state["n"] == 1 and a.state is not b.state
+        assert a.state[0]["n"] == b.state[0]["n"] == 1
+        assert a.state[0]["n"] is not b.state[0]["n"]
 
 
 def harmful_key(v: View) -> Tensor:

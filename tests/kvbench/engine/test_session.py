@@ -10,6 +10,7 @@ import torch
 from transformers import DynamicCache
 
 import kvbench
+from kvbench.plugin import AttentionMass
 
 from .conftest import batch, masked_run, step
 
@@ -176,5 +177,5 @@ def test_extras_start_with_a_prefill_that_is_not_cut(llama: Any) -> None:
         step(llama, cache, ids[:, :19], mask, 0)
         for layer in cache.ragged:
             assert layer.length == [19, 19]
-            total = layer.extras["mass"][layer.rows()].view(2, 19).sum(-1)
-            assert torch.allclose(total, torch.full((2,), 19.0)), "each query has mass 1"
+            total = layer.extras[AttentionMass()][layer.rows()].view(2, 19, 4).sum(1)
+            assert torch.allclose(total, torch.full((2, 4), 19.0)), "each query has mass 1"

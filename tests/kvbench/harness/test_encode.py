@@ -26,6 +26,10 @@ texts = st.lists(
 ).map("".join)
 
 
+def whole_of(head: list[int], tail: list[int]) -> list[int]:
+    return head + tail
+
+
 @many
 @given(texts, texts)
 def test_parts_joined_are_the_whole_tokenised_at_once(
@@ -46,6 +50,49 @@ def test_the_cut_is_the_last_boundary_within_the_context(
     before = bpe_tokenizer.decode(head[1:])
     assert context.startswith(before)
     assert len(before) + len(bpe_tokenizer.decode(tail[:1])) > len(context)
+
+
+@many
+@given(texts, texts)
+def test_the_cut_is_the_first_token_that_ends_beyond_the_context(
+    bpe_tokenizer: PreTrainedTokenizerFast,
+    word_tokenizer: PreTrainedTokenizerFast,
+    context: str,
+    question: str,
+) -> None:
+    for tokenizer in (bpe_tokenizer, word_tokenizer):
+        made = tokenizer(context + question, add_special_tokens=False, return_offsets_mapping=True)
+        ends = [end for _, end in made["offset_mapping"]]
+        cut = next((i for i, end in enumerate(ends) if end > len(context)), len(ends))
+        assert split_encode(tokenizer, context, question)[1] == made["input_ids"][cut:]
+
+
+def test_what_a_caller_has_set_on_the_tokenizer_does_no_harm(
+    bpe_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    text = "the sky is blue <|im_end|> " * 20
+    whole = bpe_tokenizer(text)["input_ids"]
+    bpe_tokenizer(text, truncation=True, max_length=5)
+    assert count_tokens(bpe_tokenizer, text) == len(whole)
+    bpe_tokenizer([text, "a"], padding="max_length", max_length=2000)
+    assert whole_of(*split_encode(bpe_tokenizer, "", text)) == whole
+    bpe_tokenizer(text, truncation=True, max_length=5)
+    assert whole_of(*split_encode(bpe_tokenizer, text, "")) == whole
+
+
+def test_a_tokenizer_with_a_way_of_its_own_is_asked_itself(
+    bpe_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = type(bpe_tokenizer)
+
+    class Doubling(kind):  # type: ignore[misc, valid-type]
+        def __call__(self, text: str, **options: Any) -> Any:
+            return super().__call__(text + text, **options)
+
+    monkeypatch.setattr(bpe_tokenizer, "__class__", Doubling)
+    twice = kind.__call__(bpe_tokenizer, "ab cd ab cd ", add_special_tokens=False)["input_ids"]
+    assert count_tokens(bpe_tokenizer, "ab cd ") == 1 + len(twice)
+    assert whole_of(*split_encode(bpe_tokenizer, "ab ", "cd "))[1:] == twice
 
 
 def test_a_straddling_token_goes_to_the_question(bpe_tokenizer: PreTrainedTokenizerFast) -> None:

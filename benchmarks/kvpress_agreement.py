@@ -1,0 +1,378 @@
+"""Do kvbench and kvpress keep the same entries? `python benchmarks/kvpress_agreement.py --help`.
+
+NVIDIA's kvpress (Apache-2.0) implements several of the same methods, written by others. Both get
+the same weights (random Llama and Qwen3 with 4 query heads per KV head, and the shipped reference
+model) and the same tokens; what each keeps is compared entry by entry. kvpress pins an older
+transformers, so it runs in an environment of its own; the two exchange files (JSON, npz).
+
+    python3 -m venv /tmp/kvpress && /tmp/kvpress/bin/pip install 'torch==2.13.0' 'kvpress==0.5.5'
+    python benchmarks/kvpress_agreement.py --kvpress-python /tmp/kvpress/bin/python
+
+How kvpress' settings are ours:
+
+- `compression_ratio` is the share REMOVED, of which it keeps `int(T * (1 - ratio))`. Budgets are
+  given in tokens here, `ratio = 1 - (b + 1/2) / T`, so that both keep `b` whatever is rounded.
+- `SnapKVPress(window_size=w, kernel_size=k)` is `snapkv:window=w:kernel=k:pool=avg`. It pools per
+  query head and averages afterwards, which is the same for `avg` (and would not be for `max`).
+- `AdaKVPress(SnapKVPress)` is `adakv`; `CriticalKVPress(SnapKVPress)` is `critical_snapkv`;
+  `CriticalAdaKVPress(SnapKVPress)` is `criticalkv:variant=release`. The row `criticalkv floor` has
+  `alpha_safeguard=0.5, first_stage_ratio=0.25`: heads at their floor have no second stage, which is
+  where the release and the paper part.
+- A `ScorerPress` removes entries from the cache (found again here by comparing K and V bit by bit);
+  AdaKV's presses leave them in and note `masked_key_indices` on the attention module.
+
+Where kvpress differs by design, so that it is kept out of the comparison:
+
+- The window (and so the last token) is protected by a score of `max + 1`: where it does not fit the
+  budget any of its tokens may go. Here the oldest go first. In stage 2 of `CriticalKVPress` that
+  score is multiplied by the value's norm as well, so that beyond stage 1's share the window is not
+  sure to stay. Budgets here are at least twice the window.
+- `StreamingLLMPress` below 5 entries keeps some of the sinks and not the last token. Budgets here
+  are at least 5.
+- AdaKV's floor is at least one entry a head; `floor(0.2 * b)` here (they differ below `b = 5`).
+- The prompt must be longer than the window.
+- Padding and batches are not seen by its scores, so all is compared at B = 1.
+
+A difference is a `tie` where kvpress' own scores, put through kvbench's allocator and selector,
+give what kvpress kept while the two scores differ by rounding alone (1e-5 of a head's largest), or
+where the entries that were exchanged have equal scores. Anything else is `real`, and the exit
+status is then 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+LENGTHS = (63, 100, 257, 512)
+SHARES = (0.2, 0.35, 0.5, 0.8)
+WINDOWS = {63: (5, 5), 100: (8, 7), 257: (16, 7), 512: (32, 5)}
+"""SnapKV's window and kernel at each length; twice the window fits the smallest budget."""
+INSTALL = (
+    "  python3 -m venv /tmp/kvpress\n"
+    "  /tmp/kvpress/bin/pip install 'torch==2.13.0' 'kvpress==0.5.5'\n"
+    "  python benchmarks/kvpress_agreement.py --kvpress-python /tmp/kvpress/bin/python"
+)
+ROUNDING = 1e-5
+
+SNAP = "window={w}:kernel={k}:pool=avg"
+POLICIES = {
+    "streaming_llm": "streaming_llm",
+    "knorm": "knorm",
+    "keydiff": "keydiff",
+    "snapkv": f"snapkv:{SNAP}",
+    "adakv": f"adakv:{SNAP}",
+    "critical_snapkv": f"critical_snapkv:variant=release:{SNAP}",
+    "criticalkv": f"criticalkv:variant=release:{SNAP}",
+    "criticalkv floor": f"criticalkv:variant=release:safeguard=0.5:first_stage=0.25:{SNAP}",
+}
+
+
+def cases(folders: dict[str, str]) -> list[dict[str, Any]]:
+    """Every model with a context of every length: what both sides are told."""
+    from kvbench.reference import evaluate, samples
+
+    rng = np.random.default_rng(0)
+    made = []
+    for model, folder in folders.items():
+        for length in LENGTHS:
+            if model == "reference":
+                words = evaluate.case("multikey_1", max(length + 32, 512), rng).prompt[:length]
+                ids = [samples.IDS[word] for word in words]
+            else:
+                ids = rng.permutation(997)[:length].tolist()
+            window, kernel = WINDOWS[length]
+            budgets = [max(2 * window, int(share * length)) for share in SHARES]
+            made.append(
+                {
+                    "model": model,
+                    "folder": folder,
+                    "ids": ids,
+                    "window": window,
+                    "kernel": kernel,
+                    "budgets": budgets,
+                }
+            )
+    return made
+
+
+# --- kvpress' side: runs in its environment, knows nothing of kvbench -----------------------------
+
+
+def press_of(name: str, window: int, kernel: int) -> tuple[Any, Any]:
+    """The press of a policy, and the one in it that scores."""
+    import kvpress
+
+    if name in ("streaming_llm", "knorm", "keydiff"):
+        kinds = {
+            "streaming_llm": kvpress.StreamingLLMPress,
+            "knorm": kvpress.KnormPress,
+            "keydiff": kvpress.KeyDiffPress,
+        }
+        press = kinds[name]()
+        return press, press
+    inner = kvpress.SnapKVPress(window_size=window, kernel_size=kernel)
+    outer = {
+        "snapkv": lambda p: p,
+        "adakv": kvpress.AdaKVPress,
+        "critical_snapkv": kvpress.CriticalKVPress,
+        "criticalkv": kvpress.CriticalAdaKVPress,
+        "criticalkv floor": lambda p: kvpress.CriticalAdaKVPress(
+            p, alpha_safeguard=0.5, first_stage_ratio=0.25
+        ),
+    }
+    return outer[name](inner), inner
+
+
+def which(full: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
+    """Which rows of `[H, T, d]` the rows of `[H, n, d]` are, bool `[H, T]`; each must be one."""
+    same = (held[:, :, None] == full[:, None]).all(-1)
+    if not bool((same.sum(-1) == 1).all()):
+        raise RuntimeError("an entry that kvpress holds is not exactly one of the full cache")
+    return same.any(1)
+
+
+@torch.no_grad()
+def kvpress_side(folder: Path) -> None:
+    """Write what kvpress keeps, bool `[L, H, T]`, and its scores, to `kvpress.npz`."""
+    from importlib.metadata import version
+
+    from transformers import AutoModelForCausalLM, DynamicCache
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    out: dict[str, Any] = {
+        "versions": np.array([f"{p} {version(p)}" for p in ("kvpress", "transformers", "torch")])
+    }
+    models: dict[str, Any] = {}
+    for number, case in enumerate(json.loads((folder / "cases.json").read_text())):
+        if case["folder"] not in models:
+            models[case["folder"]] = AutoModelForCausalLM.from_pretrained(
+                case["folder"], dtype=torch.float32, attn_implementation="sdpa"
+            ).eval()
+        model = models[case["folder"]]
+        ids = torch.tensor([case["ids"]])
+        for name in POLICIES:
+            for budget in case["budgets"]:
+                press, inner = press_of(name, case["window"], case["kernel"])
+                inner.compression_ratio = 1 - (budget + 0.5) / ids.shape[1]
+                kept, scores = watched(press, inner, model, ids, DynamicCache())
+                out[f"{number}/{name}/{budget}/kept"] = kept
+                out[f"{number}/{name}/{budget}/scores"] = scores
+    np.savez(folder / "kvpress.npz", **out)
+
+
+def watched(press: Any, inner: Any, model: Any, ids: torch.Tensor, cache: Any) -> tuple[Any, Any]:
+    """Run a press; give what it kept, bool `[L, H, T]`, and its scores, float32 `[L, H, T]`."""
+    compress, score = press.compress, inner.score
+    kept: list[np.ndarray] = []
+    scores: list[np.ndarray] = []
+
+    def scoring(*arguments: Any) -> torch.Tensor:
+        found: torch.Tensor = score(*arguments)
+        scores.append(found[0].float().numpy().copy())  # AdaKV writes into them afterwards
+        return found
+
+    def compressing(module: Any, hidden: Any, key: Any, value: Any, *rest: Any) -> Any:
+        module.masked_key_indices = None
+        left = compress(module, hidden, key, value, *rest)
+        if module.masked_key_indices is None:
+            kept.append(which(torch.cat([key, value], -1)[0], torch.cat(left, -1)[0]).numpy())
+        else:
+            _, head, token = module.masked_key_indices
+            stays = torch.ones(key.shape[1:3], dtype=torch.bool)
+            stays[head, token] = False
+            kept.append(stays.numpy())
+        return left
+
+    press.compress, inner.score = compressing, scoring
+    with press(model):
+        model(ids, past_key_values=cache, logits_to_keep=1)
+    return np.stack(kept), np.stack(scores)
+
+
+# --- kvbench's side -------------------------------------------------------------------------------
+
+
+def random_models(folder: Path) -> dict[str, str]:
+    """Save a Llama and a Qwen3 of random weights as safetensors; give all models' folders."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils import logging
+
+    from kvbench import reference
+
+    logging.disable_progress_bar()
+
+    shape: dict[str, Any] = {
+        "vocab_size": 997,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "initializer_range": 0.15,
+    }
+    torch.manual_seed(0)
+    made: dict[str, Any] = {
+        "llama": LlamaForCausalLM(LlamaConfig(**shape)),
+        "qwen3": Qwen3ForCausalLM(Qwen3Config(**shape)),
+    }
+    for name, model in made.items():
+        for weight in model.parameters():
+            if weight.dim() == 1:  # norms of weight 1 would make all of Qwen3's keys equally long
+                weight.data += 0.3 * torch.randn_like(weight)
+        for layer in model.model.layers:
+            # Every KV head attends more sharply than the one before, so that shares differ and
+            # floors bind (without effect where queries are normed, as in Qwen3).
+            query = layer.self_attn.q_proj.weight
+            query.data *= 2.0 ** torch.arange(4).repeat_interleave(len(query) // 4)[:, None]
+        model.save_pretrained(folder / name)
+    return {**{name: str(folder / name) for name in made}, "reference": str(reference.path())}
+
+
+def difference(
+    case: dict[str, Any], model: Any, name: str, budget: int, kept: np.ndarray, scores: np.ndarray
+) -> tuple[int, str, float]:
+    """Compare one cell.
+
+    Returns:
+        Entries that kvpress keeps and kvbench does not; `""`, `tie` or `real`; the largest
+        difference of the scores, relative to the head's largest.
+    """
+    import kvbench
+    from kvbench.plugin import Need, Score, Scores, View
+
+    ids = torch.tensor([case["ids"]])
+    policy = kvbench.policy(POLICIES[name].format(w=case["window"], k=case["kernel"]))
+    own = policy.score
+    assert own is not None
+    layers = kvbench.kept(model, ids, policy, budget)
+    ours = np.stack([m[0].numpy() for m in layers if m is not None])
+    theirs = torch.from_numpy(scores)
+    error = 0.0
+
+    class Given(Score):
+        """kvpress' scores with kvbench's protection."""
+
+        @property
+        def needs(self) -> frozenset[Need]:
+            return own.needs
+
+        def score(self, v: View) -> Scores:
+            nonlocal error
+            found = own.score(v)
+            mine = found if isinstance(found, Scores) else Scores(found, torch.zeros_like(v.col))
+            free = mine.protect <= 0
+            given = theirs[v.layer][None]
+            if name == "streaming_llm":  # it scores 1 or 0
+                return Scores(given, torch.zeros_like(mine.protect))
+            scale = given.masked_fill(~free, 0.0).abs().amax(-1, keepdim=True)
+            error = max(error, float(((mine.value - given) / scale).abs()[free].max()))
+            return Scores(given.masked_fill(~free, 0.0), mine.protect)
+
+    again = kvbench.kept(model, ids, kvbench.policy(policy, score=Given()), budget)
+    same_scores = np.stack([m[0].numpy() for m in again if m is not None])
+    missing = int((kept & ~ours).sum())
+    if not missing:
+        return 0, "", error
+    tie = error <= ROUNDING and (np.array_equal(same_scores, kept) or swapped(ours, kept, scores))
+    return missing, "tie" if tie else "real", error
+
+
+def swapped(ours: np.ndarray, kept: np.ndarray, scores: np.ndarray) -> bool:
+    """Whether only entries of one score were exchanged: in each head, or in a layer as a whole."""
+
+    def even(mine: np.ndarray, theirs: np.ndarray, value: np.ndarray) -> bool:
+        found = value[mine != theirs]
+        return bool(mine.sum() == theirs.sum() and (not len(found) or np.ptp(found) == 0))
+
+    for layer in zip(ours, kept, scores, strict=True):
+        heads = [even(*head) for head in zip(*layer, strict=True)]
+        if not (all(heads) or even(*layer)):
+            return False
+    return True
+
+
+def compare(folder: Path) -> int:
+    """Print the table; 1 if a difference is real."""
+    from importlib.metadata import version
+
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    theirs = np.load(folder / "kvpress.npz", allow_pickle=False)
+    mine = ", ".join(f"{p} {version(p)}" for p in ("kvbench", "transformers", "torch"))
+    print(f"{mine}  against  {', '.join(theirs['versions'])}\n")
+    print("Entries kept otherwise of those kept, over all layers and heads, at each budget;")
+    print("d(score): largest difference of the scores, relative to the head's largest.\n")
+    print(f"{'policy':<18}{'model':<11}{'T':>4}  w/k    d(score)  b: different/kept ...")
+    models: dict[str, Any] = {}
+    total = {"cells": 0, "entries": 0, "tie": 0, "real": 0}
+    listed = json.loads((folder / "cases.json").read_text())
+    for name in POLICIES:
+        for number, case in enumerate(listed):
+            if case["folder"] not in models:
+                models[case["folder"]] = AutoModelForCausalLM.from_pretrained(
+                    case["folder"], dtype=torch.float32
+                ).eval()
+            columns, worst = [], 0.0
+            for budget in case["budgets"]:
+                kept = theirs[f"{number}/{name}/{budget}/kept"]
+                scores = theirs[f"{number}/{name}/{budget}/scores"]
+                model = models[case["folder"]]
+                missing, kind, error = difference(case, model, name, budget, kept, scores)
+                columns.append(f"{budget}: {missing}/{kept.sum()}{' ' + kind if kind else ''}")
+                worst = max(worst, error)
+                total["cells"] += 1
+                total["entries"] += int(kept.sum())
+                if kind:
+                    total[kind] += missing
+            setting = f"{case['window']}/{case['kernel']}" if "{w}" in POLICIES[name] else "-"
+            print(
+                f"{name:<18}{case['model']:<11}{len(case['ids']):>4}  {setting:<6} {worst:.0e}   "
+                + "   ".join(columns)
+            )
+    print(
+        f"\n{total['cells']} cells, {total['entries']} entries: "
+        f"{total['tie']} differ by a tie, {total['real']} for real"
+    )
+    return int(total["real"] > 0)
+
+
+def main() -> int:
+    """Run both sides and compare them."""
+    parser = argparse.ArgumentParser(description="Compare what kvbench and kvpress keep.")
+    parser.add_argument("--kvpress-python", help="python of an environment with kvpress 0.5")
+    parser.add_argument("--side", choices=["kvpress"], help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.side:
+        kvpress_side(arguments.folder)
+        return 0
+    python = shutil.which(arguments.kvpress_python or "")
+    asked = [python, "-c", "import kvpress"]
+    if python is None or subprocess.run(asked, check=False, capture_output=True).returncode:
+        print(f"kvpress needs an environment of its own:\n{INSTALL}")
+        return 2
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "cases.json").write_text(json.dumps(cases(random_models(folder))))
+        command = [python, str(Path(__file__).resolve()), "--side", "kvpress", "--folder", name]
+        if subprocess.run(command, check=False).returncode:
+            return 2
+        return compare(folder)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

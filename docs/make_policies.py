@@ -1,0 +1,299 @@
+"""Write docs/policies.md from the policies themselves: `python docs/make_policies.py [--check]`.
+
+Names, parts and defaults come from the registered policies, meanings from the docstrings of their
+parts. With `--check` nothing is written; the exit status is 1 if the page is out of date. Only what
+kvbench itself registers is on the page.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import sys
+import types
+import typing
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from kvbench import registry
+from kvbench.parts import TopK, Uniform
+from kvbench.plugin import Allocator, Moment, Need, Part, Policy, Score
+from kvbench.spelling import KINDS, part, policy, spell
+
+PAGE = Path(__file__).parent / "policies.md"
+TITLES = {"score": "Scores", "allocate": "Allocators", "select": "Selectors", "merge": "Mergers"}
+ROLES = {
+    "score": "How much an entry is worth.",
+    "allocate": "How the budget spreads over layers and KV heads.",
+    "select": "Which entries fill a head's share.",
+    "merge": "What becomes of the evicted entries; without one they are dropped.",
+}
+HEAD = """\
+<!-- Made by `python docs/make_policies.py`. Do not edit. -->
+
+# Policies
+
+Every policy that kvbench comes with, from its own metadata. A policy is a choice of parts, and any
+score may meet any allocator, selector and merger:
+
+    kvbench run --policy keydiff:allocate=head_adaptive,h2o:select=two_stage:first_stage=0.7
+
+Parameters are spelled `NAME:key=value`. One that two parts share (`window`) is set for both. Every
+policy keeps exactly `N = L * H * b` entries of a sequence, its sinks, windows and floors included;
+what does not fit a share gives way.
+
+Symbols: `L` layers, `H` KV heads, `H_q` query heads, `G = H_q / H`, `T` context tokens, `d` head
+dim, `d_model` hidden size, `b` mean entries kept per (layer, KV head), `w` window, `A` softmax
+attention, `W_O` output projection. Keys are as cached, after RoPE. Costs are those of one cut, for
+one layer of one sequence; ranking the entries, `O(H T log T)`, comes on top.
+
+**Moments** are those for which the policy's paper defines it; it runs at all of them: `context`
+(the context is compressed before the question is seen), `question` (the question is compressed with
+it), `decode` (an absolute budget holds during generation), `chunked` (it holds while the prompt is
+prefilled chunk by chunk), `turns` (before every new turn of a dialogue).
+"""
+
+
+def own(group: str) -> list[str]:
+    """Names that kvbench itself registers."""
+    return [n for n in registry.names(group) if registry.origin(group, n).startswith("kvbench==")]
+
+
+def parts(kind: str) -> dict[str, Part]:
+    """Every part of a kind with its defaults, by name; the generic one first."""
+    generic = {"allocate": Uniform, "select": TopK}
+    found = [n.partition(".")[2] for n in own(registry.PARTS) if n.startswith(f"{kind}.")]
+    first = [generic[kind].name] if kind in generic else []
+    return {name: part(kind, name) for name in [*first, *sorted(found)]}
+
+
+# --- what docstrings say --------------------------------------------------------------------------
+
+
+def sections(cls: type) -> tuple[str, dict[str, str]]:
+    """A class' docstring without its `Attributes:`, and these by name, on one line each."""
+    text = inspect.cleandoc(cls.__doc__ or "")
+    body, _, rest = text.partition("\nAttributes:\n")
+    attributes: dict[str, list[str]] = {}
+    name = ""
+    for line in rest.splitlines():
+        if line and not line.startswith(" "):
+            break
+        match = re.match(r"    (\w+(?:, \w+)*): (.*)", line)
+        if match:
+            name = match[1]
+            attributes[name] = [match[2]]
+        elif name and line.strip():
+            attributes[name].append(line.strip())
+    named = {n: " ".join(lines) for names, lines in attributes.items() for n in names.split(", ")}
+    return body.strip(), named
+
+
+def meanings(of: Part) -> dict[str, str]:
+    """What the parameters of a part mean, those of its base classes too."""
+    found: dict[str, str] = {}
+    for cls in reversed(type(of).__mro__):
+        found |= sections(cls)[1]
+    for name, text in found.items():
+        if see := re.fullmatch(r"See `(?:\w+\.)?(\w+)`\.", text):
+            known = {type(p).__name__: p for kind in KINDS for p in parts(kind).values()}
+            found[name] = meanings(known[see[1]])[name]
+    return {name: found.get(name, "") for name in of.parameters()}
+
+
+def kind_of(annotation: Any) -> str:
+    """What may be written for a parameter."""
+    options = typing.get_args(annotation)
+    if typing.get_origin(annotation) is typing.Literal:
+        return ", ".join(f"`{o}`" for o in options)
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return " or ".join("`none`" if o is type(None) else kind_of(o) for o in options)
+    words = {int: "whole number", float: "number", bool: "`true`, `false`", str: "text"}
+    return words.get(annotation, str(annotation))
+
+
+def needs(of: Part | Policy) -> str:
+    """What is observed for it."""
+    return ", ".join(f"`{text}`" for text in sorted(map(need, of.needs)))
+
+
+def need(of: Need) -> str:
+    """`Queries(window=32)`: what differs from the default is named, and a single window always."""
+    given = [
+        f"{f.name}={getattr(of, f.name)}"
+        for f in dataclasses.fields(of)
+        if getattr(of, f.name) != f.default or f.name == "window"
+    ]
+    return f"{type(of).__name__}({', '.join(given)})"
+
+
+# --- the page -------------------------------------------------------------------------------------
+
+
+def cell(text: str) -> str:
+    """Text that may stand in a table."""
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
+    """A Markdown table."""
+    titles = list(head)
+    yield "| " + " | ".join(titles) + " |"
+    yield "| " + " | ".join("---" for _ in titles) + " |"
+    for row in rows:
+        yield "| " + " | ".join(cell(text) for text in row) + " |"
+    yield ""
+
+
+def aliases() -> dict[str, list[str]]:
+    """Registered names by the name of the policy that they stand for, its own name first."""
+    found: dict[str, list[str]] = {}
+    for name in own(registry.POLICIES):
+        found.setdefault(policy(name).name, []).append(name)
+    return {name: sorted(names, key=lambda n: n != name) for name, names in found.items()}
+
+
+def chosen(of: Policy) -> dict[str, Part]:
+    """The parts of a policy by kind."""
+    if of.is_full:
+        return {}
+    found = {kind: getattr(of, kind) for kind in KINDS}
+    return {kind: piece for kind, piece in found.items() if piece is not None}
+
+
+def links(of: Policy) -> str:
+    """The parts of a policy, each with a link to its section."""
+    return ", ".join(f"[`{p.name}`](#{anchor(kind, p)})" for kind, p in chosen(of).items()) or "-"
+
+
+def anchor(kind: str, of: Part) -> str:
+    """The anchor that GitHub gives a part's heading."""
+    return f"{kind}{of.name}"
+
+
+def parameters(by_kind: dict[str, Part]) -> Iterator[str]:
+    """The parameters of parts as a table; of more than one, with the part that each is of."""
+    head = ["parameter", "default", "values", "meaning"]
+    rows = [
+        [f"`{name}`", f"`{spell(value)}`", kind_of(piece.parameter_types()[name]), meaning, of]
+        for of, piece in by_kind.items()
+        for (name, value), meaning in zip(
+            piece.parameters().items(), meanings(piece).values(), strict=True
+        )
+    ]
+    if rows and len(by_kind) > 1:
+        yield from table([*head[:3], "part", head[3]], ([*r[:3], r[4], r[3]] for r in rows))
+    elif rows:
+        yield from table(head, (r[:4] for r in rows))
+
+
+def overview(names: dict[str, list[str]]) -> Iterator[str]:
+    """A row per policy."""
+    yield "## Overview\n"
+    rows = []
+    for name in names:
+        of = policy(name)
+        rows.append(
+            (f"[`{name}`](#{name})", of.summary, links(of), ", ".join(of.moments), of.paper or "-")
+        )
+    yield from table(("policy", "what it keeps", "parts", "moments", "paper"), rows)
+
+
+def one_policy(names: list[str]) -> Iterator[str]:
+    """The section of a policy."""
+    of = policy(names[0])
+    yield f"### {names[0]}\n"
+    yield f"{of.summary[:1].upper()}{of.summary[1:]}.\n"
+    if len(names) > 1:
+        yield f"- also called: {', '.join(f'`{n}`' for n in names[1:])}"
+    if of.paper:
+        yield f"- paper: {of.paper}"
+    yield f"- parts: {links(of)}"
+    yield f"- moments: {', '.join(of.moments)}"
+    yield f"- observes: {needs(of) or 'nothing beyond keys and values'}"
+    yield f"- cost: {of.cost or 'nothing'}"
+    if "decode" in of.moments:
+        yield f"- `buffer={of.buffer}`: entries a head may hold beyond its budget at decode"
+    yield ""
+    yield from parameters(chosen(of))
+
+
+def one_part(kind: str, name: str, of: Part) -> Iterator[str]:
+    """The section of a part."""
+    yield f"### {kind}={name}\n"
+    yield f"{sections(type(of))[0]}\n"
+    facts = []
+    if isinstance(of, Allocator):
+        facts.append(
+            f"sees at once: {'the whole model' if of.scope == 'model' else 'a ' + of.scope}"
+        )
+    if of.needs:
+        facts.append(f"observes: {needs(of)}")
+    if isinstance(of, Score) and of.extras:
+        facts.append(f"keeps beside every entry: {', '.join(f'`{n}`' for n in of.extras)}")
+    yield from (f"- {fact}" for fact in facts)
+    if facts:
+        yield ""
+    yield from parameters({kind: of})
+
+
+def page() -> str:
+    """The whole page."""
+    names = aliases()
+    lines = [HEAD, *overview(names), "## The policies\n"]
+    for of in names.values():
+        lines += one_policy(of)
+    observed: dict[str, type[Need]] = {}
+    for kind in KINDS:
+        lines += [f"## {TITLES[kind]}\n", f"{ROLES[kind]}\n"]
+        for name, of in parts(kind).items():
+            observed |= {type(n).__name__: type(n) for n in of.needs}
+            lines += one_part(kind, name, of)
+    lines.append("## What is observed\n")
+    for name in sorted(observed):
+        lines += [f"- `{name}`: {first_paragraph(observed[name])}"]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def first_paragraph(cls: type) -> str:
+    """The first paragraph of a docstring on one line."""
+    return " ".join(sections(cls)[0].split("\n\n")[0].split())
+
+
+def gaps() -> list[str]:
+    """What the metadata does not say: a line for each."""
+    missing: list[str] = []
+    for name in aliases():
+        of = policy(name)
+        missing += [f"{name}: no {f}" for f in ("summary", "cost") if not getattr(of, f)]
+        unknown = set(of.moments) - set(typing.get_args(Moment))
+        missing += [f"{name}: no moment {m}" for m in sorted(unknown)]
+    for kind in KINDS:
+        for name, of in parts(kind).items():
+            missing += [
+                f"{kind}={name}: {k} has no meaning" for k, v in meanings(of).items() if not v
+            ]
+    return missing
+
+
+def main(arguments: list[str]) -> int:
+    """Write the page, or check that it is what would be written."""
+    missing = gaps()
+    for line in missing:
+        print(line)
+    if missing:
+        return 1
+    text = page()
+    if "--check" in arguments:
+        if not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text:
+            print("docs/policies.md is out of date: python docs/make_policies.py writes it anew")
+            return 1
+        return 0
+    PAGE.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

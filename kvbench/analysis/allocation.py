@@ -1,0 +1,136 @@
+"""Entries that a policy's allocator gives to every layer and KV head: means over contexts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kvbench.analysis.common import Bench, contexts, held, loaded, policies_of, stages
+from kvbench.engine.models import full_layer_ids
+from kvbench.executors.answers import Prompt
+from kvbench.grid import Cell, Grid
+from kvbench.plugin import Policy
+from kvbench.progress import Reporter
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Result: a row per cell, layer and KV head (columns: docs/analysis.md)."""
+
+    table: pd.DataFrame
+    failed: dict[str, str]
+
+
+def analyze(grid: Grid, reporter: Reporter) -> Allocation:
+    """Count what every cell of a grid keeps in each layer and KV head.
+
+    Args:
+        grid: Policies, budgets, models, tasks, moments, lengths and samples.
+        reporter: Told of the progress.
+
+    Raises:
+        UserError: Something in the grid is unknown or out of range.
+    """
+    import pandas as pd
+
+    rows: list[dict[str, Any]] = []
+    failed: dict[str, str] = {}
+    for stage in stages(grid, reporter.message):
+        with loaded(stage, grid) as model:
+            bench = Bench(model, reporter, failed)
+            layers = full_layer_ids(model)
+            reporter.start(
+                sum(len(job.prompts) * len(job.cells) for job in stage.jobs), stage.model
+            )
+            try:
+                for job in stage.jobs:
+                    policies = policies_of(job.cells)
+                    counts: dict[str, list[Tensor]] = {cell.cell: [] for cell in job.cells}
+                    sizes: dict[str, list[int]] = {cell.cell: [] for cell in job.cells}
+                    for prompts in contexts(job):
+                        _count(bench, prompts, job.cells, policies, counts, sizes)
+                        reporter.advance(len(prompts) * len(job.cells))
+                    for cell in job.cells:
+                        if cell.cell not in failed:
+                            size = sizes[cell.cell]
+                            found = torch.stack(counts[cell.cell]).double()
+                            rows += _rows(cell, job.task.length, layers, found, size)
+            finally:
+                reporter.stop()
+    return Allocation(pd.DataFrame(rows), failed)
+
+
+def _count(
+    bench: Bench,
+    prompts: list[Prompt],
+    cells: list[Cell],
+    policies: dict[str, Policy],
+    counts: dict[str, list[Tensor]],
+    sizes: dict[str, list[int]],
+) -> None:
+    """Compress one context for all cells (of moment `question`: once per question)."""
+    needs = frozenset(need for p in policies.values() for need in p.needs)
+    prefix = bench.prefill(prompts[0].context_ids, needs)
+    asked: list[tuple[int, ...]] = [()]
+    asked += dict.fromkeys(p.question_ids for p in prompts)
+    for question in asked:
+        due = [c for c in cells if (c.moment == "question") == bool(question)]
+        due = [c for c in due if c.cell not in bench.failed]
+        if not due:
+            continue
+
+        def taken(question: tuple[int, ...] = question, fresh: bool = False) -> Any:
+            base = bench.prefill(prompts[0].context_ids, needs) if fresh else prefix
+            if not question:
+                return base
+            longer = base.fork()
+            longer.extend(bench.tensor(question))
+            return longer
+
+        whole = taken()
+        for cell in due:
+            cache = bench.compress(whole, cell, policies[cell.cell], 1)
+            if cache is None:  # what has failed may have changed the prefill in place
+                whole = taken(fresh=True)
+                continue
+            kept = torch.stack([layer.sum(-1) for layer in held(cache)])
+            counts[cell.cell].append(kept.cpu())
+            sizes[cell.cell].append(len(prompts[0].context_ids) + len(question))
+
+
+def _rows(
+    cell: Cell, length: int, layers: list[int], counts: Tensor, sizes: list[int]
+) -> list[dict[str, Any]]:
+    """Rows of one cell from its counts `[compressions, L, H]`."""
+    even = counts.mean((1, 2), keepdim=True)
+    share = (counts / even).mean(0).tolist()
+    spread = counts.std(0, correction=1) if len(counts) > 1 else torch.zeros_like(counts[0])
+    mean, least, most = counts.mean(0), counts.amin(0), counts.amax(0)
+    return [
+        {
+            "cell": cell.cell,
+            "model": cell.model,
+            "task": cell.task,
+            "length": length,
+            "moment": cell.moment,
+            "policy": cell.policy,
+            "budget": cell.budget,
+            "layer": layer,
+            "kv_head": head,
+            "entries": float(mean[i, head]),
+            "entries_sd": float(spread[i, head]),
+            "entries_min": int(least[i, head]),
+            "entries_max": int(most[i, head]),
+            "share": share[i][head],
+            "tokens": sum(sizes) / len(sizes),
+            "compressions": len(counts),
+        }
+        for i, layer in enumerate(layers)
+        for head in range(counts.shape[2])
+    ]

@@ -1,0 +1,212 @@
+"""`kvbench analyze`: what eviction does inside a model. What is heavy is imported when needed."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from kvbench.analysis.write import Done
+    from kvbench.progress import Reporter
+
+app = typer.Typer(
+    help="Look inside: output perturbation by head and layer, and how a budget is spread.",
+    rich_markup_mode=None,
+    no_args_is_help=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Policies = Annotated[
+    list[str] | None,
+    typer.Option("--policy", metavar="NAME[:KEY=VALUE...]", help="Policies, as for kvbench run."),
+]
+Budgets = Annotated[
+    list[str] | None,
+    typer.Option("--budget", metavar="B", help="What is KEPT: 0.2, or 512 tokens. Default: 0.2."),
+]
+Models = Annotated[
+    list[str] | None,
+    typer.Option("--model", metavar="M", help="reference (the default), a folder or a hub id."),
+]
+Tasks = Annotated[
+    list[str] | None,
+    typer.Option("--task", metavar="T", help="Groups, tasks or your own ./mine.jsonl."),
+]
+Moments = Annotated[
+    list[str] | None,
+    typer.Option("--moment", metavar="WHEN", help="context (the default) or question."),
+]
+Lengths = Annotated[
+    list[str] | None,
+    typer.Option("--length", metavar="TOKENS", help="Prompt and answer together. Default: 1024."),
+]
+Samples = Annotated[
+    int | None, typer.Option("--samples", metavar="N", help="Per task. Default: 50.")
+]
+Seed = Annotated[
+    int | None, typer.Option("--seed", metavar="N", help="Of data and policy noise. Default: 0.")
+]
+Out = Annotated[
+    str | None,
+    typer.Option("--out", metavar="DIR", help="Default: results/<analysis>-<hash of the flags>."),
+]
+Device = Annotated[
+    str | None, typer.Option("--device", metavar="D", help="cpu, cuda, cuda:1 or auto.")
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option("--dtype", metavar="D", help="float32, bfloat16, float16 or auto."),
+]
+Revision = Annotated[str | None, typer.Option("--revision", metavar="R", help="Of a hub model.")]
+Template = Annotated[
+    bool | None,
+    typer.Option("--chat-template/--no-chat-template", help="Default: where there is one."),
+]
+
+
+@app.callback()
+def _root() -> None:
+    """Look inside: output perturbation by head and layer, and how a budget is spread."""
+
+
+@app.command("perturbation")
+def perturbation(
+    policy: Policies = None,
+    budget: Budgets = None,
+    model: Models = None,
+    task: Tasks = None,
+    moment: Moments = None,
+    length: Lengths = None,
+    samples: Samples = None,
+    seed: Seed = None,
+    out: Out = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    revision: Revision = None,
+    chat_template: Template = None,
+    query: Annotated[
+        str,
+        typer.Option(
+            metavar="WHOSE",
+            help="answer: the first decoded token's query (the default); question: that of the "
+            "question's last token.",
+        ),
+    ] = "answer",
+    first_stage: Annotated[
+        float,
+        typer.Option(
+            metavar="ALPHA",
+            help="Share of stage 1 for policies that have no parameter first_stage. Default: 0.5.",
+        ),
+    ] = 0.5,
+) -> None:
+    """L1 change of every head's output by eviction, winners, and CriticalKV's bounds."""
+    given = _given(
+        policies=policy,
+        budgets=budget,
+        models=model,
+        tasks=task,
+        moments=moment,
+        lengths=length,
+        samples=samples,
+        seed=seed,
+        out=out,
+        device=device,
+        dtype=dtype,
+        revision=revision,
+        chat_template=chat_template,
+    )
+
+    def work(reporter: Reporter) -> Done:
+        from kvbench.analysis.write import write_perturbation
+
+        return write_perturbation(
+            given, reporter, query=query, first_stage=first_stage, command=_command()
+        )
+
+    _show(work)
+
+
+@app.command("allocation")
+def allocation(
+    policy: Policies = None,
+    budget: Budgets = None,
+    model: Models = None,
+    task: Tasks = None,
+    moment: Moments = None,
+    length: Lengths = None,
+    samples: Samples = None,
+    seed: Seed = None,
+    out: Out = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    revision: Revision = None,
+    chat_template: Template = None,
+) -> None:
+    """Entries that each layer and KV head gets, as a table and a heat map per policy."""
+    given = _given(
+        policies=policy,
+        budgets=budget,
+        models=model,
+        tasks=task,
+        moments=moment,
+        lengths=length,
+        samples=samples,
+        seed=seed,
+        out=out,
+        device=device,
+        dtype=dtype,
+        revision=revision,
+        chat_template=chat_template,
+    )
+
+    def work(reporter: Reporter) -> Done:
+        from kvbench.analysis.write import write_allocation
+
+        return write_allocation(given, reporter, command=_command())
+
+    _show(work)
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _command() -> str:
+    return shlex.join(["kvbench", *sys.argv[1:]])
+
+
+def _show(work: Callable[[Reporter], Done]) -> None:
+    """Carry out an analysis under a progress bar and print its tables."""
+    from rich.console import Console
+
+    from kvbench import cli
+    from kvbench.progress import reporter
+
+    progress = reporter(Console(stderr=True))
+    try:
+        done = work(progress)
+    except KeyboardInterrupt:
+        progress.stop()
+        print("kvbench: stopped; an analysis writes its files when it ends", file=sys.stderr)
+        raise typer.Exit(cli.INTERRUPTED) from None
+    finally:
+        progress.stop()
+    from kvbench.analysis.text import rich_table
+
+    console = cli._console()
+    for table in done.tables:
+        console.print(rich_table(table))
+    for line in done.notes:
+        console.print(line, style="dim", markup=False, highlight=False)
+    print(f"wrote {done.path}: {', '.join(p.name for p in done.files if p.parent == done.path)}")
+    drawn = [p for p in done.files if p.suffix == ".png"]
+    print(f"figures: {len(drawn)} as PNG and SVG in {done.path / 'figures'}")
+    if done.failed:
+        first = " ".join(next(iter(done.failed.values())).split())
+        print(f"kvbench: {len(done.failed)} cells failed: {first}", file=sys.stderr)
+        raise typer.Exit(cli.FAILED)

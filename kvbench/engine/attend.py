@@ -1,0 +1,165 @@
+"""Attention of new queries over the ragged segments of a packed layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvbench.engine.layer import RaggedLayer
+
+_BLOCK = 1 << 23
+"""Attention weights held at once for each sequence where they are written out, in float32."""
+
+
+def attend(
+    query: Tensor,
+    layer: RaggedLayer,
+    first: int,
+    scale: float,
+    powers: Sequence[int] = (),
+    valid: Tensor | None = None,
+) -> tuple[Tensor, dict[int, Tensor]]:
+    """Attention of new queries over a packed layer that holds their own entries already.
+
+    Causality among new tokens goes by logical column.
+
+    Args:
+        query: `[B, H_q, n, d]`.
+        layer: A packed layer.
+        first: Logical column of the first new query.
+        scale: Factor of the logits.
+        powers: Also sum these powers of the attention weights over the queries.
+        valid: Which new queries are tokens, bool `[B, n]`; None: all. The others give no mass.
+
+    Returns:
+        Output `[B, H_q, n, d]`, and by power what every entry received from each query head,
+        float32 `[entries, G]` in the order of `layer.rows()`.
+    """
+    if query.device.type != "cpu":
+        return _attend_padded(query, layer, first, scale, powers, valid)
+    if powers:
+        return _attend_segments_mass(query, layer, first, scale, powers, valid)
+    return _attend_segments(query, layer, first, scale), {}
+
+
+def _attend_segments(query: Tensor, layer: RaggedLayer, first: int, scale: float) -> Tensor:
+    """One SDPA per segment, without a copy of any K or V: what a CPU likes best.
+
+    The heads of a sequence go together where they hold equally many entries. A sequence's result
+    does not depend on what else is in the batch.
+    """
+    b, hq, n, d = query.shape
+    heads, group = layer.heads, hq // layer.heads
+    assert layer.key is not None and layer.value is not None
+    q = query.reshape(b, heads, group * n, d)
+    out = []
+    column = torch.arange(first, first + n, dtype=torch.int32).repeat(group)[:, None]
+    for row in range(b):
+        here = slice(row * heads, (row + 1) * heads)
+        start, length, room = layer.start[here], layer.length[here], layer.room[here]
+        even = length[0] > 0 and len(set(length)) == 1 and len(set(room)) == 1
+        for a, held, width, h in (
+            [(start[0], length[0], room[0], slice(0, heads))]
+            if even
+            else [(start[h], length[h], length[h], slice(h, h + 1)) for h in range(heads)]
+        ):
+            mine, count = q[row, h][None], h.stop - h.start
+            if held == 0:
+                out.append(torch.zeros_like(mine))
+                continue
+            rows = slice(a, a + count * width)
+            key = layer.key[rows].view(1, count, width, d)[:, :, :held]
+            value = layer.value[rows].view(1, count, width, d)[:, :, :held]
+            mask = None
+            if n > 1:
+                col = layer.col[rows].view(count, width)[:, None, :held]
+                # A padding query comes before all that the row holds: it may see what it likes.
+                mask = ((col <= column) | (column < col[..., :1]))[None]
+            out.append(
+                F.scaled_dot_product_attention(mine, key, value, attn_mask=mask, scale=scale)
+            )
+    return torch.cat([x[0] for x in out]).view(b, hq, n, d)
+
+
+def _attend_segments_mass(
+    query: Tensor,
+    layer: RaggedLayer,
+    first: int,
+    scale: float,
+    powers: Sequence[int],
+    valid: Tensor | None,
+) -> tuple[Tensor, dict[int, Tensor]]:
+    """Segment by segment, the weights written out; independent of the batch as well."""
+    b, hq, n, d = query.shape
+    group = hq // layer.heads
+    assert layer.key is not None and layer.value is not None
+    q = query.reshape(b * layer.heads, group, n, d).float().unbind(0)
+    out = torch.zeros(b * layer.heads, group, n, d, dtype=query.dtype)
+    mass: dict[int, list[Tensor]] = {p: [] for p in powers}
+    column = torch.arange(first, first + n, dtype=torch.int32)[:, None]
+    for s, (a, length) in enumerate(zip(layer.start, layer.length, strict=True)):
+        key = layer.key[a : a + length].float()
+        value = layer.value[a : a + length].float()
+        held = layer.col[a : a + length]
+        total = {p: torch.zeros(group, length) for p in powers}
+        block = max(1, _BLOCK // (group * max(1, length)))
+        for start in range(0, n if length else 0, block):
+            rows = slice(start, min(start + block, n))
+            hidden = (held > column[rows]) & (column[rows] >= held[0])
+            logits = (q[s][:, rows] @ key.T * scale).masked_fill_(hidden, float("-inf"))
+            weights = logits.softmax(-1)
+            out[s][:, rows] = (weights @ value).to(query.dtype)
+            real = column[rows] >= held[0]
+            if valid is not None:
+                real = real & valid[s // layer.heads, rows, None]
+            for p in powers:
+                total[p] += (weights.pow(p) * real).sum(1)
+        for p in powers:
+            mass[p].append(total[p].T)
+    return out.view(b, hq, n, d), {p: torch.cat(found) for p, found in mass.items()}
+
+
+def _attend_padded(
+    query: Tensor,
+    layer: RaggedLayer,
+    first: int,
+    scale: float,
+    powers: Sequence[int],
+    valid: Tensor | None,
+) -> tuple[Tensor, dict[int, Tensor]]:
+    """Gather the segments into a rectangle: what a GPU does, blocked where weights are wanted."""
+    b, hq, n, d = query.shape
+    group = hq // layer.heads
+    assert layer.key is not None and layer.value is not None
+    rows, live = layer.padded_rows()
+    key, value, held = layer.key[rows], layer.value[rows], layer.col[rows]
+    column = torch.arange(first, first + n, dtype=torch.int32, device=query.device)[:, None]
+    seen = (held[:, :, None] <= column) & live[:, :, None]
+    # Queries without any entry (padding, or an empty segment) see everything; they are not read.
+    blind = ~seen.any(-1, keepdim=True)
+    mask = (seen | blind)[:, :, None]
+    if not powers:
+        whole = mask.expand(-1, -1, group, -1, -1).flatten(2, 3)
+        q = query.reshape(b, layer.heads, group * n, d)
+        out = F.scaled_dot_product_attention(q, key, value, attn_mask=whole, scale=scale)
+        return out.view(b, hq, n, d), {}
+    q = query.reshape(b, layer.heads, group, n, d)
+    real = ~blind
+    if valid is not None:
+        real = real & valid[:, None, :, None]
+    wide_key, wide_value = key.float()[:, :, None], value.float()[:, :, None]
+    total = {p: wide_key.new_zeros(b, layer.heads, group, key.shape[2]) for p in powers}
+    parts = []
+    block = max(1, _BLOCK // (hq * max(1, key.shape[2])))
+    for start in range(0, n, block):
+        part = slice(start, start + block)
+        logits = (q[:, :, :, part].float() @ wide_key.transpose(-1, -2)) * scale
+        weights = logits.masked_fill_(~mask[:, :, :, part], float("-inf")).softmax(-1)
+        parts.append(weights @ wide_value)
+        for p in powers:
+            total[p] += (weights.pow(p) * real[:, :, None, part]).sum(3)
+    out = torch.cat(parts, 3).to(query.dtype).view(b, hq, n, d)
+    return out, {p: x.transpose(2, 3)[live] for p, x in total.items()}

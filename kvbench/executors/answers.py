@@ -1,0 +1,155 @@
+"""Responses in the making: what the executors share."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from torch import Tensor
+
+from kvbench.engine.cache import RaggedCache
+from kvbench.engine.generate import Row
+from kvbench.errors import BudgetError
+from kvbench.grid import Cell
+from kvbench.harness.protocol import Request as Question
+from kvbench.store import Response
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A question with its token ids."""
+
+    question: Question
+    context_ids: tuple[int, ...]
+    question_ids: tuple[int, ...]
+
+
+@dataclass
+class Answer:
+    """A row to be decoded and the response that it becomes.
+
+    Attributes:
+        cell: For which cell.
+        prompt: What was asked.
+        row: Its tokens and its end.
+        cache: Its compressed cache.
+        response: All that is known before the decoding.
+        logits: After the prompt, `[1, vocabulary]`; None where the question is still to be fed.
+    """
+
+    cell: Cell
+    prompt: Prompt
+    row: Row
+    cache: RaggedCache
+    response: Response
+    logits: Tensor | None = None
+
+
+@dataclass
+class Lane:
+    """Answers that may be decoded in one batch.
+
+    Attributes:
+        asked: Whether the questions are in the caches already.
+        waiting: The answers.
+    """
+
+    asked: bool
+    waiting: list[Answer] = field(default_factory=list)
+
+
+def begun(
+    cell: Cell, prompt: Prompt, cache: RaggedCache, prefill_s: float, compress_s: float
+) -> Response:
+    """What a response says before it is generated."""
+    return replace(
+        empty(cell, prompt.question),
+        context_tokens=len(prompt.context_ids),
+        question_tokens=len(prompt.question_ids),
+        budget_entries=(cache.budget_entries or [0])[0],
+        held_entries=(cache.held_entries or [0])[0],
+        kv_bytes_live=cache.live_bytes(),
+        kv_bytes_allocated=cache.allocated_bytes(),
+        kv_bytes_full=cache.full_bytes(0),
+        prefill_s=prefill_s,
+        compress_s=compress_s,
+    )
+
+
+def finished(answers: Sequence[Answer], cache: RaggedCache, seconds: float) -> list[Response]:
+    """The responses of a batch that was decoded.
+
+    Where the cache was cut while it grew (moment `decode`) the entries and bytes are those of the
+    peak, the buffer included.
+
+    Args:
+        answers: The rows of the batch.
+        cache: Its cache.
+        seconds: What decoding it took.
+    """
+    out = []
+    cuts = 0.0 if cache.upkeep is None else cache.upkeep.seconds
+    for i, a in enumerate(answers):
+        response = replace(
+            a.response,
+            response=a.row.stop.text(a.row.tokens),
+            stop=a.row.reason,
+            generated_tokens=len(a.row.tokens),
+            decode_s=(seconds - cuts) / len(answers),
+            compress_s=a.response.compress_s + cuts / len(answers),
+        )
+        if cache.upkeep is not None and cache.upkeep.peak:
+            peak, info = cache.upkeep.peak[i], cache.upkeep.info
+            entry = sum(layer.entry_bytes() for layer in cache.ragged) / len(cache.ragged)
+            response = replace(
+                response,
+                budget_entries=info.layers * info.kv_heads * cache.upkeep.budget[i],
+                held_entries=peak,
+                kv_bytes_live=round(peak * entry),
+                kv_bytes_full=cache.full_bytes(i),
+            )
+        out.append(response)
+    return out
+
+
+def reason_of(error: BaseException) -> str:
+    """One line that says what a plugin has raised, and where."""
+    text = (str(error) or "no message").splitlines()[0]
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    if isinstance(error, BudgetError):
+        return text
+    return f"{type(error).__name__}: {text}{where}"
+
+
+def key_of(cell: Cell, prompt: Prompt) -> tuple[str, str, int, int]:
+    """What a response is stored under."""
+    return (cell.cell, prompt.question.sample_id, prompt.question.question_id, 0)
+
+
+def empty(cell: Cell, question: Question) -> Response:
+    """A response that says nothing yet."""
+    return Response(
+        cell=cell.cell,
+        sample_id=question.sample_id,
+        question_id=question.question_id,
+        repeat=0,
+        doc_id=question.doc_id,
+        context_id=question.context_id,
+        response="",
+        stop="",
+        error="",
+        context_tokens=0,
+        question_tokens=0,
+        generated_tokens=0,
+        budget_entries=0,
+        held_entries=0,
+        kv_bytes_live=0,
+        kv_bytes_allocated=0,
+        kv_bytes_full=0,
+        prefill_s=0.0,
+        compress_s=0.0,
+        decode_s=0.0,
+    )

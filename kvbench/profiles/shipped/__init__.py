@@ -1,0 +1,1 @@
+"""Head profiles that ship with kvbench: `python -m kvbench.profiles.ship` makes them."""

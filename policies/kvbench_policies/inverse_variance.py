@@ -1,0 +1,195 @@
+"""D2O's shares of the layers: the more evenly a layer attends, the more it keeps.
+
+Wan, Wu, Zhang and others: D2O: Dynamic Discriminative Operations for Efficient Long-Context
+Inference of Large Language Models, arXiv 2406.13035, section 4.1, equations 4 and 5, and the other
+shares of Table 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvbench.apportion import largest_remainder
+from kvbench.errors import BudgetError, UserError
+from kvbench.plugin import Allocator, AttentionMass, Need, Scored
+
+_LEAST_VARIANCE = 1e-12
+"""What a variance of 0 counts as where its reciprocal is taken."""
+
+
+def fill_logs(logs: Tensor, total: Tensor, most: Tensor, least: Tensor) -> Tensor:
+    """Spread totals in proportion to `exp(logs)`, each share within its bounds, not yet rounded.
+
+    What a bound cuts off goes to the others in proportion to their weights. The weights are only
+    compared with the largest of those that still take part, so that they may lie any number of
+    orders of magnitude apart; equal ones share evenly.
+
+    Args:
+        logs: Logarithms of the weights, finite float64 `[B, K]`.
+        total: int64 `[B]`, between the sums of `least` and `most`.
+        most: Upper bounds, int64 `[B, K]`.
+        least: Lower bounds, int64 `[B, K]`, at most `most`.
+
+    Returns:
+        float64 `[B, K]` summing to `total` (up to rounding).
+    """
+    low, high = least.double(), most.double()
+    fixed = torch.zeros_like(low, dtype=torch.bool)
+    share = low
+    for _ in range(logs.shape[-1] + 1):  # a round pins a share to a bound, or is the last
+        left = total.double() - share.masked_fill(~fixed, 0.0).sum(-1)
+        parts = torch.softmax(logs.masked_fill(fixed, float("-inf")), -1)
+        part = (left[:, None] * parts).masked_fill(fixed, 0.0)
+        clipped = torch.minimum(torch.maximum(part, low), high)
+        share = torch.where(fixed, share, clipped)
+        gained = (clipped - part).masked_fill(fixed, 0.0).sum(-1, keepdim=True)
+        below, above = ~fixed & (part < low), ~fixed & (part > high)
+        # Lower bounds gave away more than upper bounds cut off: the lower ones hold for good, and
+        # the other way round.
+        pinned = torch.where(gained > 0, below, torch.where(gained < 0, above, below | above))
+        if not bool(pinned.any()):
+            break
+        fixed = fixed | pinned
+    return share
+
+
+@dataclass(frozen=True)
+class InverseVariance(Allocator):
+    """Layers share the budget by how much the attention that their entries received varies.
+
+        F_l = mean_h Var_i( sum_q A_{l,h}[q, i] ),    layer l gets exp(-F_l) / sum_m exp(-F_m)
+
+    `h` runs over the layer's query heads, as in the authors' code. All KV heads of a layer get the
+    same. Their shares are clipped to `[max(1, floor(0.01 T)), T]` (the floor shrinks to the mean
+    share `b`), what that cuts off is spread over the others in proportion to their weights, and all
+    is rounded by largest remainder, ties to the lower layer and head.
+
+    `F` is of the prefill: at moment `decode` a cache that was cut before keeps the shares that its
+    heads have. At `chunked` and `turns` new context follows, and every cut measures `F` anew from
+    what is held.
+
+    Attributes:
+        scale: `release` (the authors' code): the variances of a layer's heads are scaled to
+            `(x - min) / (max - min + 1e-6)` before the mean over heads, so that `F` lies in [0, 1];
+            `raw`: as in the equation, where one layer takes nearly all at real lengths;
+            `standardized`: `F` less its mean over layers, divided by its standard deviation.
+        share: `inverse_variance`; or `reciprocal` (`1 / F_l`) and `uniform` of the paper's Table 4;
+            or `layer_decay`, `exp(-l / L)`, which is ours (the paper gives no formula for its
+            exponential decay).
+        heads: `query`: variances of every query head's attention; `kv`: of its mean over the query
+            heads of a KV head (with two KV heads and `scale=release`, `F` is 1/2 in all layers).
+        variant: `paper`, or `release` (the authors' code): the first two layers and the last keep
+            everything (at `decode` they grow with the text), and the others share the rest of the
+            budget.
+    """
+
+    name: ClassVar[str] = "inverse_variance"
+    scope: ClassVar[Literal["head", "layer", "model"]] = "model"
+    scale: Literal["release", "raw", "standardized"] = "release"
+    share: Literal["inverse_variance", "reciprocal", "uniform", "layer_decay"] = "inverse_variance"
+    heads: Literal["query", "kv"] = "query"
+    variant: Literal["paper", "release"] = "paper"
+
+    def __post_init__(self) -> None:
+        """Refuse the reciprocal of numbers around 0."""
+        if self.share == "reciprocal" and self.scale == "standardized":
+            raise UserError(
+                "share=reciprocal with scale=standardized: half of the standardized variances are "
+                "below 0; scale=release or scale=raw would be right"
+            )
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """The attention that every entry received."""
+        return frozenset({AttentionMass()})
+
+    def allocate(self, layers: Sequence[Scored], total: Tensor) -> Tensor:
+        """Spread a total (int64 `[B]`) over the heads of all layers, int64 `[B, L, H]`.
+
+        Raises:
+            BudgetError: `variant=release`, and the layers that stay whole leave too little.
+        """
+        v = layers[0].view
+        count, heads = len(layers), v.model.kv_heads
+        held = torch.stack([x.view.valid.sum(-1) for x in layers], 1)
+        whole = self._whole(count, total.device)
+        left = total - (held * whole[:, None]).sum((1, 2))
+        others = heads * int((~whole).sum())
+        self._check(left, others, total, whole, count * heads)
+        logs = self._logs(layers)[:, :, None].expand_as(held)
+        least = (v.length // 100).clamp(min=1)
+        stay = torch.zeros_like(v.length, dtype=torch.bool)
+        if v.moment == "decode":
+            # All heads gained the same number of entries since the cache held this total.
+            gained = (held.sum((1, 2)) - total).double() / (count * heads)
+            before = (held - gained[:, None, None]).clamp(min=1e-9)
+            stay = (held < v.length[:, None, None]).any(2).any(1)
+            logs = torch.where(stay[:, None, None], before.log(), logs)
+            least = torch.where(stay, 1, least)
+        floor = torch.minimum(least, left // max(1, others))[:, None, None]
+        low = torch.minimum(torch.where(whole[:, None], held, floor), held).flatten(1)
+        most = held.flatten(1)
+        real = fill_logs(logs.flatten(1), total, most, low)
+        return largest_remainder(real, total, most, low).view(held.shape)
+
+    def _whole(self, layers: int, device: torch.device) -> Tensor:
+        """Which layers keep everything, bool `[L]`."""
+        index = torch.arange(layers, device=device)
+        if self.variant == "paper":
+            return torch.zeros_like(index, dtype=torch.bool)
+        return (index < 2) | (index == layers - 1)
+
+    def _check(self, left: Tensor, others: int, total: Tensor, whole: Tensor, units: int) -> None:
+        if self.variant == "paper":
+            return
+        short = left < others if others else left != 0
+        if not bool(short.any()):
+            return
+        row = int(short.nonzero()[0])
+        n, taken = int(total[row]), int(total[row] - left[row])
+        need = -(-(taken + others) // units)
+        kept = whole.nonzero()[:, 0].tolist()
+        raise BudgetError(
+            f"inverse_variance:variant=release leaves layers {', '.join(map(str, kept))} whole: "
+            f"they hold {taken} entries and the others at least {others}, the budget allows {n}; "
+            f"{need} entries per head or more would be right"
+        )
+
+    def _logs(self, layers: Sequence[Scored]) -> Tensor:
+        """Logarithms of the layers' weights, float64 `[B, L]`."""
+        v, count = layers[0].view, len(layers)
+        index = torch.arange(count, device=v.length.device, dtype=torch.float64)
+        if self.share == "uniform":
+            return torch.zeros_like(index).expand(len(v.length), count)
+        if self.share == "layer_decay":
+            return (-index / count).expand(len(v.length), count)
+        density = torch.stack([self._density(x) for x in layers], 1)
+        if self.scale == "standardized":
+            centred = density - density.mean(1, keepdim=True)
+            deviation = centred.square().mean(1, keepdim=True).sqrt()
+            density = centred / torch.where(deviation > 0, deviation, 1.0)
+        if self.share == "reciprocal":
+            return -density.clamp(min=_LEAST_VARIANCE).log()
+        return -density
+
+    def _density(self, layer: Scored) -> Tensor:
+        """`F` of one layer, float64 `[B]`."""
+        v = layer.view
+        mass, valid = v.obs[AttentionMass()], v.valid
+        if self.heads == "kv":
+            mass = v.grouped(mass)
+        else:
+            valid = valid.repeat_interleave(v.model.group, 1)
+        mass = mass.double().masked_fill(~valid, 0.0)
+        count = valid.sum(-1, keepdim=True).clamp(min=1)
+        centred = (mass - mass.sum(-1, keepdim=True) / count).masked_fill(~valid, 0.0)
+        variance = (centred.square().sum(-1, keepdim=True) / count)[..., 0]
+        if self.scale == "release":
+            low, high = variance.amin(1, keepdim=True), variance.amax(1, keepdim=True)
+            variance = (variance - low) / (high - low + 1e-6)
+        return variance.mean(1)

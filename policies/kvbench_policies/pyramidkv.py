@@ -1,0 +1,103 @@
+"""PyramidKV: the lower layers keep more than the upper ones, falling evenly.
+
+Cai, Zhang, Gao, Y. Liu, T. Liu, Lu, Xiong, Dong, Chang, Hu, Xiao: PyramidKV: Dynamic KV Cache
+Compression based on Pyramidal Information Funneling, arXiv 2406.02069. The window counts in the
+budget, and a small budget does not fall back to SnapKV (as kvpress does).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvbench.apportion import largest_remainder
+from kvbench.errors import UserError
+from kvbench.parts import TopK, Uniform
+from kvbench.plugin import ModelInfo, Policy
+from kvbench_policies.snapkv import WindowAttention
+
+
+def pyramid_shares(
+    layers: int, length: Tensor, budget: Tensor, steepness: float, window: int
+) -> Tensor:
+    """Entries that every head of a layer keeps, falling evenly from the first layer to the last.
+
+        b' = b - w,   min = b' / steepness,   max = 2 b' - min
+        where max > T - w:   max = T - w,   min = 2 b' - max
+        b_l = max - l (max - min) / (L - 1) + w
+
+    Even where `L = 1`, `b' <= 0` or `T < 2 b'`. Rounded by largest remainder, ties to the lower
+    layer.
+
+    Args:
+        layers: `L`.
+        length: Tokens of every sequence, `T`, int64 `[B]`.
+        budget: Mean entries per (layer, head), `b`, at most `T`, int64 `[B]`.
+        steepness: 1 or more; 1 is even.
+        window: `w`, in tokens.
+
+    Returns:
+        int64 `[B, L]`, each from 1 to `T`, summing to `L * b`.
+    """
+    inner = budget - window
+    even = (inner <= 0) | (length < 2 * inner)
+    most = 2 * inner.double() - inner.double() / steepness
+    most = torch.minimum(most, (length - window).double())
+    least = 2 * inner.double() - most
+    at = torch.arange(layers, dtype=torch.float64, device=length.device) / max(1, layers - 1)
+    real = most[:, None] - at * (most - least)[:, None] + window
+    if layers == 1:
+        even = torch.ones_like(even)
+    real = torch.where(even[:, None], budget[:, None].double(), real)
+    cap = length[:, None].expand(-1, layers)
+    return largest_remainder(real, layers * budget, cap, 1)
+
+
+def check_pyramid(steepness: float, window: int) -> None:
+    """Check the ranges of a pyramid's parameters.
+
+    Raises:
+        UserError: One is out of range.
+    """
+    if not 1 <= steepness < float("inf"):
+        raise UserError(f"steepness={steepness}: a number, 1 or more (1 is even), would be right")
+    if window < 1:
+        raise UserError(f"window={window}: a number of tokens, 1 or more, would be right")
+
+
+@dataclass(frozen=True)
+class Pyramid(Uniform):
+    """Layers get less the higher they lie; the heads of a layer get the same.
+
+    Attributes:
+        steepness: The paper's beta: beyond the window, the last layer keeps `1 / steepness` of
+            the mean and the first what it lacks of twice the mean.
+        window: Tokens that every layer keeps in any case; they count in the budget.
+    """
+
+    name: ClassVar[str] = "pyramid"
+    steepness: float = 20.0
+    window: int = 32
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        check_pyramid(self.steepness, self.window)
+
+    def shares(self, model: ModelInfo, length: Tensor, budget: Tensor) -> Tensor:
+        """Spread the total over layers, int64 `[B, L]` summing to `L * H * b`."""
+        a_head = pyramid_shares(model.layers, length, budget, self.steepness, self.window)
+        return a_head * model.kv_heads
+
+
+PYRAMIDKV = Policy(
+    name="pyramidkv",
+    score=WindowAttention(),
+    allocate=Pyramid(),
+    select=TopK(),
+    summary="SnapKV's scores; lower layers keep more than upper ones, falling evenly",
+    paper="arXiv 2406.02069",
+    cost="time O(w T d), memory O(w T), as snapkv",
+)

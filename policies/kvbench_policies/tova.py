@@ -1,0 +1,78 @@
+"""TOVA: keep what the last query attends to, averaged over all heads of the layer.
+
+Oren, Hassid, Yarden, Adi, Schwartz: Transformers are Multi-State RNNs, arXiv 2401.06104.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvbench.parts import TopK, Uniform
+from kvbench.plugin import Need, Policy, Queries, Score, View
+
+
+@dataclass(frozen=True)
+class LastAttention(Score):
+    """Attention of the newest token's query, mean over all `H_q` query heads of the layer.
+
+        s_i = mean_g A_g[t, i]
+
+    A token has the same value in every KV head that holds it, so that heads of equal shares keep
+    the same tokens; a head that holds it no longer gives it nothing. Nothing is protected: the
+    newest token stays only if the attention says so.
+    """
+
+    name: ClassVar[str] = "tova"
+    nonnegative: ClassVar[bool] = True
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """The last query."""
+        return frozenset({Queries(1)})
+
+    def score(self, v: View) -> Tensor:
+        """Score the entries of one layer, float32 `[B, H, n]`."""
+        attention = v.grouped(v.window_attention(1)[:, :, 0], "sum")
+        total = sum_over_holders(attention, v.position, v.valid)
+        return total / v.model.query_heads
+
+
+def sum_over_holders(value: Tensor, position: Tensor, valid: Tensor) -> Tensor:
+    """Sum a value over the KV heads that hold the same token, whatever else each of them holds.
+
+    Every token is summed once and in the order of the heads, so that its sum is equal to the last
+    bit in all of them. Holds `H * H * n` numbers a sequence.
+
+    Args:
+        value: `[B, H, n]`.
+        position: Logical position of every entry, int64 `[B, H, n]`; a head holds a token once.
+        valid: Which entries exist, bool `[B, H, n]`; the others count nowhere.
+
+    Returns:
+        The sums, `[B, H, n]`; 0 where there is no entry.
+    """
+    batch, heads, n = value.shape
+    ordered, order = position.masked_fill(~valid, -1).flatten(1).sort(dim=-1, stable=True)
+    begins = torch.nn.functional.pad(ordered.diff(dim=-1) != 0, (1, 0))
+    # Tokens numbered from 0 in the order of their positions; what does not exist shares a number.
+    number = torch.empty_like(order).scatter_(-1, order, begins.long().cumsum(-1))
+    by_head = number.view(batch, heads, n)
+    spread = value.new_zeros(batch, heads, heads * n)
+    spread.scatter_(-1, by_head, value)  # in a head's row each token has a place of its own
+    return spread.sum(1).gather(-1, number).view(batch, heads, n).masked_fill(~valid, 0.0)
+
+
+TOVA = Policy(
+    name="tova",
+    score=LastAttention(),
+    allocate=Uniform(),
+    select=TopK(),
+    summary="keeps what the last query attends to on average over all heads of the layer",
+    paper="arXiv 2401.06104",
+    moments=("context", "question", "decode"),
+    cost="time O(H_q T d), memory O(H^2 T)",
+)

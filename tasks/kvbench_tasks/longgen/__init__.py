@@ -1,0 +1,62 @@
+"""Long answers: a list in order, a passage copied, a chain step by step. See README.md."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvbench.harness.protocol import Benchmark, Doc
+
+if TYPE_CHECKING:
+    from kvbench_tasks.fitting import Plan, Size
+    from kvbench_tasks.lexicon import Lexicon
+
+
+def docs(
+    leaf: str,
+    *,
+    length: int,
+    samples: int,
+    seed: int,
+    tokenizer: Any,
+    lexicon: str,
+    cache_dir: Path,
+    size: Size,
+) -> list[Doc]:
+    """See `Benchmark.docs`."""
+    from kvbench_tasks.generate import generate
+
+    bare = size("x", "")
+
+    def tokens(text: str) -> int:
+        return size(f"x {text}", "") - bare
+
+    def plans(words: Lexicon, index: int) -> Sequence[Plan]:
+        if leaf == "longgen_list":
+            return words.listing(tokens)
+        return words.passage(tokens) if leaf == "longgen_copy" else words.steps(tokens)
+
+    return generate(
+        leaf,
+        plans,
+        length=length,
+        samples=samples,
+        seed=seed,
+        lexicon_name=lexicon,
+        size=size,
+    )
+
+
+BENCHMARK = Benchmark(
+    name="longgen",
+    leaves=("longgen_list", "longgen_copy", "longgen_chain"),
+    docs=docs,
+    yaml=Path(__file__).parent,
+    version="1",
+    summary="Answers far longer than a decode budget: a list, a copied passage, a chain's steps",
+    source="ours (kvbench)",
+    licence="Apache-2.0",
+    metric="placed",
+    default_lengths=(1024,),
+)

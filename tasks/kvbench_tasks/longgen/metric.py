@@ -1,0 +1,51 @@
+"""The share of right items in right places, as lm-eval calls it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+_NUMBERED = re.compile(r"[\W_]*(?:item\s+)?(\d+)[\W_]+(.*)", re.IGNORECASE)
+_LISTED = re.compile(r"^\s*(?:\d+[.):]|[-*•])\s+")
+_ENDS = " \t.,;:!?*_`'\""
+
+
+def placed(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
+    """The share of the row's `outputs` that stand at their place in the response.
+
+    What an item is and which place it has depends on the row's `form`:
+
+    - "numbered": items are parted by line feeds or commas; an item's place is the number that it
+      begins with, and of several with the same number the first counts.
+    - "words": items are words; the place is the position.
+    - "lines": items are lines, or sentences; the place is the position among those that are not
+      empty, numbers and bullets before them left out.
+
+    Items are compared without regard to case, white space, and punctuation at their ends. What
+    stands at places that the answer does not have is not judged.
+    """
+    outputs = [_bare(output) for output in doc["outputs"]]
+    found = _places(doc["form"], results[0])
+    right = [found.get(place) == output for place, output in enumerate(outputs)]
+    return {"placed": sum(right) / len(right)}
+
+
+def _places(form: str, response: str) -> dict[int, str]:
+    """The response's items by place, from 0."""
+    if form == "words":
+        return dict(enumerate(map(_bare, response.split())))
+    found: dict[int, str] = {}
+    if form == "numbered":
+        for piece in re.split(r"[\n,]", response):
+            if match := _NUMBERED.match(piece):
+                found.setdefault(int(match[1]) - 1, _bare(match[2]))
+        return found
+    if form == "lines":
+        lines = [_LISTED.sub("", line, count=1) for line in response.split("\n")]
+        pieces = [piece for line in lines for piece in re.split(r"(?<=[.!?])\s", line)]
+        return dict(enumerate(filter(None, map(_bare, pieces))))
+    raise ValueError(f"no form {form!r}")
+
+
+def _bare(item: str) -> str:
+    return " ".join(item.lower().split()).strip(_ENDS)

@@ -1,0 +1,59 @@
+"""One policy against another at the same budget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from kvbench.errors import UserError
+from kvbench.report.against import differences, tables, write
+from kvbench.stats import paired
+
+from .conftest import make_run
+
+
+def test_of_one_task_it_is_the_paired_difference() -> None:
+    cells, samples = make_run(("snapkv", "criticalkv", "random"), tasks=("vt",))
+    found = differences(cells, samples, "snapkv")
+    assert set(found["policy"]) == {"criticalkv", "random"} and len(found) == 6
+    for row in found.itertuples():
+        scores = {}
+        for policy in ("snapkv", str(row.policy)):
+            mine = samples[(samples["policy"] == policy) & (samples["budget"] == row.budget)]
+            keys = list(zip(mine["sample_id"], mine["question_id"], mine["repeat"], strict=True))
+            scores[policy] = dict(zip(keys, mine["score"], strict=True))
+            clusters = dict(zip(keys, mine["context_id"], strict=True))
+        want = paired(scores[str(row.policy)], scores["snapkv"], clusters)
+        assert (row.diff, row.diff_lo, row.diff_hi) == pytest.approx(
+            (want.mean, want.lo, want.hi), abs=1e-9
+        )
+        assert row.score - row.base_score == pytest.approx(row.diff, abs=1e-9)
+
+
+def test_over_tasks_the_differences_of_the_tasks_are_averaged() -> None:
+    cells, samples = make_run(("snapkv", "criticalkv"), budgets=("0.2",), tasks=("vt", "cwe"))
+    both = differences(cells, samples, "snapkv")["diff"].item()
+    apart = [
+        differences(cells[cells["task"] == t], samples, "snapkv")["diff"].item()
+        for t in ("vt", "cwe")
+    ]
+    assert both == pytest.approx(sum(apart) / 2)
+
+
+def test_it_is_shown_and_written(tmp_path: Path) -> None:
+    cells, samples = make_run(("snapkv", "criticalkv"), budgets=("0.2",))
+    found = differences(cells, samples, "snapkv")
+    console = Console(width=120, record=True)
+    for table in tables(found, "snapkv"):
+        console.print(table)
+    assert "against snapkv" in console.export_text()
+    text = write(found, "snapkv", tmp_path / "a" / "b.md").read_text()
+    assert text.count("`criticalkv`") == 1
+
+
+def test_a_policy_that_was_not_run_is_named_with_the_nearest() -> None:
+    cells, samples = make_run(("snapkv", "criticalkv"), budgets=("0.2",))
+    with pytest.raises(UserError, match="did you mean snapkv"):
+        differences(cells, samples, "snapvk")

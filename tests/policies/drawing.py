@@ -1,0 +1,143 @@
+"""Draws any registered parts with any parameters, and the models and batches to try them on.
+
+The parts come from the registry, so that a new one is drawn as soon as it is registered; their
+parameters are drawn from their types, and what a part refuses is left at its default.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import tempfile
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from hypothesis import reject
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from kvbench import registry, spelling
+from kvbench.errors import BudgetError, UserError
+from kvbench.plugin import Part, Policy
+from kvbench.profiles.allocators import Profiled, stand_in
+
+LAYERS, HEADS, VOCABULARY = 2, 2, 128
+PROFILES = tempfile.TemporaryDirectory()
+WHOLE = (0, 1, 2, 3, 4, 5, 7, 16, 33)
+REAL = (0.0, 0.01, 0.25, 0.29, 0.5, 0.7, 0.9, 1.0, 1.3, 3.0)
+
+
+def registered(kind: str) -> list[str]:
+    """Names of the parts of a kind; without those that need a file of the model's."""
+    names = {n.partition(".")[2] for n in registry.names(spelling.PARTS) if n.startswith(kind)}
+    names |= {n.partition(".")[2] for n in spelling._GENERIC if n.startswith(kind)}
+    return [name for name in sorted(names) if can_do(spelling.part(kind, name))]
+
+
+def can_do(part: Part) -> bool:
+    if isinstance(part, Profiled):
+        return True  # see `equipped`
+    try:
+        part.fingerprint("LlamaForCausalLM")
+    except UserError:
+        return False
+    return True
+
+
+PARTS = {kind: registered(kind) for kind in spelling.KINDS}
+
+
+def values(kind: Any) -> list[Any]:
+    """What to try for a parameter of a type; nothing for text, which names files."""
+    options = typing.get_args(kind)
+    if typing.get_origin(kind) is typing.Literal:
+        return list(options)
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return [v for o in options for v in ([None] if o is type(None) else values(o))]
+    return {int: list(WHOLE), float: list(REAL), bool: [False, True]}.get(kind, [])
+
+
+@st.composite
+def parts(draw: st.DrawFn, kind: str) -> Part:
+    """A part with a few parameters other than their defaults."""
+    made = spelling.part(kind, draw(st.sampled_from(PARTS[kind])))
+    for name, sort in made.parameter_types().items():
+        options = values(sort)
+        if options and draw(st.integers(0, 2)) == 0:
+            try:
+                made = made.replace(**{name: draw(st.sampled_from(options))})
+            except UserError:
+                continue
+    return made
+
+
+@st.composite
+def policies(draw: st.DrawFn) -> Policy:
+    """Any choice of parts."""
+    merge = st.none() | parts("merge") if PARTS["merge"] else st.none()
+    made: Any = [draw(parts(kind)) for kind in ("score", "allocate", "select")]
+    buffer = draw(st.sampled_from((0, 1, 3, 8)))
+    return Policy("drawn", *made, merge=draw(merge), buffer=buffer)
+
+
+def equipped(policy: Policy, layers: int = LAYERS, heads: int = HEADS) -> Policy:
+    """Give a policy that reads a head profile one to read."""
+    return stand_in(policy, layers, heads, Path(PROFILES.name))
+
+
+@functools.cache
+def llama(group: int) -> LlamaForCausalLM:
+    """Random weights; the second KV head attends more sharply than the first."""
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS * group,
+        num_key_value_heads=HEADS,
+        head_dim=8,
+        initializer_range=0.2,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(group)
+        model = LlamaForCausalLM(config).eval().requires_grad_(False)
+        for layer in model.model.layers:
+            query = layer.self_attn.q_proj.weight
+            query.data[len(query) // 2 :] *= 3.0
+    return model
+
+
+def tokens(lengths: Sequence[int], seed: int = 0) -> list[Tensor]:
+    """Sequences in which no token comes twice (equal keys would be ties but for rounding)."""
+    generator = torch.Generator().manual_seed(seed + sum(lengths))
+    return [torch.randperm(VOCABULARY, generator=generator)[:n] for n in lengths]
+
+
+def padded(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Rows as one batch, padded on the left, and which columns are tokens."""
+    width = max(len(row) for row in rows)
+    ids = torch.stack([torch.nn.functional.pad(row, (width - len(row), 0)) for row in rows])
+    return ids, torch.arange(width) >= width - torch.tensor([len(row) for row in rows])[:, None]
+
+
+@contextlib.contextmanager
+def unless_refused() -> Iterator[None]:
+    """Pass over what a part says it cannot meet (the engine's own checks never may fail)."""
+    try:
+        yield
+    except BudgetError as error:
+        if not refused(error):
+            raise
+        reject()
+
+
+def refused(error: BudgetError) -> bool:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and "kvbench_policies" in trace.tb_frame.f_code.co_filename
