@@ -18,6 +18,8 @@ class ModelInfo:
 
     `output_weight(layer)` gives the output projection of a layer as `[H_q, d, d_model]`, one slice
     per query head (a view of the model's own weight, in its dtype, without a copy).
+    `project(layer, hidden)` gives the projections of hidden states `[B, n, d_model]` before RoPE
+    and before any norm of queries or keys, `[B, n, (H_q + 2 H) d]`: queries, keys, values.
     """
 
     name: str
@@ -27,6 +29,7 @@ class ModelInfo:
     head_dim: int
     hidden_size: int
     output_weight: Callable[[int], Tensor] = field(compare=False, repr=False)
+    project: Callable[[int, Tensor], Tensor] | None = field(default=None, compare=False, repr=False)
 
     @property
     def group(self) -> int:
@@ -86,6 +89,8 @@ class Need:
     """Aligned with the cache entries on its last axis."""
     of_tokens: ClassVar[bool] = False
     """About the tokens and not about a layer; known when a forward has ended."""
+    goes_on: ClassVar[bool] = False
+    """Per entry, and kept by the engine beside the entries between the cuts of one cache."""
 
     def observer(self, model: ModelInfo) -> Observer:
         """Make the observer that serves this need."""
@@ -122,11 +127,43 @@ class AttentionMass(Need):
     observe: int | None = None
     power: int = 1
     per_entry: ClassVar[bool] = True
+    goes_on: ClassVar[bool] = True
 
     def observer(self, model: ModelInfo) -> Observer:
         from kvbench.engine.observe import MassObserver
 
         return MassObserver(self.observe, self.power)
+
+
+@dataclass(frozen=True)
+class PerToken(Need):
+    """A number that every token gets once, in each layer and KV head: float32 `[B, H, n]`.
+
+    A subclass says in `measure` what it is; a learned gate is the usual case. The engine keeps it
+    beside the entry for as long as that is held.
+    """
+
+    per_entry: ClassVar[bool] = True
+    goes_on: ClassVar[bool] = True
+
+    def measure(
+        self, layer: int, hidden: Tensor, key: Tensor, value: Tensor, model: ModelInfo
+    ) -> Tensor:
+        """Give the number of new tokens, float32 `[B, H, n]`; padding may get any.
+
+        Args:
+            layer: Index among the full-attention layers.
+            hidden: What enters the attention block, after its norm, `[B, n, d_model]`.
+            key: Keys of the new tokens after RoPE, `[B, H, n, d]`.
+            value: Their values, `[B, H, n, d]`.
+            model: The model; `model.project(layer, hidden)` gives `q, k, v` before RoPE.
+        """
+        raise NotImplementedError
+
+    def observer(self, model: ModelInfo) -> Observer:
+        from kvbench.engine.observe import TokenObserver
+
+        return TokenObserver(self, model)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,15 @@ import torch
 from torch import Tensor
 
 from kvbench.moments import Moment
-from kvbench.needs import AttentionMass, ModelInfo, Need, Observer, Queries, Surprisal
+from kvbench.needs import (
+    AttentionMass,
+    ModelInfo,
+    Need,
+    Observer,
+    PerToken,
+    Queries,
+    Surprisal,
+)
 from kvbench.view import View
 
 __all__ = [
@@ -42,6 +50,7 @@ __all__ = [
     "Need",
     "Observer",
     "Part",
+    "PerToken",
     "Policy",
     "Queries",
     "Score",

@@ -60,10 +60,15 @@ class Forward:
 
 @dataclass
 class Step:
-    """What the attention of one layer saw in one forward; `mass` as `attend` gives it."""
+    """What the attention of one layer saw in one forward; `mass` as `attend` gives it.
+
+    `key` and `value` are those of the new tokens, `[B, H, n, d]`.
+    """
 
     index: int
     query: Tensor
+    key: Tensor
+    value: Tensor
     hidden: Tensor
     scale: float
     mass: Mapping[int, Tensor] = field(default_factory=dict)
@@ -152,7 +157,7 @@ def kvbench_attention(
         raise ValueError("attention with a soft cap on its logits is not supported")
     forward, layer = hooked.forward, hooked.layer
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    step = Step(hooked.index, query, hooked.hidden, scale)
+    step = Step(hooked.index, query, key, value, hooked.hidden, scale)
     if layer.packed:
         layer.append(forward.rank, forward.valid, forward.added, forward.first)
         result, step.mass = attend(

@@ -223,7 +223,8 @@ class Cut:
         if rows is not None and need.per_entry:
             if need not in layer.extras:
                 return None
-            return layer.extras[need][rows].transpose(2, 3).flatten(1, 2)
+            held = layer.extras[need][rows]
+            return held if held.dim() == 3 else held.transpose(2, 3).flatten(1, 2)
         return self._own(self.cache.observers[need].read(index))
 
     def _turns_ago(self, col: Tensor) -> Tensor | None:
@@ -247,6 +248,8 @@ class Cut:
         for need, x in view.obs.items():
             if isinstance(need, AttentionMass):
                 extras[need] = x.unflatten(1, (self.info.kv_heads, -1)).transpose(2, 3)
+            elif need.goes_on:
+                extras[need] = x
         return extras
 
     def layer(self, view: View) -> Decision:

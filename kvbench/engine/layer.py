@@ -52,6 +52,7 @@ class RaggedLayer(CacheLayerMixin):
         self.length: list[int] = []
         self.room: list[int] = []
         self._bounds: tuple[Tensor, Tensor] | None = None
+        self._appended: tuple[Tensor, Tensor | None] = (self.col, None)
         self.pending: tuple[Tensor, Tensor] | None = None
         self.is_initialized = False
         self.closed = False
@@ -176,6 +177,7 @@ class RaggedLayer(CacheLayerMixin):
             chosen = valid[:, None].expand(-1, self.heads, -1).reshape(-1)
             target, col = target[chosen], col[chosen]
             flat_key, flat_value = flat_key[chosen], flat_value[chosen]
+        self._appended = (target, None if valid is None else chosen)
         self.key[target] = flat_key
         self.value[target] = flat_value
         self.col[target] = col
@@ -229,6 +231,12 @@ class RaggedLayer(CacheLayerMixin):
     def accumulate(self, need: Need, received: Tensor) -> None:
         """Add what every live entry has received, `[entries, G]` in the order of `rows()`."""
         self.extras[need][self.rows()] += received
+
+    def write_new(self, need: Need, values: Tensor) -> None:
+        """Keep a number beside every entry that was appended last, `[B, H, n]`."""
+        target, chosen = self._appended
+        flat = values.detach().reshape(-1)
+        self.extras[need][target] = flat if chosen is None else flat[chosen]
 
     def forget_bounds(self) -> None:
         """Say that start and length were changed on the CPU."""

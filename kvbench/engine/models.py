@@ -57,6 +57,15 @@ def model_info(model: nn.Module) -> ModelInfo:
         weight: Tensor = modules[layer].o_proj.weight  # type: ignore[union-attr, assignment]
         return weight.view(weight.shape[0], query_heads, int(dim)).permute(1, 2, 0)
 
+    def project(layer: int, hidden: Tensor) -> Tensor:
+        attention: Any = modules[layer]
+        if hasattr(attention, "qkv_proj"):  # Phi-3
+            joint: Tensor = attention.qkv_proj(hidden)
+            return joint
+        return torch.cat(
+            [p(hidden) for p in (attention.q_proj, attention.k_proj, attention.v_proj)], -1
+        )
+
     return ModelInfo(
         name=str(getattr(config, "_name_or_path", "")) or type(model).__name__,
         layers=len(modules),
@@ -65,6 +74,7 @@ def model_info(model: nn.Module) -> ModelInfo:
         head_dim=int(dim),
         hidden_size=int(config.hidden_size),
         output_weight=output_weight,
+        project=project,
     )
 
 

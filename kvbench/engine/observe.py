@@ -11,6 +11,8 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from kvbench.needs import ModelInfo, PerToken
+
 _BLOCK = 1 << 22
 """Attention weights held at once for each sequence when columns are summed, in float32."""
 
@@ -148,6 +150,55 @@ class MassObserver:
     def read(self, layer: int) -> Tensor:
         """Give the attention that every column received, float32 `[B, H_q, S]`."""
         return self._mass[layer]
+
+    @classmethod
+    def stack(cls, parts: Sequence[Self]) -> Self:
+        """Not for what is kept beside the entries: the cache stacks it."""
+        raise NotImplementedError
+
+    def take(self, rows: Tensor) -> Self:
+        """Not for what is kept beside the entries: the cache takes it."""
+        raise NotImplementedError
+
+
+class TokenObserver:
+    """Keeps what a `PerToken` need says of every token, layer by layer.
+
+    Args:
+        need: What is measured.
+        model: Of which model.
+    """
+
+    def __init__(self, need: PerToken, model: ModelInfo) -> None:
+        self.need, self.model = need, model
+        self._held: dict[int, Tensor] = {}
+
+    @torch.no_grad()
+    def update(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        hidden: Tensor,
+        valid: Tensor,
+        scale: float,
+    ) -> None:
+        """Take in one forward of one layer (see `kvbench.plugin.Observer`)."""
+        n = hidden.shape[1]
+        new = self.need.measure(layer, hidden, k[:, :, -n:], v[:, :, -n:], self.model)
+        old = self._held.get(layer)
+        self._held[layer] = new if old is None else torch.cat([old, new], -1)
+
+    def fork(self) -> Self:
+        """Give an observer that may go on without changing this one."""
+        other = type(self)(self.need, self.model)
+        other._held = dict(self._held)
+        return other
+
+    def read(self, layer: int) -> Tensor:
+        """Give the numbers of all tokens, float32 `[B, H, S]`."""
+        return self._held[layer]
 
     @classmethod
     def stack(cls, parts: Sequence[Self]) -> Self:

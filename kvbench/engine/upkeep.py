@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvbench.moments import LATER, Moment
-from kvbench.needs import AttentionMass, ModelInfo
+from kvbench.needs import AttentionMass, ModelInfo, PerToken
 
 if TYPE_CHECKING:
     from kvbench.budget import Budget
@@ -95,6 +95,9 @@ class Upkeep:
         for need in self.policy.needs:
             if isinstance(need, AttentionMass):
                 layer.accumulate(need, step.mass[need.power])
+            elif isinstance(need, PerToken):
+                new = need.measure(step.index, step.hidden, step.key, step.value, self.info)
+                layer.write_new(need, new)
         score = self.policy.score
         if score is not None and score.extras:
             cut = Cut(self.policy, cache, self.info, self.moment, self.budget, self.seeds)

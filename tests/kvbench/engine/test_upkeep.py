@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,7 +13,16 @@ import kvbench
 from kvbench.budget import Budget
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.prefix import Prefix, Request, engine, forward
-from kvbench.plugin import AttentionMass, Need, Queries, Score, Surprisal, View
+from kvbench.plugin import (
+    AttentionMass,
+    ModelInfo,
+    Need,
+    PerToken,
+    Queries,
+    Score,
+    Surprisal,
+    View,
+)
 from kvbench.spelling import as_policy
 from kvbench.spelling import policy as make_policy
 
@@ -201,3 +211,52 @@ def test_queries_go_on(llama: Any) -> None:
         step(llama, cache, ids, mask, 0)
         whole = [cache.observers[Queries(6)].read(i) for i in range(3)]
     assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(parts, whole, strict=True))
+
+
+@dataclass(frozen=True)
+class Linear(PerToken):
+    """Tells tokens apart by hidden state, value and projections; not by their place."""
+
+    def measure(
+        self, layer: int, hidden: Tensor, key: Tensor, value: Tensor, model: ModelInfo
+    ) -> Tensor:
+        assert model.project is not None
+        own = hidden.mean(-1) + model.project(layer, hidden)[..., ::3].sum(-1)
+        return value.sum(-1) + own[:, None] * (layer + 1)
+
+
+class Gated(Score):
+    @property
+    def needs(self) -> frozenset[Need]:
+        return frozenset({Linear()})
+
+    def score(self, v: View) -> Tensor:
+        return v.obs[Linear()]
+
+
+@torch.no_grad()
+def test_a_number_of_every_token_stays_beside_it(llama: Any) -> None:
+    """Nothing is evicted: in pieces it is what it is in one forward; then the smallest goes."""
+    ids, mask = batch(2, 36, [0, 6])
+    want = []
+    with kvbench.attach(llama, as_policy(Gated(), "g"), 64, moment="decode") as cache:
+        step(llama, cache, ids, mask, 0)
+        want = [layer.extras[Linear()][layer.rows()] for layer in cache.ragged]
+    with kvbench.attach(llama, as_policy(Gated(), "g"), 64, moment="decode") as cache:
+        first = 0
+        for n in (14, 1, 1, 20):
+            step(llama, cache, ids[:, first : first + n], mask, first)
+            first += n
+        for layer, whole in zip(cache.ragged, want, strict=True):
+            assert torch.allclose(layer.extras[Linear()][layer.rows()], whole, atol=1e-4)
+    small = make_policy(as_policy(Gated(), "g"), buffer=0)
+    with kvbench.attach(llama, small, 9, moment="decode") as cache:
+        step(llama, cache, ids[:, :20], mask, 0)
+        for i in range(20, 24):
+            before = [layer.extras[Linear()][layer.rows()].view(4, 9) for layer in cache.ragged]
+            step(llama, cache, ids[:, i : i + 1], mask, i)
+            for layer, old in zip(cache.ragged, before, strict=True):
+                new = layer.extras[Linear()][layer.rows()].view(4, 9)
+                for a, b in zip(old.tolist(), new.tolist(), strict=True):
+                    assert sum(x not in b for x in a) <= 1, "one entry goes"
+                    assert min(b) >= min(a)
