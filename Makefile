@@ -12,7 +12,7 @@ run: $(VENV)/.installed
 	HF_HUB_OFFLINE=1 $(VENV)/bin/kvbench run --policy criticalkv --budget 0.2 --task ruler
 
 test: $(VENV)/.installed
-	HF_HUB_OFFLINE=1 $(VENV)/bin/pytest
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV)/bin/pytest -n auto --dist loadfile
 
 lint: $(VENV)/.installed
 	$(VENV)/bin/ruff check .
@@ -39,7 +39,7 @@ docs-check: $(VENV)/.installed
 
 # The oldest transformers that is supported, with what it pins released from the constraints.
 test-oldest: $(OLDEST)/.installed
-	HF_HUB_OFFLINE=1 $(OLDEST)/bin/pytest
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(OLDEST)/bin/pytest -n auto --dist loadfile
 
 $(OLDEST)/.installed: pyproject.toml constraints.txt
 	@echo "installing into $(OLDEST)"

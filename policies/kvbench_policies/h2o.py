@@ -1,7 +1,7 @@
 """H2O: the heavy hitters of accumulated attention, and a recent window of half the budget.
 
 Zhang, Sheng, Zhou, Chen, Zheng, Cai, Song, Tian, Re, Barrett, Wang, Chen: H2O: Heavy-Hitter Oracle
-for Efficient Generative Inference of Large Language Models, arXiv 2306.14048, Definition 4.3 and
+for Efficient Generative Inference of Large Language Models, arXiv 2306.14048,
 Algorithm 1. `observe=256` is the simulation of H2O in CriticalKV's experiments.
 """
 

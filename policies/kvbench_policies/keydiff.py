@@ -1,7 +1,7 @@
 """KeyDiff: keys that differ from the mean direction of all keys.
 
 Park, Jones, Morse, Goel, Lee, Lott: KeyDiff: Key Similarity-Based KV Cache Eviction for
-Long-Context LLM Inference in Resource-Constrained Environments, arXiv 2504.15364, Algorithm 1 with
+Long-Context LLM Inference in Resource-Constrained Environments, arXiv 2504.15364, with
 the normalised anchor.
 """
 
@@ -37,7 +37,7 @@ KEYDIFF = Policy(
     allocate=Uniform(),
     select=TopK(),
     summary="keeps the keys least similar to the mean key",
-    paper="arXiv 2504.15364, Algorithm 1",
+    paper="arXiv 2504.15364",
     moments=("context", "question", "decode", "chunked"),
     cost="time and memory O(H T d)",
 )

@@ -1,7 +1,7 @@
 """Key norm: keys of small norm receive much attention.
 
 Devoto, Zhao, Scardapane, Minervini: A Simple and Effective L2 Norm-Based Strategy for KV Cache
-Compression, arXiv 2406.11430, section 3. (The paper leaves the first two layers whole; here every
+Compression, arXiv 2406.11430. (The paper leaves the first two layers whole; here every
 layer is cut, as every policy keeps exactly its budget.)
 """
 
@@ -35,6 +35,6 @@ KNORM = Policy(
     allocate=Uniform(),
     select=TopK(),
     summary="keeps the keys of smallest L2 norm",
-    paper="arXiv 2406.11430, section 3",
+    paper="arXiv 2406.11430",
     cost="time and memory O(H T d)",
 )

@@ -1,7 +1,7 @@
 """StreamingLLM: attention sinks and a sliding window of recent tokens.
 
 Xiao, Tian, Chen, Han, Lewis: Efficient Streaming Language Models with Attention Sinks,
-arXiv 2309.17453, section 3.2 (rolling KV cache with attention sinks; 4 sinks, Table 2).
+arXiv 2309.17453, section 3.2 (rolling KV cache with attention sinks).
 Keys stay where they were rotated: evicting never moves a key, so positions are those of the text
 and not those of the cache.
 """
