@@ -321,7 +321,7 @@ class Grid:
             UserError: A policy is unknown or has a parameter that is unknown or ill-typed.
         """
         # At the budget `full` every policy is the full cache.
-        wanted = self.full or "full" in self.canonical_policies or "full" in self.budgets
+        wanted = self.full or self.names("full") or "full" in self.budgets
         whole = dict.fromkeys("turns" if m == "turns" else "" for m in self.moments)
         found = [("full", "full", moment) for moment in whole] if wanted else []
         for policy in self.canonical_policies:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import hashlib
 import json
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench.errors import UserError
 from kvbench.grid import Cell, Grid
+from kvbench.moments import split_moment
 
 if TYPE_CHECKING:
     import torch
@@ -144,6 +144,14 @@ def _stage(
                 advice = "a smaller --length" if benchmark.sized else "a shorter context"
                 _check_window(name, window, total, f"{leaf}, {request.sample_id}", advice)
                 prompts.append(_prompt(request, head, tail))
+            for moment in grid.moments:
+                size = split_moment(moment)[1]
+                longest = max(len(p.context_ids) + len(p.question_ids) for p in prompts)
+                if size and longest <= size:
+                    message(
+                        f"{leaf}: no prompt is longer than a chunk of {size} tokens: cut once, "
+                        f"at its end; --moment chunked:{max(1, longest // 4)} would cut it often"
+                    )
             cells = grid.cells_for(
                 model=name,
                 model_revision=revision,
@@ -192,7 +200,6 @@ def _without(grid: Grid, model: str, message: Callable[[str], None]) -> set[str]
     return found
 
 
-@functools.cache
 def _fingerprint(policy: str, model: str) -> str:
     """Digest of the files that a policy reads for a model."""
     from kvbench.engine.models import resolve_model

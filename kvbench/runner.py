@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -129,6 +130,7 @@ def describe(grid: Grid, message: Callable[[str], None], *, fresh: bool = False)
     """
     from kvbench.executors.local import pending
 
+    _writable(grid.path)
     stages = plan(grid, message)
     lines = []
     there = not fresh and (grid.path / "responses.jsonl").exists()
@@ -152,6 +154,19 @@ def describe(grid: Grid, message: Callable[[str], None], *, fresh: bool = False)
         if store is not None:
             store.close()
     return [*lines, f"into {grid.path}"]
+
+
+def _writable(path: Path) -> None:
+    """Refuse a folder that could not be made or written to.
+
+    Raises:
+        UserError: It could not.
+    """
+    there = next(p for p in (path, *path.absolute().parents) if p.exists())
+    if not there.is_dir():
+        raise UserError(f"cannot write {path}: {there} is a file, not a folder")
+    if not os.access(there, os.W_OK):
+        raise UserError(f"cannot write {path}: permission denied in {there}")
 
 
 def _estimate(stage: Stage, grid: Grid, todo: Sequence[tuple[Job, Cell, Prompt]]) -> float:

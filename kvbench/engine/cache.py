@@ -96,6 +96,11 @@ class RaggedCache(Cache):
         return [layer for layer in self.layers if isinstance(layer, RaggedLayer)]
 
     @property
+    def slides(self) -> bool:
+        """Whether there are sliding-window layers: they count columns, padding among them."""
+        return any(isinstance(layer, DynamicSlidingWindowLayer) for layer in self.layers)
+
+    @property
     def batch(self) -> int:
         """Sequences in the cache."""
         return 0 if self.valid is None else int(self.valid.shape[0])
@@ -173,6 +178,9 @@ class RaggedCache(Cache):
         other.token_observers = {need: o.fork() for need, o in self.token_observers.items()}
         other.ids = None if self.ids is None else [*self.ids]
         other.turns = [[*starts] for starts in self.turns]
+        other.broken = dict(self.broken)
+        other.budget_entries = None if self.budget_entries is None else [*self.budget_entries]
+        other.held_entries = None if self.held_entries is None else [*self.held_entries]
         other.upkeep = None if self.upkeep is None else self.upkeep.fork()
         return other
 
@@ -195,6 +203,7 @@ class RaggedCache(Cache):
         out.valid = torch.cat(rows)
         out.padded = any(s > 0 for s in shifts) or any(c.padded for c in caches)
         out.ids = None
+        out.broken = {need: error for c in caches for need, error in c.broken.items()}
         if all(c.upkeep is not None for c in caches):
             out.upkeep = Upkeep.stack([c.upkeep for c in caches if c.upkeep is not None])
             kinds = caches[0].observers.items()
@@ -226,6 +235,7 @@ class RaggedCache(Cache):
         index = torch.tensor(rows, device=self.valid.device)
         out.valid = self.valid[index]
         out.ids = None
+        out.broken = dict(self.broken)
         out.turns = [[*self.turns[r]] for r in rows] if self.turns else []
         out.observers, out.token_observers = {}, {}
         if self.upkeep is not None:

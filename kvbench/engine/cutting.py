@@ -99,8 +99,8 @@ def cut_back(cuts: Sequence[Cut], cache: RaggedCache) -> None:
             for row, held in zip(cut.rows, state, strict=True):
                 layer.state[row] = held
         layer.evict(keep, done)
-    cache.budget_entries = cache.budget_entries or [0] * cache.batch
-    cache.held_entries = cache.held_entries or [0] * cache.batch
+    cache.budget_entries = [*(cache.budget_entries or [0] * cache.batch)]
+    cache.held_entries = [*(cache.held_entries or [0] * cache.batch)]
     for cut in cuts:
         held_now = [cache.live_entries(row) for row in cut.rows or ()]
         cut.check(held_now)

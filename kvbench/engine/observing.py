@@ -32,7 +32,7 @@ def observe(cache: RaggedCache, layer: RaggedLayer, step: Step) -> None:
         if need in cache.broken or (layer.packed and need.per_entry):
             continue
         assert layer.key is not None and layer.value is not None
-        key, value = layer.key, layer.value
+        key, value = (step.key, step.value) if layer.packed else (layer.key, layer.value)
         try:
             observer.update(
                 step.index, step.query, key, value, step.hidden, cache.valid, step.scale

@@ -160,6 +160,8 @@ class Prefix:
             for layer in made.ragged:
                 layer.reset()
             cut_cache(cut, made, reserve)
+            if made.upkeep is not None:
+                made.upkeep.peak = [made.live_entries(row) for row in range(made.batch)]
             made.seconds = now(self.device) - begin + cut.saved
             out.append(made)
         return out

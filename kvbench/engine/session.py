@@ -140,7 +140,8 @@ class AttachedCache(RaggedCache):
         if cut is not None and goes_on(self.policy, self.moment):
             limit = self.budget.tokens
             budget = cut.budget if limit is None else [limit] * self.batch
-            self.upkeep = Upkeep(self.policy, self.info, self.moment, budget, cut.seeds)
+            held = [self.live_entries(row) for row in range(self.batch)]
+            self.upkeep = Upkeep(self.policy, self.info, self.moment, budget, cut.seeds, peak=held)
             self.observers = {n: o for n, o in self.observers.items() if not n.per_entry}
         else:
             self.observers, self.token_observers = {}, {}
@@ -181,7 +182,8 @@ def attach(
         budget: `"0.2"`, `0.2` (the fraction kept), `512` (tokens) or `"full"`.
         moment: `context`: once. `decode`: an absolute budget holds during generation; what a head
             holds beyond it is cut when the policy's buffer is full. `chunked`: an absolute budget
-            is restored after every forward of more than one token. `turns`: whenever
+            is restored after every forward of more than one token (for policies that treat the last
+            chunk apart, say `cache.upkeep.final = False` while more will come). `turns`: whenever
             `cache.compress()` is called, which is before every new turn.
         compress: `auto` or `manual`.
         seed: Seed of policies that draw noise.

@@ -108,7 +108,7 @@ class Upkeep:
     def after(self, cache: RaggedCache) -> None:
         """Cut what one forward has made due."""
         held = [cache.live_entries(row) for row in range(cache.batch)]
-        self.peak = [max(p, h) for p, h in zip(self.peak or held, held, strict=True)]
+        self.peak = [max(p, h) for p, h in zip(self.peak, held, strict=True)]
         if self.moment == "turns":
             return
         heads = self.info.layers * self.info.kv_heads

@@ -100,7 +100,7 @@ def finished(answers: Sequence[Answer], cache: RaggedCache, seconds: float) -> l
             decode_s=(seconds - cuts) / len(answers),
             compress_s=a.response.compress_s + cuts / len(answers),
         )
-        if cache.upkeep is not None and cache.upkeep.peak:
+        if cache.upkeep is not None:
             peak, info = cache.upkeep.peak[i], cache.upkeep.info
             entry = sum(layer.entry_bytes() for layer in cache.ragged) / len(cache.ragged)
             response = replace(

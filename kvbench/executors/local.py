@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
@@ -118,6 +118,7 @@ class Executor:
                 continue
             cache = self.compress(prefix, cell, policies[cell.cell], missing[0])
             if cache is None:
+                prefix = None
                 prefix = self.prefill(ids, needs)  # what failed may have changed it in place
                 continue
             for i, prompt in enumerate(missing):
@@ -146,33 +147,53 @@ class Executor:
         """Prefill whole prompts in chunks, each cut back to budget; cells share the first chunk."""
         first: tuple[tuple[int, ...], Prefix, Tensor] | None = None
         needs = {need for c, _ in wanted for need in policies[c.cell].needs}
-        for cell, missing in wanted:
-            _, size = split_moment(cell.moment)
-            for prompt in missing:
-                if cell.cell in self.failed:
-                    break
-                ids = (*prompt.context_ids, *prompt.question_ids)
-                if first is None or first[0] != ids[:size]:
+        pairs = [(cell, prompt) for cell, missing in wanted for prompt in missing]
+        heads = [_head(cell, prompt) for cell, prompt in pairs]
+        for head in dict.fromkeys(heads):
+            for (cell, prompt), own in zip(pairs, heads, strict=True):
+                if own != head or cell.cell in self.failed:
+                    continue
+                if first is None or first[0] != head:
+                    first = None  # what it held goes before the next takes room
                     made = self.prefill((), needs)
-                    first = (ids[:size], made, made.extend(self.tensor(ids[:size])))
-                _, prefix, logits = first
-                cache = self.compress(prefix, cell, policies[cell.cell], prompt, len(ids))
+                    first = (head, made, made.extend(self.tensor(head)))
+                cache = self.compress(
+                    first[1],
+                    cell,
+                    policies[cell.cell],
+                    prompt,
+                    len(prompt.context_ids) + len(prompt.question_ids),
+                )
                 if cache is None:
-                    first = None
-                    continue
-                began = now(self.device)
-                try:
-                    for at in range(size, len(ids), size):
-                        if cache.upkeep is not None:
-                            cache.upkeep.final = at + size >= len(ids)
-                        logits = forward(self.model, cache, self.tensor(ids[at : at + size]))
-                except Exception as error:
-                    self.fail(cell, prompt, reason_of(error))
-                    continue
-                cuts = 0.0 if cache.upkeep is None else cache.upkeep.seconds
-                cache.settle()
-                prefill_s = prefix.seconds + now(self.device) - began - cuts
-                self._add("told", cell, prompt, cache, prefill_s, cache.seconds + cuts, logits)
+                    first = None  # what failed may have changed it in place
+                else:
+                    self._rest(cell, prompt, first[1], cache, first[2])
+
+    def _rest(
+        self, cell: Cell, prompt: Prompt, prefix: Prefix, cache: RaggedCache, logits: Tensor
+    ) -> None:
+        """Prefill what comes after the first chunk, on the cell's own cache."""
+        _, size = split_moment(cell.moment)
+        ids = (*prompt.context_ids, *prompt.question_ids)
+        began = now(self.device)
+        try:
+            for at in range(size, len(ids), size):
+                if cache.upkeep is not None:
+                    cache.upkeep.final = at + size >= len(ids)
+                logits = forward(self.model, cache, self.tensor(ids[at : at + size]))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a policy that cuts between chunks is foreign code
+            self.fail(cell, prompt, reason_of(error))
+            return
+        cuts = 0.0
+        if cache.upkeep is not None:
+            cuts, info = cache.upkeep.seconds, cache.upkeep.info
+            cache.budget_entries = [info.layers * info.kv_heads * cache.upkeep.budget[0]]
+            cache.held_entries = [cache.live_entries(0)]
+        cache.settle()
+        prefill_s = prefix.seconds + now(self.device) - began - cuts
+        self._add("told", cell, prompt, cache, prefill_s, cache.seconds + cuts, logits)
 
     def prefill(self, ids: Sequence[int], needs: set[Any]) -> Prefix:
         """A prefix of some tokens, observed as is needed."""
@@ -213,21 +234,20 @@ class Executor:
         response = begun(cell, prompt, cache, prefill_s, compress_s)
         held = self._lanes.setdefault(lane, Lane(logits is not None)).waiting
         held.append(Answer(cell, prompt, self.row(prompt), cache, response, logits))
-        if self._enough(held):
+        everything = (a.cache for lane in self._lanes.values() for a in lane.waiting)
+        if not self.room(len(held), everything):
             self._flush(lane)
 
-    def _enough(self, waiting: list[Answer]) -> bool:
-        """Whether the waiting rows fill a batch."""
+    def room(self, rows: int, waiting: Iterable[RaggedCache]) -> bool:
+        """Whether a batch of `rows` may grow, given all the caches that wait in this process."""
         if isinstance(self.batch_size, int):
-            most = min(self.batch_size, CPU_SLOTS) if self.cpu else self.batch_size
-            return len(waiting) >= most
+            return rows < (min(self.batch_size, CPU_SLOTS) if self.cpu else self.batch_size)
         if self.cpu:
-            return len(waiting) >= CPU_SLOTS
+            return rows < CPU_SLOTS
         # The rows are copied into one batch: what waits may take a third of the free memory.
-        everything = [a for lane in self._lanes.values() for a in lane.waiting]
-        taken = sum(a.response.kv_bytes_allocated for a in everything)
+        taken = sum(cache.allocated_bytes() for cache in waiting)
         free, _ = torch.cuda.mem_get_info(self.device)
-        return len(waiting) >= GPU_SLOTS or 2 * taken > free - taken
+        return rows < GPU_SLOTS and 2 * taken <= free - taken
 
     @property
     def cpu(self) -> bool:
@@ -246,6 +266,9 @@ class Executor:
             return
         began = now(self.device)
         try:
+            if not lane.asked and answers[0].cache.slides:
+                for a in answers:  # padding would push tokens out of the sliding windows
+                    a.logits = forward(self.model, a.cache, self.tensor(a.prompt.question_ids))
             batch = Batch(self.model, [a.cache for a in answers], self.slots(len(answers)))
             known = [a.logits for a in answers if a.logits is not None]
             if known:
@@ -254,11 +277,20 @@ class Executor:
                 logits = batch.feed([a.prompt.question_ids for a in answers], self._width)
             pause = batch.cache.upkeep is not None
             batch.answer([a.row for a in answers], logits, pause)
-        except Exception as error:
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a policy that cuts while it decodes is foreign code
             if not name.startswith("decode "):
                 raise
-            for a in answers:  # a policy that cuts while it decodes is foreign code
-                self.fail(a.cell, a.prompt, reason_of(error))
+            cells = list(dict.fromkeys(a.cell.cell for a in answers))
+            if len(cells) == 1:
+                for a in answers:
+                    self.fail(a.cell, a.prompt, reason_of(error))
+            else:  # whose fault it was shows when each goes alone
+                for cell in cells:
+                    own = [a for a in answers if a.cell.cell == cell]
+                    lane.waiting = [replace(a, row=self.row(a.prompt)) for a in own]
+                    self._flush(name)
             return
         self.done(finished(answers, batch.cache, now(self.device) - began))
 
@@ -277,6 +309,11 @@ class Executor:
     def tensor(self, ids: Sequence[int]) -> Tensor:
         """Token ids on the device, `[1, n]`."""
         return torch.tensor([list(ids)], device=self.device)
+
+
+def _head(cell: Cell, prompt: Prompt) -> tuple[int, ...]:
+    """The first chunk of a prompt."""
+    return (*prompt.context_ids, *prompt.question_ids)[: split_moment(cell.moment)[1]]
 
 
 def pending(

@@ -75,12 +75,14 @@ def run_dialogues(
         for cell in wanted:
             cache = executor.compress(prefix, cell, policies[cell.cell], turns[0])
             if cache is None:
+                del prefix
                 prefix = executor.prefill((), needs)
                 logits = prefix.extend(executor.tensor(ids))
                 continue
             held = lanes.setdefault(cell.policy, [])
             held.append(Dialogue(cell, turns, cache, logits, prefix.seconds))
-            if len(held) >= executor.slots(32):
+            waiting = (d.cache for lane in lanes.values() for d in lane)
+            if cache.slides or not executor.room(len(held), waiting):
                 _hold(executor, lanes.pop(cell.policy), width, done)
     for held in lanes.values():
         _hold(executor, held, width, done)
@@ -94,9 +96,16 @@ def _hold(executor: Executor, dialogues: list[Dialogue], width: int, done: Done)
     """Carry dialogues of one policy through, side by side, and store what was said."""
     try:
         said = list(_turns(executor, dialogues, width))
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # a policy that is asked again is foreign code
-        for d in dialogues:
-            executor.fail(d.cell, d.turns[0], reason_of(error))
+        cells = list(dict.fromkeys(d.cell.cell for d in dialogues))
+        if len(cells) == 1:
+            for d in dialogues:
+                executor.fail(d.cell, d.turns[0], reason_of(error))
+        else:  # whose fault it was shows when each goes alone
+            for cell in cells:
+                _hold(executor, [d for d in dialogues if d.cell.cell == cell], width, done)
         return
     executor.done([r for r in said if (r.cell, r.sample_id, r.question_id, 0) not in done])
 
@@ -119,7 +128,9 @@ def _turns(executor: Executor, dialogues: list[Dialogue], width: int) -> Iterato
                 _next(executor, d, turn, row) if ok else []
                 for d, ok, row in zip(dialogues, alive, open_rows, strict=True)
             ]
-            logits = batch.feed(more, max(width, *(len(m) for m in more)))
+            most = max(len(m) for m in more)
+            # Padding would push tokens out of sliding windows: there a dialogue goes alone.
+            logits = batch.feed(more, most if cache.slides else max(width, most))
         rows = [executor.row(d.turns[min(turn, len(d.turns) - 1)]) for d in dialogues]
         for row, ok in zip(rows, alive, strict=True):
             row.reason = "" if ok else "over"
@@ -141,8 +152,6 @@ def _turns(executor: Executor, dialogues: list[Dialogue], width: int) -> Iterato
 
 def _cut(cache: RaggedCache, dialogues: list[Dialogue], alive: list[bool]) -> None:
     """Cut every dialogue that goes on back to its share of the tokens seen so far."""
-    width = cache.get_seq_length()
-    cache.turns = [[*starts, width] for starts in cache.turns or [[]] * cache.batch]
     upkeep = cache.upkeep
     if upkeep is None:
         return
@@ -155,6 +164,9 @@ def _cut(cache: RaggedCache, dialogues: list[Dialogue], alive: list[bool]) -> No
             due.append(i)
     if due:
         upkeep.cut(cache, due)
+    # What comes from now on is the new turn.
+    width = cache.get_seq_length()
+    cache.turns = [[*starts, width] for starts in cache.turns or [[]] * cache.batch]
 
 
 def _state(cache: RaggedCache, row: int, dialogue: Dialogue, turn: int) -> Response:

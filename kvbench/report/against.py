@@ -13,7 +13,7 @@ from kvbench.errors import UserError, nearest
 from kvbench.report.overall import SETTING, group_means
 from kvbench.report.text import code, interval, md, number, plain, short, tokens
 
-_PANEL = [*SETTING, "moment", "budget"]
+_PANEL = [*SETTING, "dtype", "device", "attention", "moment", "budget"]
 _NUMBERS = ["base_score", "score", "diff", "diff_lo", "diff_hi"]
 
 
@@ -49,7 +49,7 @@ def differences(cells: pd.DataFrame, samples: pd.DataFrame, base: str) -> pd.Dat
         # In the place of full, the base is what the others are paired with.
         turned = part.assign(policy=part["policy"].where(part["policy"] != base, "full"))
         for row in group_means(turned, samples).to_dict("records"):
-            if row["policy"] != "full" and row["status"] == "ok":
+            if row["policy"] != "full" and row["status"] == "ok" and pd.notna(row["diff"]):
                 found = {k: row[k] for k in ("policy", "tasks", "score", "diff")}
                 ends = {k: row[k] for k in ("diff_lo", "diff_hi")}
                 head = dict(zip(_PANEL, names, strict=True))

@@ -86,7 +86,7 @@ class Results:
             mine = mine[mine["group"] == group]
         found = []
         for seed in sorted(set(mine["seed"])):
-            for moment in _moments(mine) or [""]:
+            for moment in _moments(mine) or list(dict.fromkeys(mine["moment"].astype(str))):
                 for length in sorted(set(mine["length"])):
                     parts = [tokens(length)] * several["length"]
                     parts += [moment] * (several["moment"] and bool(moment))
@@ -108,10 +108,13 @@ def _compresses(cells: pd.DataFrame) -> bool:
 def pick(frame: pd.DataFrame, variant: Variant) -> pd.DataFrame:
     """The rows of a panel, full's among them."""
     here = (frame["length"] == variant.length) & (frame["seed"] == variant.seed)
-    # Live dialogues have a full cache of their own, everything else shares one.
-    full = (frame["policy"] == "full") & (frame["moment"] == "")
-    shared = full if variant.moment != "turns" else full & False
-    return frame[here & ((frame["moment"] == variant.moment) | shared)]
+    return frame[here & of_moment(frame, variant.moment)]
+
+
+def of_moment(frame: pd.DataFrame, moment: str) -> pd.Series[bool]:
+    """Which rows belong to a moment, full's among them: live dialogues have one of their own."""
+    full = (frame["policy"] == "full") & (frame["moment"] == "") & (moment != "turns")
+    return (frame["moment"] == moment) | full
 
 
 def prepare(cells: pd.DataFrame, samples: pd.DataFrame | None = None) -> Results:
@@ -150,7 +153,7 @@ def unit_scale(frame: pd.DataFrame) -> bool:
 def uncompared(cells: pd.DataFrame) -> list[str]:
     """Tasks that somewhere have no score of full to compare with."""
     found = []
-    for place, part in cells.groupby(_QUESTIONS, sort=False):
+    for place, part in cells.groupby([*_QUESTIONS, _live(cells)], sort=False):
         if not ((part["policy"] == "full") & (part["status"] == "ok")).any():
             found.append(str(place[_QUESTIONS.index("task")]))
     return list(dict.fromkeys(found))
@@ -159,10 +162,16 @@ def uncompared(cells: pd.DataFrame) -> list[str]:
 def silent_tasks(cells: pd.DataFrame) -> list[str]:
     """Tasks on which full is not above chance. Where full has no score, that cannot be said."""
     found = []
-    for place, part in cells[cells["status"] == "ok"].groupby(_QUESTIONS, sort=False):
+    ok = cells[cells["status"] == "ok"]
+    for place, part in ok.groupby([*_QUESTIONS, _live(ok)], sort=False):
         if (part["policy"] == "full").any() and not part["discriminative"].all():
             found.append(str(place[_QUESTIONS.index("task")]))
     return list(dict.fromkeys(found))
+
+
+def _live(cells: pd.DataFrame) -> pd.Series[bool]:
+    """Which cells are live dialogues: they have a full cache of their own."""
+    return (cells["moment"] == "turns").rename("_live")
 
 
 def _model_names(cells: pd.DataFrame) -> pd.Series[str]:

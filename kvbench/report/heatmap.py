@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from kvbench.report.frames import Results
+from kvbench.report.frames import Results, of_moment
 from kvbench.report.overall import CONFIG
 from kvbench.report.style import COLUMN, PAGE, house_style, save, sheet
 from kvbench.report.text import short, slug
@@ -58,7 +58,7 @@ def draw_heatmaps(results: Results, folder: Path) -> list[Path]:
         for (model, task), part in samples.groupby(["model", "task"], sort=False):
             moments = list(dict.fromkeys(part.loc[part["policy"] != "full", "moment"]))
             for moment in moments or [""]:
-                rows = part[(part["moment"] == moment) | (part["policy"] == "full")]
+                rows = part[of_moment(part, moment)]
                 others = rows.loc[rows["policy"] != "full", "length"]
                 if len(others):  # of a length with nothing but full there is nothing to compare
                     rows = rows[rows["length"].isin(others)]

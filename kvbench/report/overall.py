@@ -52,9 +52,11 @@ def group_means(
     by_cell: dict[str, pd.DataFrame] | None = None
     if samples is not None:
         by_cell = {str(cell): part for cell, part in samples.groupby("cell", sort=False)}
-    for setting, part in cells.groupby(SETTING, sort=False):
-        names = setting if isinstance(setting, tuple) else (setting,)
-        head = dict(zip(SETTING, names, strict=True))
+    # A live dialogue has a full cache of its own.
+    live = (cells["moment"] == "turns").rename("_live")
+    for setting, part in cells.groupby([*SETTING, live], sort=False):
+        names = list(setting) if isinstance(setting, tuple) else [setting]
+        head = dict(zip(SETTING, names[:-1], strict=True))
         rows += [head | row for row in _group_rows(part, by_cell, seed, n)]
     return pd.DataFrame(rows)
 

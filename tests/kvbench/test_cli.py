@@ -105,6 +105,7 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
         ([*RUN, "--length", "1k"], "length wants a whole number"),
         ([*RUN, "--moment", "turns"], "vt has no turns"),
         ([*RUN, "--moment", "decode"], "moment decode needs budgets in tokens"),
+        ([*RUN, "--dry-run", "--out", f"{__file__}/x"], "is a file, not a folder"),
         ([*RUN, "--moment", "quesion"], "did you mean question"),
         ([*RUN, "--dtype", "fp8"], "unknown dtype 'fp8'"),
         ([*RUN, "--config", "none.yaml"], "cannot read none.yaml"),

@@ -356,3 +356,18 @@ def test_packages_of_policy_and_parts_are_part_of_the_versions(
     found = json.loads(versions("snapkv:merge=ema:window=3"))
     assert found["policy"] == "kvbench.policies snapkv"
     assert found["merge"] == "kvbench.parts merge.ema"
+
+
+def test_all_names_every_policy_and_full_only_where_it_is_wanted() -> None:
+    grid = Grid(policies=("all",), tasks=("vt",), full=False)
+    names = [policy for policy, _, _ in grid.variants()]
+    assert "full" not in names and {"snapkv", "d2o", "criticalkv"} <= set(names)
+    assert len(names) == len(set(names))
+    assert Grid(policies=("all",), tasks=("vt",)).variants()[0][0] == "full"
+    assert not any(p == "snapkv" for p, _, _ in grid.variants(without={"snapkv"}))
+    assert grid.names("snapkv") is False
+
+
+def test_full_has_a_cell_of_its_own_at_turns() -> None:
+    grid = Grid(policies=("snapkv",), tasks=("dialogue",), moments=("context", "turns"))
+    assert [m for p, _, m in grid.variants() if p == "full"] == ["", "turns"]

@@ -178,3 +178,30 @@ def test_a_history_is_closed_whatever_token_ended_the_answer(
         fed = _next(executor, dialogue, 1, row)
         history = tokenizer.decode([*row.tokens[:-1], *fed])
         assert history == f"{stop.text(row.tokens)}\nUser: More. And?"
+
+
+@pytest.mark.parametrize("moment", ["decode", "turns"])
+def test_a_budget_that_fails_leaves_the_others(moment: str, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.py"
+    bad.write_text(
+        "def bad(v):\n"
+        "    if v.moment != 'context' and int(v.budget.max()) < 30:\n"
+        "        raise ValueError('too small')\n"
+        "    return -v.age.float()\n"
+    )
+    task = "longgen_copy" if moment == "decode" else "dialogue"
+    small = "8" if moment == "decode" else "9"
+    policy = f"{bad}:bad:buffer=1"
+    made = run(
+        tmp_path / "o", policy=policy, budget=f"{small},60", moment=moment, task=task, samples=1
+    )
+    cells = made.cells[made.cells["policy"] != "full"].set_index("budget")["status"]
+    assert cells.to_dict() == {small: "error", "60": "ok"}
+
+
+def test_a_prompt_below_its_chunked_budget_is_counted_as_it_is_held(tmp_path: Path) -> None:
+    made = run(tmp_path, policy="h2o", budget="300", moment="chunked:64", samples=1)
+    (row,) = made.samples[made.samples["policy"] == "h2o"].itertuples()
+    heads = kvbench_heads()
+    assert row.held_entries == heads * (row.context_tokens + row.question_tokens)
+    assert row.budget_entries == heads * min(300, row.context_tokens + row.question_tokens)
