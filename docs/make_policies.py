@@ -51,8 +51,10 @@ one layer of one sequence; ranking the entries, `O(H T log T)`, comes on top.
 
 **Moments** are those for which the policy's paper defines it; it runs at all of them: `context`
 (the context is compressed before the question is seen), `question` (the question is compressed with
-it), `decode` (an absolute budget holds during generation), `chunked` (it holds while the prompt is
-prefilled chunk by chunk), `turns` (before every new turn of a dialogue).
+it), `decode` (an absolute budget holds during generation), `chunked` (the prompt comes in chunks,
+and after each the cache is cut back to its share of the whole prompt; `kvbench.attach`, which does
+not know the whole prompt, takes an absolute budget there), `turns` (before every new turn of a
+dialogue).
 """
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Self
 
 import torch
 import transformers
@@ -22,10 +22,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 import kvbench
 from kvbench.budget import Budget
+from kvbench.engine.models import model_info
 from kvbench.engine.session import kept
 from kvbench.errors import UserError
-from kvbench.plugin import Need, Part, Policy, Score, Scores, View
-from kvbench.profiles.allocators import stand_in
+from kvbench.plugin import ModelInfo, Need, Part, Policy, Score, Scores, View
 from kvbench.spelling import KINDS, policy, spell
 
 _VOCABULARY = 96
@@ -69,6 +69,9 @@ class _Probe(Score):
     @property
     def needs(self) -> frozenset[Need]:
         return self.inner.needs
+
+    def stand_in(self, model: ModelInfo, folder: Path) -> Self:
+        return replace(self, inner=self.inner.stand_in(model, folder))
 
     def score(self, v: View) -> Scores | Tensor:
         self.settle()
@@ -122,6 +125,12 @@ def _models() -> dict[str, nn.Module]:
     return {"Llama, G=2": llama.eval(), "Qwen3, G=4": qwen.eval()}
 
 
+@functools.cache
+def _folder() -> TemporaryDirectory[str]:
+    """Where made-up files lie until the program ends."""
+    return TemporaryDirectory()
+
+
 def _tokens(rows: int, length: int) -> Tensor:
     """Ids `[rows, length]`, no id twice in a row: two equal keys would tie but for rounding."""
     generator = torch.Generator().manual_seed(rows * 1000 + length)
@@ -131,7 +140,8 @@ def _tokens(rows: int, length: int) -> Tensor:
 def _keep(
     model: nn.Module, ids: Tensor, p: Policy, budget: str, mask: Tensor | None = None, seed: int = 0
 ) -> Tensor:
-    """What is kept, bool `[L, B, H, T]`."""
+    """What is kept, bool `[L, B, H, T]`; files that a model should have are made up."""
+    p = p.stand_in(model_info(model), Path(_folder().name))
     layers = kept(model, ids, p, budget, mask, seed=seed)
     return torch.stack([layer for layer in layers if layer is not None])
 
@@ -148,12 +158,7 @@ def run_checks(spec: str) -> list[CheckResult]:
     Raises:
         UserError: The policy cannot be loaded.
     """
-    with TemporaryDirectory() as folder:
-        # The random models have no head profile: a policy that reads one gets one made up.
-        return _run_checks(stand_in(policy(spec), 3, 2, Path(folder)))
-
-
-def _run_checks(p: Policy) -> list[CheckResult]:
+    p = policy(spec)
     results = [CheckResult("loads", True, str(p))]
     checks: list[tuple[str, Callable[[Policy], str]]] = [
         ("parameters are spelled back", _parameters),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from kvbench import commands_analyze, commands_profile
+from kvbench import commands_analyze, commands_profile, commands_train
 from kvbench.errors import UserError
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ app = typer.Typer(
 )
 app.add_typer(commands_profile.app, name="profile")
 app.add_typer(commands_analyze.app, name="analyze")
+app.add_typer(commands_train.app, name="train")
 
 Names = list[str] | None
 

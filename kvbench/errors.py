@@ -27,7 +27,7 @@ def nearest(name: str, names: Iterable[str], n: int = 3) -> str:
     """
     known = {k.lower(): k for k in sorted(set(names))}
     low = name.lower()
-    close = difflib.get_close_matches(low, known, n=n, cutoff=0.5)
+    close = difflib.get_close_matches(low, known, n=n, cutoff=0.6)
     close += [k for k in known if k not in close and low and low in k]
     close = [known[k] for k in close]
     return f"; did you mean {', '.join(close[:n])}?" if close else ""

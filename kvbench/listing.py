@@ -53,7 +53,8 @@ def policies() -> tuple[list[Record], list[str]]:
                 "parts": {} if found.is_full else {k: p.name for k, p in parts.items()},
                 "parameters": {}
                 if found.is_full
-                else {k: v for p in parameters for k, v in p.items()},
+                else {k: v for p in parameters for k, v in p.items()} | {"buffer": found.buffer},
+                "moments": list(found.moments),
                 "package": registry.origin(registry.POLICIES, name),
             }
         )
@@ -136,6 +137,7 @@ def table(kind: str, rows: list[Record]) -> Table:
 def _policy_row(row: Record) -> list[str]:
     alias = f"the same as {row['is']}; " if row["is"] != row["name"] else ""
     lines = [alias + row["summary"], row["paper"], _pairs(row["parts"]), _pairs(row["parameters"])]
+    lines.append(f"its paper's moments: {', '.join(row['moments'])}" if row["parts"] else "")
     return [row["name"], "\n".join(line for line in lines if line)]
 
 

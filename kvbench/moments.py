@@ -41,6 +41,6 @@ def split_moment(spelling: str) -> tuple[Moment, int]:
         return moment, 0
     if not colon:
         return moment, CHUNK
-    if not size.isdecimal() or int(size) < 1:
+    if not size.isdecimal() or not 1 <= int(size) < 2**31:
         raise UserError(f"moment {spelling!r}: tokens of a chunk, as chunked:512, would be right")
     return moment, int(size)

@@ -55,8 +55,8 @@ class Observer(Protocol):
         Args:
             layer: Index among the full-attention layers.
             q: New queries after RoPE, `[B, H_q, n, d]`.
-            k: All keys so far, the new ones last, `[B, H, S, d]`; once the cache has been cut, those
-                of the new tokens alone.
+            k: All keys so far, the new ones last, `[B, H, S, d]`; once the cache has been cut,
+                those of the new tokens alone.
             v: The values of the same tokens.
             hidden: New hidden states that enter the attention block, `[B, n, d_model]`.
             valid: Which columns are tokens and not padding, bool `[B, S]`.

@@ -54,12 +54,16 @@ def order_key(v: View, scores: Scores) -> Tensor:
     Returns:
         int64 `[B, H, n]`; -1 where there is no entry.
     """
-    bits = (scores.value.float() + 0.0).view(torch.int32).long()  # + 0.0: no negative zero
-    value = torch.where(bits < 0, -1 - (bits & 0x7FFFFFFF), bits) + (1 << 31)
-    classes = scores.protect.long()
-    value = value.masked_fill(classes > Scores.CHOSEN, 0)
-    worth = (classes << 32) + value
-    return ((worth << 28) + v.position).masked_fill(~v.valid, -1)
+    return entry_key(scores.value, scores.protect, v.position, v.valid)
+
+
+def entry_key(value: Tensor, protect: Tensor, position: Tensor, valid: Tensor) -> Tensor:
+    """`order_key` of values, protection classes, positions and validity, of one shape each."""
+    bits = (value.float() + 0.0).view(torch.int32).long()  # + 0.0: no negative zero
+    turned = torch.where(bits < 0, -1 - (bits & 0x7FFFFFFF), bits) + (1 << 31)
+    classes = protect.long()
+    worth = (classes << 32) + turned.masked_fill(classes > Scores.CHOSEN, 0)
+    return ((worth << 28) + position).masked_fill(~valid, -1)
 
 
 def best(key: Tensor, count: Tensor) -> Tensor:
@@ -77,7 +81,7 @@ def best(key: Tensor, count: Tensor) -> Tensor:
         ordered = key.topk(most, dim=-1).values
     else:
         ordered = key.sort(dim=-1, descending=True).values
-    last = ordered.gather(-1, (count[..., None] - 1).clamp(min=0))
+    last = ordered.gather(-1, (count[..., None] - 1).clamp(min=0, max=ordered.shape[-1] - 1))
     above, equal = key > last, key == last
     left = count[..., None] - above.sum(-1, keepdim=True)
     return (above | (equal & (equal.cumsum(-1) <= left))) & (key >= 0) & (count[..., None] > 0)

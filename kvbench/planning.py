@@ -144,6 +144,8 @@ def _stage(
                 advice = "a smaller --length" if benchmark.sized else "a shorter context"
                 _check_window(name, window, total, f"{leaf}, {request.sample_id}", advice)
                 prompts.append(_prompt(request, head, tail))
+            if "decode" in grid.moments:
+                _say_buffers(grid, leaf, max(r.max_new_tokens for r in task.requests), message)
             for moment in grid.moments:
                 size = split_moment(moment)[1]
                 longest = max(len(p.context_ids) + len(p.question_ids) for p in prompts)
@@ -184,6 +186,20 @@ def _prompt(request: Any, head: list[int], tail: list[int]) -> Prompt:
     from kvbench.executors.answers import Prompt
 
     return Prompt(request, tuple(head), tuple(tail))
+
+
+def _say_buffers(grid: Grid, leaf: str, longest: int, message: Callable[[str], None]) -> None:
+    """Say where nothing can be cut while an answer is generated."""
+    from kvbench.spelling import policy as make_policy
+
+    policies = [make_policy(spec) for spec in grid.canonical_policies]
+    idle = [p for p in policies if not p.is_full and p.buffer >= longest]
+    if idle:
+        message(
+            f"{leaf}: no answer is longer than the buffer of {', '.join(map(str, idle[:3]))}"
+            f"{' and others' * (len(idle) > 3)}: nothing is cut while it is generated; "
+            f"{idle[0].name}:buffer={max(1, longest // 8)} would cut often"
+        )
 
 
 def _without(grid: Grid, model: str, message: Callable[[str], None]) -> set[str]:

@@ -23,6 +23,7 @@ import dataclasses
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
@@ -136,6 +137,15 @@ class Part:
             UserError: There is no such file for the model.
         """
         return ""
+
+    def stand_in(self, model: ModelInfo, folder: Path) -> Self:
+        """Give a copy that reads made-up files, for a model that has none; `kvbench check` asks.
+
+        Args:
+            model: What the files must fit.
+            folder: Where they are written; what is there already may be taken.
+        """
+        return self
 
     def parameters(self) -> dict[str, Any]:
         """Parameters and their values, in order."""
@@ -284,6 +294,16 @@ class Policy:
     def fingerprint(self, model: str) -> str:
         """Digest of all files that the parts read for a model; "" where they read none."""
         return "|".join(filter(None, (p.fingerprint(model) for p in self.parts)))
+
+    def stand_in(self, model: ModelInfo, folder: Path) -> Policy:
+        """Give a policy whose parts read made-up files of a model (see `Part.stand_in`)."""
+        return dataclasses.replace(
+            self,
+            score=self.score and self.score.stand_in(model, folder),
+            allocate=self.allocate.stand_in(model, folder),
+            select=self.select.stand_in(model, folder),
+            merge=self.merge and self.merge.stand_in(model, folder),
+        )
 
     @property
     def is_full(self) -> bool:

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 POLICIES = "kvbench.policies"
 PARTS = "kvbench.parts"
 TASKS = "kvbench.tasks"
+TRAINERS = "kvbench.trainers"
 
-_KIND = {POLICIES: "policy", PARTS: "part", TASKS: "task"}
+_KIND = {POLICIES: "policy", PARTS: "part", TASKS: "task", TRAINERS: "trainer"}
 
 
 @functools.cache
@@ -36,7 +37,7 @@ def names(group: str) -> list[str]:
     """The names that installed packages register, sorted.
 
     Args:
-        group: `POLICIES`, `PARTS` or `TASKS`.
+        group: `POLICIES`, `PARTS`, `TASKS` or `TRAINERS`.
     """
     return list(_entries(group))
 
@@ -45,7 +46,7 @@ def get(group: str, name: str) -> Any:
     """Load what a name is registered for.
 
     Args:
-        group: `POLICIES`, `PARTS` or `TASKS`.
+        group: `POLICIES`, `PARTS`, `TASKS` or `TRAINERS`.
         name: A registered name.
 
     Raises:

@@ -176,6 +176,8 @@ def _apply(p: Policy, params: dict[str, Any]) -> Policy:
                 changes[kind] = name
             elif current is None or current.name != name:
                 changes[kind] = part(kind, str(name))
+    if "buffer" in given and p.is_full:
+        raise UserError("full keeps everything and has no buffer")
     if "buffer" in given:
         changes["buffer"] = _cast("buffer", given.pop("buffer"), int)
         if changes["buffer"] < 0:
@@ -246,14 +248,14 @@ def _cast(key: str, value: Any, kind: Any) -> Any:
         if kind is int and isinstance(value, float) and not value.is_integer():
             raise ValueError
         found = kind(value)
-        if kind is int and abs(found) > _LARGEST:
-            raise UserError(f"{key}={value}: at most {_LARGEST} would be right")
-        return found
     except (KeyError, TypeError, ValueError):
         word = {bool: "true or false", int: "a whole number", float: "a number"}.get(
             kind, str(kind)
         )
         raise UserError(f"{key}={value}: {word} would be right") from None
+    if kind is int and abs(found) > _LARGEST:
+        raise UserError(f"{key}={value}: at most {_LARGEST} would be right")
+    return found
 
 
 def spell(value: Any) -> str:

@@ -32,7 +32,7 @@ def test_every_pin_satisfies_and_covers_what_is_required(project: dict[str, Any]
     from packaging.utils import canonicalize_name
 
     lines = (ROOT / "constraints.txt").read_text().splitlines()
-    pairs = (line.split("==") for line in lines if not line.startswith("#"))
+    pairs = (x.partition(";")[0].split("==") for x in lines if not x.startswith("#"))
     pins = {canonicalize_name(name): version for name, version in pairs}
     extras = project["project"]["optional-dependencies"].values()
     for text in [*project["project"]["dependencies"], *(r for extra in extras for r in extra)]:

@@ -133,9 +133,9 @@ class RaggedCache(Cache):
         """Bytes of the live entries of the full-attention layers: K, V and extras."""
         return sum(layer.entries(row) * layer.entry_bytes() for layer in self.ragged)
 
-    def allocated_bytes(self) -> int:
+    def allocated_bytes(self, row: int | None = None) -> int:
         """Bytes that the full-attention layers own, room and bookkeeping included."""
-        return sum(layer.allocated_bytes() for layer in self.ragged)
+        return sum(layer.allocated_bytes(row) for layer in self.ragged)
 
     def full_bytes(self, row: int) -> int:
         """Bytes that the full cache would hold of one sequence's tokens (K and V)."""

@@ -328,8 +328,11 @@ class RaggedLayer(CacheLayerMixin):
         extras = sum(x.element_size() * x[0].numel() for x in self.extras.values() if len(x))
         return 2 * self.dim * self.key.element_size() + extras
 
-    def allocated_bytes(self) -> int:
-        """Bytes of all tensors that the layer owns, room and columns included."""
+    def allocated_bytes(self, row: int | None = None) -> int:
+        """Bytes of all tensors that the layer owns, room and columns included; of one sequence."""
+        if row is not None and self.packed:
+            rows = sum(self.room[row * self.heads : (row + 1) * self.heads])
+            return rows * (self.entry_bytes() + self.col.element_size())
         owned = [t for t in (self.key, self.value) if t is not None]
         if self.packed:
             owned += [self.col, *self.extras.values()]

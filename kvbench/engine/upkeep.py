@@ -67,6 +67,7 @@ class Upkeep:
         seeds: Noise seeds of the rows, int64 `[B]`.
         final: Whether the chunk that comes is the last of its prefill.
         peak: Most entries that each row has held at once, over all layers and heads.
+        room: Most bytes that were allocated for each row at once, once it has grown.
         seconds: What the cuts took.
     """
 
@@ -77,6 +78,7 @@ class Upkeep:
     seeds: Tensor
     final: bool = True
     peak: list[int] = field(default_factory=list)
+    room: list[int] = field(default_factory=list)
     seconds: float = 0.0
 
     def before(self, forward: Forward) -> None:
@@ -109,6 +111,8 @@ class Upkeep:
         """Cut what one forward has made due."""
         held = [cache.live_entries(row) for row in range(cache.batch)]
         self.peak = [max(p, h) for p, h in zip(self.peak, held, strict=True)]
+        taken = [cache.allocated_bytes(row) for row in range(cache.batch)]
+        self.room = [max(p, h) for p, h in zip(self.room or taken, taken, strict=True)]
         if self.moment == "turns":
             return
         heads = self.info.layers * self.info.kv_heads
@@ -162,7 +166,7 @@ class Upkeep:
     def fork(self) -> Self:
         """Give an upkeep that may go on alone."""
         other = copy.copy(self)
-        other.budget, other.peak = [*self.budget], [*self.peak]
+        other.budget, other.peak, other.room = [*self.budget], [*self.peak], [*self.room]
         return other
 
     @classmethod
@@ -171,6 +175,7 @@ class Upkeep:
         out = copy.copy(parts[0])
         out.budget = [b for p in parts for b in p.budget]
         out.peak = [n for p in parts for n in p.peak]
+        out.room = []
         out.seeds = torch.cat([p.seeds for p in parts])
         out.seconds = 0.0
         return out
@@ -180,5 +185,6 @@ class Upkeep:
         out = copy.copy(self)
         out.budget = [self.budget[r] for r in rows]
         out.peak = [self.peak[r] for r in rows]
+        out.room = [self.room[r] for r in rows] if self.room else []
         out.seeds = self.seeds[torch.tensor(rows, device=self.seeds.device)]
         return out

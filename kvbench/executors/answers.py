@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.generate import Row
-from kvbench.errors import BudgetError
+from kvbench.errors import BudgetError, UserError
 from kvbench.grid import Cell
 from kvbench.harness.protocol import Request as Question
 from kvbench.store import Response
@@ -101,6 +101,7 @@ def finished(answers: Sequence[Answer], cache: RaggedCache, seconds: float) -> l
             compress_s=a.response.compress_s + cuts / len(answers),
         )
         if cache.upkeep is not None:
+            taken = cache.upkeep.room[i : i + 1] or [response.kv_bytes_allocated]
             peak, info = cache.upkeep.peak[i], cache.upkeep.info
             entry = sum(layer.entry_bytes() for layer in cache.ragged) / len(cache.ragged)
             response = replace(
@@ -108,6 +109,7 @@ def finished(answers: Sequence[Answer], cache: RaggedCache, seconds: float) -> l
                 budget_entries=info.layers * info.kv_heads * cache.upkeep.budget[i],
                 held_entries=peak,
                 kv_bytes_live=round(peak * entry),
+                kv_bytes_allocated=taken[0],
                 kv_bytes_full=cache.full_bytes(i),
             )
         out.append(response)
@@ -119,7 +121,7 @@ def reason_of(error: BaseException) -> str:
     text = (str(error) or "no message").splitlines()[0]
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    if isinstance(error, BudgetError):
+    if isinstance(error, (BudgetError, UserError)):
         return text
     return f"{type(error).__name__}: {text}{where}"
 

@@ -185,7 +185,7 @@ def _state(cache: RaggedCache, row: int, dialogue: Dialogue, turn: int) -> Respo
         budget_entries=allowed,
         held_entries=held,
         kv_bytes_live=cache.live_bytes(row),
-        kv_bytes_allocated=cache.live_bytes(row),
+        kv_bytes_allocated=cache.allocated_bytes(row),
         kv_bytes_full=cache.full_bytes(row),
     )
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from kvbench.plugin import Allocator, ModelInfo, Policy
+from kvbench.plugin import Allocator, ModelInfo
 from kvbench.profiles.files import HeadProfile, fingerprint, load
-from kvbench.spelling import policy
 
 
 @dataclass(frozen=True)
@@ -42,21 +41,13 @@ class Profiled(Allocator):
         """
         return fingerprint(model, self.kind, self.profile)
 
-
-def stand_in(p: Policy, layers: int, kv_heads: int, folder: Path) -> Policy:
-    """Give a policy that reads a head profile a made-up one, for models that have none.
-
-    Args:
-        p: Any policy; one that reads no profile is returned as it is.
-        layers: Full-attention layers of the model.
-        kv_heads: KV heads of a layer.
-        folder: Where the profile is written.
-    """
-    if not isinstance(p.allocate, Profiled):
-        return p
-    count = layers * kv_heads
-    scores = [2 * (i + 1) / (count * (count + 1)) for i in range(count)]
-    table = tuple(tuple(scores[i * kv_heads : (i + 1) * kv_heads]) for i in range(layers))
-    path = folder / f"{layers}x{kv_heads}.json"
-    HeadProfile("stand-in", "", "reason", layers, kv_heads, kv_heads, table).save(path)
-    return policy(p, profile=str(path))
+    def stand_in(self, model: ModelInfo, folder: Path) -> Self:
+        """Give a copy that reads a made-up profile (see `kvbench.plugin.Part`)."""
+        layers, heads = model.layers, model.kv_heads
+        path = folder / f"{layers}x{heads}.json"
+        if not path.is_file():
+            count = layers * heads
+            scores = [2 * (i + 1) / (count * (count + 1)) for i in range(count)]
+            table = tuple(tuple(scores[i * heads : (i + 1) * heads]) for i in range(layers))
+            HeadProfile("stand-in", "", "reason", layers, heads, heads, table).save(path)
+        return self.replace(profile=str(path))

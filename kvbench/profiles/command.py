@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,6 +50,8 @@ def profile_heads(
     path = out or user_path(model, kind)
     try:  # before the work and not after it
         path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from None
     made = profiles(model, (kind,), given, reporter)[kind]

@@ -235,8 +235,14 @@ def load(model: str, kind: str, profile: str | None, layers: int, kv_heads: int)
 
 
 def fingerprint(model: str, kind: str, profile: str | None) -> str:
-    """16 hex digits of the content of the file that `find` gives."""
-    return hashlib.sha256(find(model, kind, profile).read_bytes()).hexdigest()[:16]
+    """16 hex digits of the content of the file that `find` gives.
+
+    Raises:
+        UserError: There is none, or it is no profile.
+    """
+    path = find(model, kind, profile)
+    read(path)
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 def _command(model: str, kind: str) -> str:

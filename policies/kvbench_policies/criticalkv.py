@@ -19,40 +19,8 @@ from kvbench.errors import UserError
 from kvbench.parts import best, order_key, portion
 from kvbench.plugin import Policy, Scores, Selector, View
 from kvbench_policies.adakv import HeadAdaptive
+from kvbench_policies.kernels.value_norm.op import value_norm
 from kvbench_policies.snapkv import WindowAttention
-
-_BLOCK = 1 << 22
-"""Elements of `V W_O` held at once for each sequence, in float32."""
-
-
-def projected_value_norm(v: View, norm: str = "l1") -> Tensor:
-    """How large a value is after the output projection, mean over the head's query heads.
-
-        mean_{g in group} || V_{h,i} W_O^(g) ||
-
-    `V W_O` is formed block of tokens by block of tokens and never held whole. Costs
-    `2 H_q n d d_model` flops a sequence.
-
-    Args:
-        v: The layer; values `[B, H, n, d]`.
-        norm: `l1` or `l2`.
-
-    Returns:
-        float32 `[B, H, n]`.
-    """
-    heads, n = v.shape[1:]
-    weight = v.model.output_weight(v.layer).float()
-    weight = weight.unflatten(0, (heads, v.model.group))
-    block = max(1, _BLOCK // (heads * v.model.hidden_size))
-    total = torch.zeros(v.shape, device=v.value.device)
-    for start in range(0, n, block):
-        value = v.value[:, :, start : start + block].float()
-        for g in range(v.model.group):
-            projected = value @ weight[:, g]
-            # On a CPU a sum of absolute values is several times as fast as a norm of order 1.
-            size = projected.abs_().sum(-1) if norm == "l1" else projected.norm(dim=-1)
-            total[:, :, start : start + block] += size
-    return total / v.model.group
 
 
 @dataclass(frozen=True)
@@ -103,7 +71,8 @@ class TwoStage(Selector):
         stage1 = best(order_key(v, scores), first)
         attention = scores.value.float()
         least = attention.masked_fill(~v.valid, 0.0).amin(-1, keepdim=True).clamp(max=0.0)
-        worth = (attention - least + self.eps) * projected_value_norm(v, self.norm)
+        size = value_norm(v.value, v.model.output_weight(v.layer), self.norm)
+        worth = (attention - least + self.eps) * size
         chosen = Scores(worth, stage1.to(torch.int8))
         return best(order_key(v, chosen), share)
 

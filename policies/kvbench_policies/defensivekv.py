@@ -29,8 +29,8 @@ from kvbench.plugin import (
     protect_window,
 )
 from kvbench_policies.adakv import HeadAdaptive
-from kvbench_policies.criticalkv import projected_value_norm
 from kvbench_policies.joint import Global
+from kvbench_policies.kernels.value_norm.op import value_norm
 
 _TINY = torch.finfo(torch.float32).tiny
 
@@ -75,7 +75,8 @@ class Defensive(Score):
         largest = self._pool(rows, past).amax((2, 3))
         count = past.sum(-1, keepdim=True).clamp(min=1)
         floored = torch.maximum(largest, largest.sum(-1, keepdim=True) / count)
-        value = floored * share_of_heads(v, projected_value_norm(v))
+        size = value_norm(v.value, v.model.output_weight(v.layer))
+        value = floored * share_of_heads(v, size)
         return Scores(value.masked_fill(~past, 0.0), protect_window(v, self.window))
 
     def _pool(self, rows: Tensor, past: Tensor) -> Tensor:

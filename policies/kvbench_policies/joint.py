@@ -13,9 +13,11 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from kvbench.parts import best, order_key
+from kvbench.parts import order_key
 from kvbench.plugin import Allocator, Scored, Scores, View
+from kvbench_policies.kernels.global_select.op import select_largest
 
 
 @dataclass(frozen=True)
@@ -35,10 +37,13 @@ class Global(Allocator):
 
     def allocate(self, layers: Sequence[Scored], total: Tensor) -> Tensor:
         """Count the `total` (int64 `[B]`) best entries of all layers, int64 `[B, L, H]`."""
-        keys = [order_key(v, self._comparable(v, scores)).flatten(1) for v, scores in layers]
-        chosen = best(torch.cat(keys, 1), total).split([k.shape[1] for k in keys], 1)
-        counts = [mine.view(v.shape).sum(-1) for mine, (v, _) in zip(chosen, layers, strict=True)]
-        return torch.stack(counts, 1)
+        keys = [order_key(v, self._comparable(v, scores)) for v, scores in layers]
+        longest = max(key.shape[-1] for key in keys)
+        for i, key in enumerate(keys):
+            if key.shape[-1] < longest:  # at a later cut layers hold different numbers of entries
+                keys[i] = pad(key, (0, longest - key.shape[-1]), value=-1)
+        chosen = select_largest(torch.cat(keys, 1), total)
+        return chosen.sum(-1).view(len(total), len(layers), -1)
 
     def _comparable(self, v: View, scores: Scores) -> Scores:
         if self.normalise == "none":

@@ -22,31 +22,21 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvbench import registry, spelling
+from kvbench.engine.models import model_info
 from kvbench.errors import BudgetError, UserError
-from kvbench.plugin import Part, Policy
-from kvbench.profiles.allocators import Profiled, stand_in
+from kvbench.plugin import ModelInfo, Part, Policy
 
 LAYERS, HEADS, VOCABULARY = 2, 2, 128
-PROFILES = tempfile.TemporaryDirectory()
+FILES = tempfile.TemporaryDirectory()
 WHOLE = (0, 1, 2, 3, 4, 5, 7, 16, 33)
 REAL = (0.0, 0.01, 0.25, 0.29, 0.5, 0.7, 0.9, 1.0, 1.3, 3.0)
 
 
 def registered(kind: str) -> list[str]:
-    """Names of the parts of a kind; without those that need a file of the model's."""
+    """Names of the parts of a kind."""
     names = {n.partition(".")[2] for n in registry.names(spelling.PARTS) if n.startswith(kind)}
     names |= {n.partition(".")[2] for n in spelling._GENERIC if n.startswith(kind)}
-    return [name for name in sorted(names) if can_do(spelling.part(kind, name))]
-
-
-def can_do(part: Part) -> bool:
-    if isinstance(part, Profiled):
-        return True  # see `equipped`
-    try:
-        part.fingerprint("LlamaForCausalLM")
-    except UserError:
-        return False
-    return True
+    return sorted(names)
 
 
 PARTS = {kind: registered(kind) for kind in spelling.KINDS}
@@ -85,9 +75,10 @@ def policies(draw: st.DrawFn) -> Policy:
     return Policy("drawn", *made, merge=draw(merge), buffer=buffer)
 
 
-def equipped(policy: Policy, layers: int = LAYERS, heads: int = HEADS) -> Policy:
-    """Give a policy that reads a head profile one to read."""
-    return stand_in(policy, layers, heads, Path(PROFILES.name))
+def equipped(policy: Policy, model: LlamaForCausalLM | ModelInfo) -> Policy:
+    """Give a policy that reads files of a model some to read."""
+    info = model if isinstance(model, ModelInfo) else model_info(model)
+    return policy.stand_in(info, Path(FILES.name))
 
 
 @functools.cache

@@ -86,7 +86,7 @@ def test_on_bare_layers_padding_is_never_seen(
     case = random_case(
         lengths, group=group, heads=heads, layers=layers, seed=sum(lengths), dtype=dtype
     )
-    policy = equipped(policy, layers, heads)
+    policy = equipped(policy, case.info)
     before = [x.clone() for xs in (case.q, case.k, case.v) for x in xs]
     with unless_refused():
         views = case.views(policy, budget)
@@ -120,7 +120,8 @@ lengths_of = st.lists(st.integers(1, 40), min_size=1, max_size=3)
 def test_keeps_its_budget_and_goes_on(
     policy: Policy, group: int, lengths: list[int], data: st.DataObject
 ) -> None:
-    model, rows, policy = llama(group), tokens(lengths), equipped(policy)
+    model, rows = llama(group), tokens(lengths)
+    policy = equipped(policy, model)
     ids, valid = padded(rows)
     share = st.sampled_from(["0.07", "0.2", "0.5", "0.93"])
     budget = Budget.parse(data.draw(st.integers(1, max(lengths)) | share))
@@ -235,7 +236,7 @@ def test_a_padded_row_keeps_what_it_keeps_alone(
 ) -> None:
     note(repr((moment, policy, group, lengths, budget)))
     model, rows, tails = llama(group), tokens(lengths), tails_of(moment)
-    policy = equipped(policy)
+    policy = equipped(policy, model)
     with unless_refused():
         together, held = run(model, policy, budget, moment, rows, tails)
         for r, row in enumerate(rows):
@@ -259,7 +260,8 @@ def test_rows_of_one_batch_do_not_depend_on_each_other(
 ) -> None:
     """Each prefilled alone, as the runner does: equal to the bit, whatever the budget."""
     note(repr((moment, policy, group, lengths, budget)))
-    model, rows, policy = llama(group), tokens(lengths), equipped(policy)
+    model, rows = llama(group), tokens(lengths)
+    policy = equipped(policy, model)
     cell = Request(policy, Budget.parse(budget), moment, 0)
     with engine(model), unless_refused():
         made = []
@@ -298,7 +300,8 @@ def test_cells_do_not_depend_on_their_order(
     model = llama(2)
     ids, valid = padded(tokens(lengths))
     # A second cell of the first policy's score, so that cells share one.
-    drawn = [*map(equipped, drawn), Policy("other", drawn[0].score, Uniform(), TopK())]
+    drawn = [equipped(p, model) for p in drawn]
+    drawn.append(Policy("other", drawn[0].score, Uniform(), TopK()))
     cells = [Request(p, Budget.parse(budget), moment, 0) for p in drawn]
     needs = frozenset().union(*(p.needs for p in drawn))
 

@@ -14,7 +14,7 @@ import torch
 import kvbench
 from kvbench.errors import UserError
 from kvbench.plugin import Policy, Scored, Scores
-from kvbench.profiles.allocators import Profiled, stand_in
+from kvbench.profiles.allocators import Profiled
 from kvbench.spelling import policy
 
 from . import oracles as o
@@ -267,7 +267,7 @@ def test_the_reference_model_has_its_profile() -> None:
 @pytest.mark.parametrize("spec", ["headkv:window=3", "critical_headkv:window=3", "duo_attention"])
 def test_a_model_without_a_profile_can_be_given_a_stand_in(spec: str, tmp_path: Path) -> None:
     case = random_case((30, 17), heads=HEADS, layers=LAYERS)
-    chosen = stand_in(policy(spec), LAYERS, HEADS, tmp_path)
+    chosen = policy(spec).stand_in(case.info, tmp_path)
     kept = torch.stack(case.keep(chosen, [9, 5])).sum(-1)
     assert kept.sum((0, 2)).tolist() == [6 * 9, 6 * 5]
-    assert stand_in(policy("snapkv"), LAYERS, HEADS, tmp_path) == policy("snapkv")
+    assert policy("snapkv").stand_in(case.info, tmp_path) == policy("snapkv")

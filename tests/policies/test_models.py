@@ -1,10 +1,18 @@
-"""Through whole models `kvbench.kept` gives what the oracles say of the models' own q, k and v."""
+"""Through whole models `kvbench.kept` gives what the oracles say of the models' own q, k and v.
+
+Every training-free policy, on random Llama and Qwen3 (4 query heads per KV head) and on the shipped
+reference model.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -18,23 +26,101 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import kvbench
+from kvbench import registry
+from kvbench.engine.models import load_model
+from kvbench.spelling import policy
 
 from . import oracles as o
-from .test_oracles import Oracle, made_of, mass
+from . import oracles_allocation as allocation
+from . import oracles_attention as attention
+from . import oracles_merging as merging
+from . import oracles_profile as profile
+from .test_d2o import accumulated, by_query_head
+from .test_head_profile import write
+from .test_oracles import Kept, Oracle, made_of, mass
 
 LENGTHS = (63, 45)
 window = partial(o.window_score, window=8)
+
+
+def by_worth(score: Callable[[o.Layer, Any, int], attention.Worth]) -> Oracle:
+    def run(layers: list[o.Layer], b: int) -> Kept:
+        every = [(layer, attention.everything(layer)) for layer in layers]
+        return [attention.kept(score(layer, held, b), held, b) for layer, held in every]
+
+    return run
+
+
+def of(score: Callable[..., attention.Worth], **how: object) -> Oracle:
+    return by_worth(lambda layer, held, b: score(layer, held, **how))
+
+
+def shares_of(layers: list[o.Layer]) -> list[list[float]]:
+    """A head profile that fits: rising from the first head to the last."""
+    count = len(layers) * layers[0].heads
+    flat = [2 * (i + 1) / (count * (count + 1)) for i in range(count)]
+    heads = layers[0].heads
+    return [flat[i * heads : (i + 1) * heads] for i in range(len(layers))]
+
+
+def profiled(score: Any, allocate: Any, select: Any) -> Oracle:
+    def run(layers: list[o.Layer], b: int) -> Kept:
+        shares = allocate(shares_of(layers), b, layers[0].tokens)
+        return [select(layer, score(layer), own) for layer, own in zip(layers, shares, strict=True)]
+
+    return run
+
+
+def d2o(layers: list[o.Layer], b: int) -> Kept:
+    tokens, heads = layers[0].tokens, layers[0].heads
+    shares = merging.inverse_variance(by_query_head(layers), tokens, b, kv_heads=heads)
+    assert shares is not None
+    sums = accumulated(layers)
+    return [
+        [
+            sorted(merging.important_recent(sums[i][h], [*range(tokens)], tokens, own[h], 0.25, 4))
+            for h in range(heads)
+        ]
+        for i, own in enumerate(shares)
+    ]
+
+
 ORACLES: dict[str, Oracle] = {
+    "local": made_of(o.recency_score),
     "streaming_llm": made_of(partial(o.recency_score, sinks=4)),
+    "knorm": made_of(o.knorm_score),
     "knorm:allocate=global": made_of(o.knorm_score, o.global_shares),
     "keydiff": made_of(o.keydiff_score),
     "h2o": mass(),
     "h2o:observe=16": mass(observe=16),
+    "cam": mass(),
+    "d2o": d2o,
+    "tova": of(attention.tova),
+    "roco": by_worth(lambda layer, held, b: attention.roco(layer, b)),
+    "obcache:window=8": of(attention.obcache, window=8),
+    "obcache:window=8:variant=value": of(attention.obcache, window=8, variant="value"),
+    "obcache:window=8:variant=key": of(attention.obcache, window=8, variant="key"),
+    "rkv": of(attention.rkv),
     "snapkv:window=8": made_of(window),
+    "pyramidkv:window=8": partial(allocation.pyramidkv, window=8),
     "adakv:window=8": made_of(window, o.head_adaptive),
+    "ada_pyramidkv:window=8": partial(allocation.ada_pyramidkv, window=8),
     "critical_snapkv:window=8": made_of(window, o.uniform, o.two_stage),
     "criticalkv:window=8": made_of(window, o.head_adaptive, o.two_stage),
+    "defensivekv:window=8": partial(allocation.defensivekv, window=8),
+    "layer_defensivekv:window=8": partial(allocation.layer_defensivekv, window=8),
+    "headkv:window=8": profiled(window, partial(profile.head_profile, window=8), o.top_k),
+    "critical_headkv:window=8": profiled(
+        window, partial(profile.head_profile, window=8), o.two_stage
+    ),
+    "duo_attention:sinks=5:recent=9": profiled(
+        o.recency_score,
+        partial(profile.retrieval, sinks=5, recent=9),
+        partial(profile.sinks_and_recent, sinks=5),
+    ),
 }
+APART = {"full", "random", "sirllm"}
+"""`full` and `random` keep what no equation says; `sirllm` has a test of its own below."""
 SHAPE: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 32,
@@ -45,8 +131,17 @@ SHAPE: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def test_every_training_free_policy_is_here() -> None:
+    trained = {"trimkv", "dbtrimkv", "locret"}
+    aliases = {"critical_adakv"}
+    names = {n for n in registry.names(registry.POLICIES) if "example" not in n}
+    assert {spec.partition(":")[0] for spec in ORACLES} == names - APART - trained - aliases
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3", "reference"])
 def model(request: pytest.FixtureRequest) -> nn.Module:
+    if request.param == "reference":
+        return load_model("reference", None, torch.device("cpu"), torch.float32)
     torch.manual_seed(3)
     made: nn.Module
     if request.param == "llama":
@@ -77,18 +172,50 @@ def layers_of(model: Any, ids: Tensor) -> list[o.Layer]:
     return seen
 
 
-def test_kept_agrees_with_the_oracles(model: nn.Module) -> None:
-    # No token twice: in the first layer its keys would be equally long, but for rounding.
-    ids = torch.rand(2, 97, generator=torch.Generator().manual_seed(1)).argsort(1)[:, :63]
+def tokens_of(model: Any) -> Tensor:
+    """No token twice: in the first layer its keys would be equally long, but for rounding."""
+    first = 170 if model.config.vocab_size > 500 else 0  # the reference model's pool of words
+    g = torch.Generator().manual_seed(1)
+    return torch.rand(2, 97, generator=g).argsort(1)[:, :63] + first
+
+
+def kept_tokens(model: nn.Module, ids: Tensor, chosen: Any, budget: str) -> list[Kept]:
     mask = torch.arange(63) >= 63 - torch.tensor(LENGTHS)[:, None]
+    kept = kvbench.kept(model, ids, chosen, budget, attention_mask=mask)
+    return [
+        [
+            [head.nonzero()[:, 0].sub(63 - t).tolist() for head in layer[r]]
+            for layer in kept
+            if layer is not None
+        ]
+        for r, t in enumerate(LENGTHS)
+    ]
+
+
+def test_kept_agrees_with_the_oracles(model: nn.Module, tmp_path: Path) -> None:
+    ids = tokens_of(model)
     rows = [layers_of(model, ids[r : r + 1, -t:]) for r, t in enumerate(LENGTHS)]
+    file = write(tmp_path / "heads.json", shares_of(rows[0]))  # type: ignore[arg-type]
     for spec, oracle in ORACLES.items():
+        chosen = policy(spec)
+        if "profile" in chosen.allocate.parameters():
+            chosen = policy(spec, profile=str(file))
         for budget, entries in (("0.2", (13, 9)), ("5", (5, 5)), ("0.6", (38, 27))):
-            kept = kvbench.kept(model, ids, spec, budget, attention_mask=mask)
-            for r, t in enumerate(LENGTHS):
-                got = [
-                    [head.nonzero()[:, 0].sub(63 - t).tolist() for head in layer[r]]
-                    for layer in kept
-                    if layer is not None
-                ]
-                assert got == oracle(rows[r], entries[r]), (spec, budget, r)
+            got = kept_tokens(model, ids, chosen, budget)
+            for r in range(len(LENGTHS)):
+                assert got[r] == oracle(rows[r], entries[r]), (spec, budget, r)
+
+
+@torch.no_grad()
+def test_sirllm_keeps_what_surprised_the_model(model: Any) -> None:
+    ids = tokens_of(model)
+    for budget, entries in (("0.2", (13, 9)), ("3", (3, 3)), ("0.6", (38, 27))):
+        got = kept_tokens(model, ids, "sirllm", budget)
+        for r, t in enumerate(LENGTHS):
+            own = ids[r : r + 1, -t:]
+            log = model(own).logits[0].double().log_softmax(-1)
+            said = [-float(log[i, own[0, i + 1]]) for i in range(t - 1)]
+            assert np.isfinite(said).all() and not math.isnan(max(said))
+            layers, heads = len(got[r]), len(got[r][0])
+            want = allocation.sirllm([max(said), *said], [0] * t, entries[r], layers, heads)
+            assert got[r] == want, (budget, r)

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbench.spelling import policy
-from kvbench_policies.criticalkv import projected_value_norm
 
 from .views import Case, decide, random_case
 
@@ -136,17 +135,3 @@ def test_a_score_that_reads_no_budget_says_so() -> None:
         assert chosen.score is not None
         chosen.score.score(view)
         assert view.read_budget is reads
-
-
-@pytest.mark.parametrize("norm", ["l1", "l2"])
-def test_value_norm_does_not_depend_on_its_blocks(
-    norm: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = random_case((63,), group=2, layers=1)
-    (view,) = case.views(policy("criticalkv"), [5])
-    whole = projected_value_norm(view, norm)
-    monkeypatch.setattr("kvbench_policies.criticalkv._BLOCK", 5 * 2 * 12)
-    torch.testing.assert_close(projected_value_norm(view, norm), whole)
-    out = torch.einsum("bhnd,hgdD->bhgnD", view.value, case.w_o[0].unflatten(0, (2, 2)))
-    expected = torch.linalg.vector_norm(out, ord=1 if norm == "l1" else 2, dim=-1).mean(2)
-    torch.testing.assert_close(whole, expected)

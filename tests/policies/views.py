@@ -14,6 +14,11 @@ from kvbench.plugin import ModelInfo, Policy, Scored, Scores, View, protect_noth
 from .oracles import Layer
 
 
+def fixed(rows: int, columns: int) -> Tensor:
+    """A random matrix, the same at every call."""
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)) / rows**0.5
+
+
 @dataclass
 class Case:
     """Layers of a batch that is padded on the left; row `r` has `lengths[r]` tokens."""
@@ -36,9 +41,22 @@ class Case:
     def info(self) -> ModelInfo:
         heads, query_heads = self.k[0].shape[1], self.q[0].shape[1]
         dim, hidden = self.w_o[0].shape[1:]
+        into_qkv = fixed(hidden, (query_heads + 2 * heads) * dim)
         return ModelInfo(
-            "test", len(self.k), heads, query_heads, dim, hidden, lambda layer: self.w_o[layer]
+            "test",
+            len(self.k),
+            heads,
+            query_heads,
+            dim,
+            hidden,
+            lambda layer: self.w_o[layer],
+            lambda layer, x: (x.float() @ into_qkv).to(x.dtype),
         )
+
+    def hidden(self, layer: int) -> Tensor:
+        """Stand-in for the hidden states, `[B, n, d_model]`, of the layer's own dtype."""
+        x = self.k[layer].transpose(1, 2).flatten(2).float()
+        return (x @ fixed(x.shape[-1], self.w_o[layer].shape[-1])).to(self.k[layer].dtype)
 
     @property
     def valid(self) -> Tensor:
@@ -49,11 +67,10 @@ class Case:
         """Every layer, observed as the policy needs."""
         info, valid, scale = self.info, self.valid, 1 / math.sqrt(self.info.head_dim)
         observers = {need: need.observer(info) for need in policy.needs if not need.of_tokens}
-        hidden = torch.zeros(len(self.lengths), valid.shape[1], info.hidden_size)
         made = []
         for i, (q, k, v) in enumerate(zip(self.q, self.k, self.v, strict=True)):
             for observer in observers.values():
-                observer.update(i, q, k, v, hidden, valid, scale)
+                observer.update(i, q, k, v, self.hidden(i), valid, scale)
             obs = {need: observer.read(i) for need, observer in observers.items()}
             for need in policy.needs - set(obs):
                 obs[need] = self.surprisal[:, None].expand(k.shape[:3])

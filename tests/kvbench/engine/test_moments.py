@@ -10,8 +10,8 @@ import torch
 
 import kvbench
 from kvbench import registry
+from kvbench.engine.models import model_info
 from kvbench.plugin import Policy
-from kvbench.profiles.allocators import stand_in
 from kvbench.spelling import policy
 
 from .conftest import batch, build, step
@@ -35,8 +35,8 @@ def llama() -> Any:
 
 
 def made(spec: str, folder: Path) -> Policy:
-    """The policy; where it wants a head profile, with one that fits the random model."""
-    return stand_in(policy(spec), 3, 2, folder)
+    """The policy; where it reads files of the model, with such as fit the random one."""
+    return policy(spec).stand_in(model_info(build("llama")), folder)
 
 
 def entries(cache: Any, row: int) -> int:

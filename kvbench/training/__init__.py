@@ -1,0 +1,1 @@
+"""Training of the gates that learned policies score with: `kvbench train gates`."""

@@ -1,0 +1,84 @@
+"""What a package registers so that `kvbench train gates` can train its gates.
+
+An entry point of the group `kvbench.trainers` names a `Method`. The program finds it there, as it
+finds policies, and imports no package of policies by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from torch import Tensor, nn
+
+from kvbench.plugin import ModelInfo
+
+Objective = Literal["distil", "regress"]
+
+
+class Attention(Protocol):
+    """Retention-gated causal attention.
+
+    Queries are `[B, H_q, T, d]`, keys and values `[B, H, T, d]`, log_beta float32 `[B, H, T]`,
+    valid bool `[B, T]` or None; gives `[B, H_q, T, d]`.
+    """
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_beta: Tensor,
+        *,
+        scale: float,
+        gating: Any = ...,
+        valid: Tensor | None = ...,
+    ) -> Tensor: ...
+
+
+class Capacity(Protocol):
+    """The capacity loss of log_beta float32 `[B, L, H, T]` for `budget` tokens a head."""
+
+    def __call__(
+        self,
+        log_beta: Tensor,
+        budget: int,
+        *,
+        scope: Any = ...,
+        reduce: Any = ...,
+        valid: Tensor | None = ...,
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Method:
+    """A kind of gate and how it is trained.
+
+    Attributes:
+        name: The policy that reads the gates.
+        objective: `distil`: retention-gated attention of a student is trained to answer as the
+            teacher does; `regress`: predictions are fitted to the logits of the answer's queries.
+        scope: Of the capacity loss: `head`, or `global` for one budget over all heads.
+        defaults: Settings of the paper by name: `lr`, `schedule`, `weight_decay`, `capacity`,
+            `length`, `bias`, `hidden_dim`, `gate`, `input`, `tied`, `gating`, `gate_dim`.
+        build: Makes the gates, from the model's shapes, its configuration and all settings. The
+            module has `log_beta(layer, hidden, key, value)` or, to be fitted,
+            `score(layer, hidden, qkv=)`,
+            both float32 `[B, H, n]`.
+        save: Writes gates with what is known of their training into a folder.
+        place: The folder where the policy looks for a model's gates.
+        attention: For `distil`.
+        capacity: For `distil`.
+    """
+
+    name: str
+    objective: Objective
+    scope: str
+    defaults: Mapping[str, Any]
+    build: Callable[[ModelInfo, Any, Mapping[str, Any]], nn.Module]
+    save: Callable[[nn.Module, Path, Mapping[str, Any]], None]
+    place: Callable[[str], Path]
+    attention: Attention | None = None
+    capacity: Capacity | None = None

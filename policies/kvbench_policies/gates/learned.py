@@ -1,0 +1,150 @@
+"""What a score that reads learned gates builds on: the need that the engine observes for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from kvbench.errors import UserError
+from kvbench.plugin import ModelInfo, Need, PerToken, Score, View
+from kvbench_policies.gates.config import GateConfig, Kind
+from kvbench_policies.gates.files import CONFIG, WEIGHTS, find, fingerprint, load, save
+from kvbench_policies.gates.modules import RetentionGates, build
+
+_BLOCK = 4096
+"""Tokens that pass a gate at once, over all sequences: its input is held in float32."""
+
+
+@dataclass(frozen=True)
+class GateOutput(PerToken):
+    """What the gates say of every token, once, when it enters the cache: float32 `[B, H, n]`.
+
+    Of retention gates `log beta`, 0 or less; of retaining heads the predicted logit.
+
+    Attributes:
+        kind: Which gates are looked for.
+        gates: Folder, shipped name or hub id of others, or None.
+    """
+
+    kind: Kind
+    gates: str | None = None
+
+    def measure(
+        self, layer: int, hidden: Tensor, key: Tensor, value: Tensor, model: ModelInfo
+    ) -> Tensor:
+        """Apply the layer's gate to new tokens, block by block.
+
+        Raises:
+            UserError: The model has no such gates, or they do not fit it.
+        """
+        gates = _held(self, model, hidden.device, anew=layer == 0)
+        size = max(1, _BLOCK // hidden.shape[0])
+        found = []
+        for first in range(0, hidden.shape[1], size):
+            block = slice(first, first + size)
+            x, qkv = hidden[:, block], None
+            if gates.config.input == "qkv":
+                if model.project is None:
+                    raise UserError(f"model {model.name} does not give its projections")
+                qkv = model.project(layer, x)
+            found.append(gates.score(layer, x, key[:, :, block], value[:, :, block], qkv))
+        return torch.cat(found, -1)
+
+
+_loaded: dict[tuple[GateOutput, str, torch.device], tuple[object, RetentionGates]] = {}
+
+
+def _held(
+    need: GateOutput, model: ModelInfo, device: torch.device, *, anew: bool
+) -> RetentionGates:
+    """The gates of a need, read again only where `anew` and the files have changed."""
+    key = (need, model.name, device)
+    held = _loaded.get(key)
+    if held is not None and not anew and not held[1].config.mismatch(model):
+        return held[1]
+    folder = find(model.name, need.kind, need.gates)
+    state = tuple(
+        (folder / n).stat().st_mtime_ns for n in (CONFIG, WEIGHTS) if (folder / n).exists()
+    )
+    changed = (folder, state)
+    if held is None or held[0] != changed or held[1].config.mismatch(model):
+        held = (changed, _load(folder, need.kind, model).to(device))
+        _loaded[key] = held
+    return held[1]
+
+
+def _load(folder: Path, kind: Kind, model: ModelInfo) -> RetentionGates:
+    """Gates of a folder, of a kind that can stand for the kind that is wanted."""
+    gates = load(folder, model)
+    if gates.config.is_retention != (kind != "locret"):
+        wanted = "trimkv or dbtrimkv" if kind != "locret" else kind
+        raise UserError(
+            f"the gates in {folder} are of {gates.config.kind}; {wanted} would be right"
+        )
+    return gates
+
+
+@dataclass(frozen=True)
+class Learned(Score):
+    """A score that reads learned gates.
+
+    The gates are those that `gates` names, else those that ship with kvbench for the model, else
+    the user's own, where `kvbench train gates` writes them.
+
+    Attributes:
+        gates: Folder, shipped name or hub id of gates, which are taken as they are, or none.
+    """
+
+    kind: ClassVar[Kind] = "trimkv"
+    gates: str | None = None
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """What the gates say of every token."""
+        return frozenset({self._need})
+
+    @property
+    def _need(self) -> GateOutput:
+        return GateOutput(self.kind, self.gates)
+
+    def learned(self, v: View) -> Tensor:
+        """What the gates said of the entries, float32 `[B, H, n]`."""
+        return v.obs[self._need]
+
+    def fingerprint(self, model: str) -> str:
+        """Digest of the gates' files; it joins the hash of a cell.
+
+        Raises:
+            UserError: There are none.
+        """
+        return fingerprint(model, self.kind, self.gates)
+
+    def stand_in(self, model: ModelInfo, folder: Path) -> Self:
+        """Give a copy that reads random gates which fit a model (see `kvbench.plugin.Part`)."""
+        return self.replace(gates=str(random_gates(self.kind, model, folder)))
+
+
+def random_gates(kind: Kind, model: ModelInfo, folder: Path) -> Path:
+    """Write random gates that tell tokens apart, the same at every call.
+
+    Args:
+        kind: Of which kind.
+        model: What they must fit.
+        folder: Where they are written, into a folder of their own that is named for the shapes.
+    """
+    shapes = (model.layers, model.kv_heads, model.query_heads, model.head_dim, model.hidden_size)
+    path = folder / "-".join(map(str, (kind, *shapes)))
+    if not (path / CONFIG).is_file():
+        config = GateConfig.of(kind, model, hidden_dim=16, bias=0.0, base_model="")
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(0)
+            gates = build(config)
+            for weight in gates.parameters():
+                if weight.dim() > 1:
+                    weight.mul_(4.0)
+        save(gates, path)
+    return path

@@ -1,0 +1,107 @@
+"""How the gates of each learned policy are trained, for `kvbench train gates`.
+
+Settings are those of the papers where they give them: Bui, Sharma, Lamba, Mishra, Ying: Cache What
+Lasts, arXiv 2512.03324 (TRIM-KV); Bui, Nguyen, Cohan, Ying: Make Each Token Count, arXiv 2605.09649
+(DBTrimKV). The number of steps and, for LocRet (arXiv 2410.01805), the optimizer's settings are
+ours.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from kvbench.plugin import ModelInfo
+from kvbench.training.method import Method
+from kvbench_policies.gates import files
+from kvbench_policies.gates.config import GateConfig, Kind, activation_of
+from kvbench_policies.gates.modules import RetentionGates, build
+from kvbench_policies.kernels.capacity_loss.op import capacity_loss
+from kvbench_policies.kernels.retention_attention.op import retention_attention
+
+_CONFIGURED = ("gate", "input", "tied", "bias", "hidden_dim", "gate_dim", "gating")
+
+
+def _build(kind: Kind) -> Any:
+    def make(info: ModelInfo, config: Any, settings: Mapping[str, Any]) -> RetentionGates:
+        given = {key: settings[key] for key in _CONFIGURED if settings.get(key) is not None}
+        return build(GateConfig.of(kind, info, activation=activation_of(config), **given))
+
+    return make
+
+
+def _save(gates: nn.Module, folder: Path, facts: Mapping[str, Any]) -> None:
+    assert isinstance(gates, RetentionGates)
+    gates.config = dataclasses.replace(
+        gates.config,
+        base_model=facts["base_model"],
+        base_revision=facts["base_revision"],
+        training=dict(facts["training"]),
+    )
+    files.save(gates, folder)
+
+
+def _method(kind: Kind, defaults: Mapping[str, Any], **kwargs: Any) -> Method:
+    def place(model: str) -> Path:
+        return files.user_path(model, kind)
+
+    own = {"gate": "mlp", "tied": False, "gating": "additive", "gate_dim": 64, **defaults}
+    return Method(name=kind, defaults=own, build=_build(kind), save=_save, place=place, **kwargs)
+
+
+TRIMKV = _method(
+    "trimkv",
+    {
+        "lr": 2e-4,
+        "schedule": "linear",
+        "weight_decay": 0.01,
+        "capacity": 512,
+        "length": 16384,
+        "bias": 8.0,
+        "hidden_dim": 512,
+        "input": "hidden",
+    },
+    objective="distil",
+    scope="head",
+    attention=retention_attention,
+    capacity=capacity_loss,
+)
+
+DBTRIMKV = _method(
+    "dbtrimkv",
+    {
+        "lr": 2e-4,
+        "schedule": "cosine",
+        "weight_decay": 1e-6,
+        "capacity": 64,
+        "length": 32768,
+        "bias": 18.0,
+        "hidden_dim": 512,
+        "input": "hidden",
+        "tied": True,
+    },
+    objective="distil",
+    scope="global",
+    attention=retention_attention,
+    capacity=capacity_loss,
+)
+
+LOCRET = _method(
+    "locret",
+    {
+        "lr": 2e-4,
+        "schedule": "linear",
+        "weight_decay": 0.01,
+        "capacity": 1,
+        "length": 10240,
+        "bias": 0.0,
+        "hidden_dim": 1024,
+        "input": "qkv",
+    },
+    objective="regress",
+    scope="head",
+)

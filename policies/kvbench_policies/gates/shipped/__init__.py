@@ -1,0 +1,1 @@
+"""Gates that ship with kvbench: a folder for each, `<folder name of the model>-<kind>`."""

@@ -1,0 +1,1 @@
+"""Capacity loss of retention gates: what a head would hold beyond its budget."""

@@ -1,0 +1,44 @@
+"""What `global_select` and `packed_rows` compute, by loops: the oracle of their tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def global_select(
+    score: Tensor, position: Tensor, valid: Tensor, count: Tensor, protect: Tensor | None = None
+) -> Tensor:
+    """Sort every sequence's entries and keep the first `count`; shapes as in `op.py`.
+
+    Protected ones first, by class and then recency (those of class 1 by score); the others by
+    score, ties to the more recent, then to the lower head.
+    """
+    keep = torch.zeros(score.shape, dtype=torch.bool)
+    for b in range(score.shape[0]):
+
+        def worth(entry: Sequence[int], b: int = b) -> tuple[float, ...]:
+            k, i = entry
+            of_class = 0 if protect is None else int(protect[b, k, i])
+            value = float(score[b, k, i]) if of_class <= 1 else 0.0
+            return -of_class, -value, -int(position[b, k, i]), k
+
+        for k, i in sorted(valid[b].nonzero().tolist(), key=worth)[: int(count[b])]:
+            keep[b, k, i] = True
+    return keep
+
+
+def packed_rows(keep: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+    """Lay the kept entries of every segment one behind the other; shapes as in `op.py`."""
+    source, target = [], []
+    n = keep.shape[-1]
+    for s, segment in enumerate(keep.reshape(-1, n).tolist()):
+        row = int(start[s])
+        for i, kept in enumerate(segment):
+            if kept:
+                source.append(s * n + i)
+                target.append(row)
+                row += 1
+    return torch.tensor(source, dtype=torch.int64), torch.tensor(target, dtype=torch.int64)

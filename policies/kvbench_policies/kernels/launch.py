@@ -1,0 +1,119 @@
+"""What the kernels share: when Triton runs them, and what is compiled without a GPU.
+
+Triton is optional (`pip install 'kvbench[gpu]'`). It is imported when a tensor lies on a GPU or
+`TRITON_INTERPRET=1` asks for its interpreter; everything else runs on blocked torch code.
+
+The interpreter decides at decoration, so the variable must stand before a kernel is imported.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvbench.errors import UserError
+
+
+@cache
+def interpreting() -> bool:
+    """Whether Triton's interpreter runs the kernels, on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def by_triton(x: Tensor) -> bool:
+    """Whether a kernel should run on `x`: it lies on an NVIDIA GPU, or the interpreter is on.
+
+    float64 is for oracles and gradient checks and takes the torch path wherever it lies.
+    """
+    if x.dtype == torch.float64 or not _has_triton():
+        return False
+    return interpreting() or (x.is_cuda and torch.version.hip is None)
+
+
+def architecture(device: torch.device) -> int:
+    """The tuned architecture for a device: 90 from Hopper on, 80 for all before it."""
+    if device.type != "cuda":
+        return 90
+    return 90 if torch.cuda.get_device_capability(device)[0] >= 9 else 80
+
+
+def dot_ready(x: Tensor) -> Tensor:
+    """`x`, contiguous, in a type that the kernel's `tl.dot` gets right.
+
+    The interpreter stores bfloat16 as integers and multiplies those, so it is given float32.
+    """
+    if interpreting() and x.dtype == torch.bfloat16:
+        x = x.float()
+    return x.contiguous()
+
+
+def starts(valid: Tensor | None, batch: int, length: int, device: torch.device) -> Tensor:
+    """The first valid column of every sequence, int32 `[B]`, from a left-padding mask.
+
+    Args:
+        valid: bool `[B, T]`, False on the padding left of each sequence, or None for no padding.
+        batch: B.
+        length: T.
+        device: Where the answer is to lie.
+
+    Raises:
+        UserError: The mask has another shape, or a gap (seen on a CPU only: a GPU is not waited
+            for).
+    """
+    if valid is None:
+        return torch.zeros(batch, dtype=torch.int32, device=device)
+    if valid.shape != (batch, length) or valid.dtype != torch.bool:
+        raise UserError(
+            f"valid is {valid.dtype} {list(valid.shape)}: bool [{batch}, {length}] would be right"
+        )
+    seen = valid.device.type == "cpu" and not torch.compiler.is_compiling()
+    if seen and bool((valid[:, 1:] < valid[:, :-1]).any()):
+        raise UserError("valid has padding after a token: only padding on the left is right")
+    return (length - valid.sum(1)).to(device=device, dtype=torch.int32)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A kernel as a GPU would run it, for the gate in `benchmarks/compile_kernels.py`.
+
+    Attributes:
+        name: What the table calls it.
+        kernel: The `triton.jit` function.
+        types: Triton type of every argument that is no constant, such as `*bf16`, `i32`, `fp32`.
+        constants: Values of the `tl.constexpr` arguments.
+        warps: Warps a program.
+        stages: Stages of software pipelining.
+        aligned: Integer arguments that the launch promises to be multiples of 16 (pointers are).
+        expect: Instructions that must be in the code, each a choice of opcodes parted by `|`;
+            `("HGMMA|HMMA", "LDGSTS|UBLKCP|UTMALDG")` says that a dot runs on the tensor cores and
+            its operands arrive by asynchronous copies.
+        variant: Another size of a kernel that is compiled anyway; `--quick` leaves it out.
+    """
+
+    name: str
+    kernel: Any
+    types: Mapping[str, str]
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    warps: int = 4
+    stages: int = 3
+    aligned: tuple[str, ...] = ()
+    expect: tuple[str, ...] = ()
+    variant: bool = False
+
+
+TENSOR_CORES = {80: "HMMA", 90: "HGMMA"}
+"""The opcode of a dot that runs on the tensor cores of an architecture."""
+ASYNC_COPY = "LDGSTS|UBLKCP|UTMALDG"
+"""Any of the opcodes by which a pipelined loop brings operands to shared memory."""

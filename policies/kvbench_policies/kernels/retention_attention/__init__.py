@@ -1,0 +1,1 @@
+"""Attention whose logits are discounted by retention gates."""

@@ -1,0 +1,1 @@
+"""How large a value is after the output projection: `|| V W_O ||`, mean over the group."""

@@ -1,0 +1,26 @@
+"""What `value_norm` computes, written down plainly: the oracle of its tests."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def value_norm(value: Tensor, weight: Tensor, norm: str = "l1") -> Tensor:
+    """Norm of every value after the output projection, mean over the group; holds all of `V W_O`.
+
+        out[b, h, i] = mean_{g in group} || value[b, h, i] @ weight[h * G + g] ||
+
+    Args:
+        value: `[B, H, n, d]`.
+        weight: `[H * G, d, D]`, of the same dtype.
+        norm: `l1` or `l2`.
+
+    Returns:
+        `[B, H, n]`, in the dtype that came in (float64 for checks).
+    """
+    split = weight.unflatten(0, (value.shape[1], -1))
+    projected = torch.einsum("bhnd,hgdc->bhgnc", value, split)
+    order = 1 if norm == "l1" else 2
+    norms: Tensor = torch.linalg.vector_norm(projected, ord=order, dim=-1)
+    return norms.mean(2)

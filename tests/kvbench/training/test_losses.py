@@ -1,0 +1,122 @@
+"""The losses against slow loops in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvbench.training import losses
+
+
+def _draw(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("block", [3, 100])
+def test_quality_equals_sums_over_the_vocabulary(reverse: bool, block: int) -> None:
+    student, teacher = _draw(7, 5), _draw(7, 5, seed=1)
+    weight = _draw(11, 5, seed=2)
+    target = torch.tensor([0, 3, 10, 5, 5, 1, 2])
+    student.requires_grad_()
+    kl, ntp = losses.quality(
+        student,
+        teacher,
+        target,
+        lambda x: x @ weight.T,
+        losses.Terms(reverse=reverse),
+        block,
+    )
+    expected_kl = expected_ntp = 0.0
+    for row in range(7):
+        q = [math.exp(float(x)) for x in weight.double() @ student[row].detach().double()]
+        p = [math.exp(float(x)) for x in weight.double() @ teacher[row].double()]
+        q, p = [x / sum(q) for x in q], [x / sum(p) for x in p]
+        first, second = (q, p) if reverse else (p, q)
+        expected_kl += sum(a * math.log(a / b) for a, b in zip(first, second, strict=True)) / 7
+        expected_ntp -= math.log(q[int(target[row])]) / 7
+    assert float(kl.detach()) == pytest.approx(expected_kl, rel=1e-5)
+    assert float(ntp.detach()) == pytest.approx(expected_ntp, rel=1e-5)
+    (kl + ntp).backward()
+    assert student.grad is not None
+    assert bool(student.grad.ne(0).any())
+
+
+def test_blocks_of_positions_do_not_change_the_gradient() -> None:
+    teacher, weight = _draw(9, 4, seed=1), _draw(6, 4, seed=2)
+    target = torch.arange(9) % 6
+    gradients = []
+    for block in (2, 100):
+        student = _draw(9, 4).requires_grad_()
+        parts = losses.quality(
+            student, teacher, target, lambda x: x @ weight.T, losses.Terms(), block
+        )
+        sum(parts).backward()  # type: ignore[union-attr]
+        gradients.append(student.grad)
+    torch.testing.assert_close(gradients[0], gradients[1])
+
+
+def test_what_is_switched_off_is_zero() -> None:
+    given = _draw(3, 4), _draw(3, 4, seed=1), torch.tensor([0, 1, 2]), lambda x: x
+    kl, ntp = losses.quality(*given, losses.Terms(kl=False))
+    assert float(kl) == 0
+    assert float(ntp) > 0
+    kl, ntp = losses.quality(*given, losses.Terms(ntp=False))
+    assert float(kl) > 0
+    assert float(ntp) == 0
+
+
+def test_retained_is_the_mean_share_at_the_end() -> None:
+    log_beta = -_draw(2, 3, 2, 13).abs() / 5
+    valid = torch.arange(13) >= torch.tensor([0, 4])[:, None]
+    expected = 0.0
+    for b, first in ((0, 0), (1, 4)):
+        for layer in range(3):
+            for h in range(2):
+                kept = sum(
+                    math.exp(float(log_beta[b, layer, h, i].double()) * (12 - i))
+                    for i in range(first, 13)
+                )
+                expected += kept / (13 - first) / 12
+    assert float(losses.retained(log_beta, valid)) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("block", [2, 256])
+def test_labels_are_the_largest_logit_from_later_answer_queries(block: int) -> None:
+    query, key = _draw(2, 4, 9, 8), _draw(2, 2, 9, 8, seed=1)
+    asked = torch.zeros(2, 9, dtype=torch.bool)
+    asked[0, [5, 7, 8]] = True
+    asked[1, 4] = True
+    found = losses.answer_logits(query, key, asked, 0.3, block)
+    for b in range(2):
+        for h in range(2):
+            for i in range(9):
+                logits = [
+                    0.3 * float(query[b, g, p].double() @ key[b, h, i].double())
+                    for g in (2 * h, 2 * h + 1)
+                    for p in range(i + 1, 9)
+                    if asked[b, p]
+                ]
+                expected = max(logits, default=-math.inf)
+                assert float(found[b, h, i]) == pytest.approx(expected, rel=1e-5)
+
+
+def test_regression_is_smooth_l1_and_the_square_between_neighbours() -> None:
+    predicted, label = 2 * _draw(2, 3, 8), 2 * _draw(2, 3, 8, seed=1)
+    label[..., 6:] = -math.inf
+    label[0, 0, 2] = -math.inf
+    fit, step = losses.regression(predicted, label, label.isfinite())
+    errors, jumps = [], []
+    for row, truth in zip(predicted.flatten(0, 1), label.flatten(0, 1), strict=True):
+        for i in range(8):
+            if math.isfinite(truth[i]):
+                error = abs(float(row[i].double() - truth[i].double()))
+                errors.append(error**2 / 2 if error < 1 else error - 0.5)
+                if i and math.isfinite(truth[i - 1]):
+                    jumps.append(float(row[i].double() - row[i - 1].double()) ** 2)
+    assert float(fit) == pytest.approx(sum(errors) / len(errors), rel=1e-5)
+    assert float(step) == pytest.approx(sum(jumps) / len(jumps), rel=1e-5)

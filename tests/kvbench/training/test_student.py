@@ -1,0 +1,150 @@
+"""The student: what it computes, and that nothing but gates learns."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kvbench.engine.models import decoder_of, model_info
+from kvbench.registry import TRAINERS, get
+from kvbench.training.student import Student
+
+SETTINGS: dict[str, Any] = {
+    "capacity": 10,
+    "capacity_weight": 1.0,
+    "capacity_reduce": "mean",
+    "kl": True,
+    "ntp": True,
+    "with_capacity": True,
+    "reverse_kl": False,
+    "gating": "additive",
+    "checkpointing": False,
+    "hidden_dim": 16,
+    "gate_dim": 8,
+}
+
+
+def _student(model: nn.Module, policy: str = "trimkv", **changes: Any) -> Student:
+    method = get(TRAINERS, policy)
+    network = copy.deepcopy(model)
+    settings = {**method.defaults, **SETTINGS, **changes}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        gates = method.build(model_info(network), decoder_of(network).config, settings)
+    return Student(network, gates, method, settings)
+
+
+def _batch(rows: int = 1, length: int = 40) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(5, 500, (rows, length), generator=generator)
+    asked = torch.zeros(rows, length, dtype=torch.bool)
+    asked[:, 25:-1] = True
+    return ids, asked
+
+
+@pytest.mark.parametrize("policy", ["trimkv", "dbtrimkv", "locret"])
+def test_only_gates_take_a_gradient(tiny_llama: nn.Module, policy: str) -> None:
+    student = _student(tiny_llama, policy)
+    before = {k: v.clone() for k, v in student.base.state_dict().items()}
+    student(*_batch())["loss"].backward()
+    assert all(p.grad is None for p in student.base.parameters())
+    grads = [p.grad for p in student.gates.parameters()]
+    assert all(g is not None and bool(g.isfinite().all()) for g in grads)
+    assert sum(bool(g.ne(0).any()) for g in grads if g is not None) >= len(grads) - 1
+    assert all(torch.equal(v, before[k]) for k, v in student.base.state_dict().items())
+
+
+def test_gates_that_forget_nothing_leave_the_teacher(tiny_llama: nn.Module) -> None:
+    student = _student(tiny_llama, bias=60.0)
+    found = student(*_batch())
+    assert float(found["kl"]) == pytest.approx(0.0, abs=1e-6)
+    assert float(found["retained"]) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("gating", ["additive", "multiplicative"])
+def test_gated_attention_is_that_of_the_equation(tiny_llama: nn.Module, gating: str) -> None:
+    """One layer of a loop in float64 against what the module gives."""
+    student = _student(tiny_llama, bias=1.0, gating=gating)
+    seen: dict[str, Tensor] = {}
+    attention = decoder_of(student.base).layers[0].self_attn
+    method = student.method
+    assert method.attention is not None
+    inner = method.attention
+
+    def watch(q: Tensor, k: Tensor, v: Tensor, log_beta: Tensor, **kwargs: Any) -> Tensor:
+        out = inner(q, k, v, log_beta, **kwargs)
+        if not seen:
+            seen.update(q=q, k=k, v=v, log_beta=log_beta, out=out)
+        return out
+
+    object.__setattr__(student, "method", _replaced(method, watch))
+    student(*_batch(length=20))
+    q, k, v = (seen[n][0].double() for n in ("q", "k", "v"))
+    for h in range(q.shape[0]):
+        for t in range(20):
+            logits = []
+            for i in range(t + 1):
+                z = float(q[h, t] @ k[h // 2, i]) * attention.head_dim**-0.5
+                decay = (t - i) * float(seen["log_beta"][0, h // 2, i])
+                logits.append(z + decay if gating == "additive" else z * 2.718281828459045**decay)
+            weight = torch.softmax(torch.tensor(logits, dtype=torch.float64), 0)
+            expected = weight @ v[h // 2, : t + 1]
+            torch.testing.assert_close(
+                seen["out"][0, h, t].double(), expected, rtol=1e-4, atol=1e-5
+            )
+
+
+def _replaced(method: Any, attention: Any) -> Any:
+    import dataclasses
+
+    return dataclasses.replace(method, attention=attention)
+
+
+@pytest.mark.parametrize("policy", ["trimkv", "dbtrimkv", "locret"])
+def test_left_padding_changes_nothing(tiny_llama: nn.Module, policy: str) -> None:
+    student = _student(tiny_llama, policy, bias=2.0)
+    ids, asked = _batch()
+    alone = student(ids, asked)
+    pad = torch.zeros(1, 7, dtype=torch.int64)
+    valid = torch.arange(47)[None] >= 7
+    padded = student(torch.cat([pad, ids], 1), torch.cat([pad.bool(), asked], 1), valid)
+    assert set(alone) == set(padded)
+    for name, value in alone.items():
+        torch.testing.assert_close(padded[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_checkpointing_changes_no_gradient(tiny_llama: nn.Module) -> None:
+    found = []
+    for checkpointing in (False, True):
+        student = _student(tiny_llama, bias=2.0, checkpointing=checkpointing)
+        assert student.checkpointed is checkpointing
+        student(*_batch())["loss"].backward()
+        found.append([p.grad for p in student.gates.parameters()])
+    for plain, again in zip(*found, strict=True):
+        torch.testing.assert_close(plain, again)
+
+
+def test_terms_of_the_loss_can_be_left_out(tiny_llama: nn.Module) -> None:
+    batch = _batch()
+    whole = _student(tiny_llama)(*batch)
+    parts = whole["kl"] + whole["ntp"] + whole["capacity"]
+    torch.testing.assert_close(whole["loss"].detach(), parts)
+    for off, name in (("kl", "kl"), ("ntp", "ntp"), ("with_capacity", "capacity")):
+        found = _student(tiny_llama, **{off: False})(*batch)
+        assert name not in found
+        torch.testing.assert_close(found["loss"].detach(), parts - whole[name])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"gate": "linear"}, {"input": "kv"}, {"tied": True}, {"gating": "multiplicative"}],
+)
+def test_ablations_train(tiny_llama: nn.Module, changes: dict[str, Any]) -> None:
+    student = _student(tiny_llama, **changes)
+    assert all(getattr(student.gates.config, k) == v for k, v in changes.items())  # type: ignore[union-attr]
+    student(*_batch())["loss"].backward()
+    assert any(bool(p.grad.ne(0).any()) for p in student.gates.parameters() if p.grad is not None)

@@ -1,0 +1,44 @@
+"""What the tests of the kernels share."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether this process runs the Triton kernels in the interpreter (test_interpreter.py)."""
+DEVICES = ["cuda"] if torch.cuda.is_available() and not INTERPRETED else []
+DEVICES += ["cpu"]
+torch_path = pytest.mark.skipif(INTERPRETED, reason="about the torch path, not the kernels")
+
+
+def padding(batch: int, length: int) -> Tensor | None:
+    """bool `[B, T]`: none for a single sequence, and on the left 0, 7 and all but 20 otherwise."""
+    if batch == 1:
+        return None
+    left = torch.tensor([0, 7, length - 20])[:batch]
+    return torch.arange(length) >= left[:, None]
+
+
+def rates(*shape: int, fastest: float = 1.5, slowest: float = -18.0) -> Tensor:
+    """`log beta` of all speeds, from forgotten in a step to never (log-uniform), float32."""
+    return -torch.empty(*shape).uniform_(slowest, fastest).exp()
+
+
+def difference(got: Tensor, true: Tensor) -> float:
+    """Largest difference, relative to each element down to a thousandth of the largest."""
+    got, true = got.double().cpu(), true.double().cpu()
+    assert got.shape == true.shape
+    assert got.isfinite().all()
+    return float(((got - true).abs() / (true.abs() + 1e-3 * true.abs().max() + 1e-30)).max())
+
+
+def scaled(got: Tensor, true: Tensor) -> float:
+    """Largest difference, relative to the largest element."""
+    got, true = got.double().cpu(), true.double().cpu()
+    assert got.shape == true.shape
+    assert got.isfinite().all()
+    return float((got - true).abs().max() / true.abs().max())

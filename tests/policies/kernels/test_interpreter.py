@@ -1,0 +1,38 @@
+"""The Triton kernels pass the same tests as the torch path, in Triton's interpreter.
+
+The interpreter is chosen when a kernel is decorated, so they run in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from .common import INTERPRETED
+
+HERE = Path(__file__).parent
+pytestmark = [
+    pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed"),
+    pytest.mark.skipif(INTERPRETED, reason="this is the process of its own"),
+]
+
+
+def test_kernels_in_the_interpreter() -> None:
+    files = [
+        str(HERE / f"test_{op}.py")
+        for op in ("capacity_loss", "retention_attention", "value_norm", "global_select")
+    ]
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+    assert " passed" in done.stdout

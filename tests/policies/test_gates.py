@@ -1,0 +1,417 @@
+"""Gates as files: written, read back, looked for, refused, and made of other checkpoints."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from kvbench.engine.models import model_info
+from kvbench.errors import UserError
+from kvbench.grid import Grid
+from kvbench.planning import _without
+from kvbench.plugin import ModelInfo
+from kvbench.spelling import policy
+from kvbench_policies.gates import GateConfig, build, files, load, save
+from kvbench_policies.gates.convert import convert, main, read_checkpoint
+
+from . import oracles_retention as o
+from .drawing import llama
+
+MODEL = ModelInfo("made/up", 3, 2, 4, 8, 24, lambda layer: torch.empty(0))
+pytestmark = pytest.mark.usefixtures("seeded")
+VARIANTS: list[dict[str, Any]] = [
+    {"kind": "trimkv"},
+    {"kind": "trimkv", "gate": "linear"},
+    {"kind": "trimkv", "input": "kv", "activation": "gelu_pytorch_tanh"},
+    {"kind": "dbtrimkv", "gate_dim": 5},
+    {"kind": "dbtrimkv", "tied": False},
+    {"kind": "dbtrimkv", "gate": "linear", "gate_dim": 3, "input": "qkv"},
+    {"kind": "locret"},
+    {"kind": "locret", "gate": "linear"},
+]
+
+
+@pytest.fixture
+def seeded() -> None:
+    torch.manual_seed(4)
+
+
+def made(kind: str = "trimkv", **changes: Any) -> GateConfig:
+    return GateConfig.of(kind, MODEL, **{"hidden_dim": 7, **changes})  # type: ignore[arg-type]
+
+
+def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    g = torch.Generator().manual_seed(1)
+    shapes = ((2, 9, 24), (2, 2, 9, 8), (2, 2, 9, 8), (2, 9, 64))
+    hidden, key, value, qkv = (torch.randn(*s, generator=g).to(dtype) for s in shapes)
+    return hidden, key, value, qkv
+
+
+@pytest.mark.parametrize("changes", VARIANTS)
+def test_what_is_saved_is_read_back_to_the_bit(changes: dict[str, Any], tmp_path: Path) -> None:
+    config = made(**changes, training={"steps": 3, "data": "none"}, base_revision="abc")
+    gates = build(config)
+    folder = save(gates, tmp_path / "deep" / "gates")
+    assert sorted(p.name for p in folder.iterdir()) == ["gates.json", "gates.safetensors"]
+    again = load(folder, MODEL)
+    assert again.config == config
+    assert not again.training
+    assert not any(p.requires_grad for p in again.parameters())
+    for layer in range(3):
+        before, after = gates.score(layer, *inputs()), again.score(layer, *inputs())
+        assert torch.equal(before, after)
+        assert before.shape == (2, 2, 9)
+        if config.is_retention:
+            assert bool((before <= 0).all())
+            assert float(before.detach().min()) > -0.1, "training begins with little forgotten"
+
+
+@pytest.mark.parametrize("changes", VARIANTS)
+def test_a_gate_is_float32_inside(changes: dict[str, Any]) -> None:
+    gates = build(made(**changes))
+    half = inputs(torch.bfloat16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = gates.score(1, *half)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, gates.score(1, *(x.float() for x in half)))
+
+
+@pytest.mark.parametrize("changes", [VARIANTS[0], VARIANTS[1], VARIANTS[3], VARIANTS[6]])
+def test_a_gate_is_its_equation(changes: dict[str, Any]) -> None:
+    gates = build(made(**changes))
+    hidden, key, value, qkv = inputs()
+    weights = {name: x.numpy() for name, x in gates.state_dict().items()}
+    found = gates(2, hidden, key, value, qkv).detach()
+    source = qkv if gates.config.input == "qkv" else hidden
+    for row in range(2):
+        for t in range(9):
+            x = source[row, t].double().numpy()
+            want: Any = (
+                o.tied_gate(x, weights, 2, 2) if gates.config.tied else o.gate(x, weights, 2)
+            )
+            assert found[row, :, t].double().numpy() == pytest.approx(
+                np.array(want), rel=1e-5, abs=1e-5
+            )
+
+
+def test_the_papers_sizes() -> None:
+    shapes = {
+        kind: {n: tuple(x.shape) for n, x in build(GateConfig.of(kind, MODEL)).state_dict().items()}  # type: ignore[arg-type]
+        for kind in ("trimkv", "dbtrimkv", "locret")
+    }
+    assert shapes["trimkv"]["layers.0.linear1.weight"] == (512, 24)
+    assert shapes["trimkv"]["layers.2.linear2.weight"] == (2, 512)
+    assert shapes["trimkv"]["layers.2.bias"] == (2,)
+    assert shapes["dbtrimkv"]["layers.0.linear2.weight"] == (2 * 64, 512)
+    assert shapes["dbtrimkv"]["readout"] == (64,)
+    assert shapes["dbtrimkv"]["bias"] == ()
+    assert shapes["locret"] == {
+        f"layers.{i}.{name}": shape
+        for i in range(3)
+        for name, shape in (("linear1.weight", (1024, 64)), ("linear2.weight", (2, 1024)))
+    }
+
+
+def test_gradients_reach_every_parameter() -> None:
+    for changes in VARIANTS:
+        gates = build(made(**changes))
+        torch.stack([gates.score(i, *inputs()).sum() for i in range(3)]).sum().backward()
+        for name, p in gates.named_parameters():
+            assert p.grad is not None, name
+            assert bool((p.grad != 0).any()), name
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kind": "other"}, "kind=other: trimkv or dbtrimkv or locret would be right"),
+        ({"gate": "big"}, "gate=big: mlp or linear would be right"),
+        ({"input": "x"}, "input=x: hidden or kv or qkv would be right"),
+        ({"gating": "x"}, "gating=x: additive or multiplicative would be right"),
+        ({"hidden_dim": 0}, "hidden_dim=0: a whole number, 1 or more"),
+        ({"gate_dim": True}, "gate_dim=True: a whole number"),
+        ({"kv_heads": 3}, "4 query heads do not divide among 3 KV heads"),
+        ({"bias": float("inf")}, "bias=inf: a number would be right"),
+        ({"activation": "sile"}, "activation=sile"),
+        ({"kind": "locret", "tied": True}, "tied=true"),
+        ({"tied": "yes"}, "tied=yes"),
+        ({"training": []}, "training is no JSON object"),
+    ],
+)
+def test_a_wrong_configuration_is_one_line(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as error:
+        replace(made(), **changes)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def wrong_json(folder: Path, **changes: Any) -> None:
+    content = json.loads((folder / "gates.json").read_text())
+    content |= changes
+    content = {k: v for k, v in content.items() if v is not None}
+    (folder / "gates.json").write_text(json.dumps(content))
+
+
+def wrong_tensors(folder: Path, **changes: Tensor | None) -> None:
+    state = load_file(folder / "gates.safetensors")
+    for name, tensor in changes.items():
+        name = name.replace("__", ".")
+        if tensor is None:
+            del state[name]
+        else:
+            state[name] = tensor
+    save_file(state, folder / "gates.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: wrong_json(f, format=9), "its format is 9"),
+        (lambda f: wrong_json(f, wings=2), "wings is unknown"),
+        (lambda f: wrong_json(f, layers=None), "layers is missing"),
+        (lambda f: wrong_json(f, layers="3"), "layers=3: a whole number"),
+        (lambda f: wrong_json(f, hidden_dim=8), "gates.json says"),
+        (lambda f: wrong_json(f, layers=4), "are of 4 layers, 2 KV and 4 query heads of 8"),
+        (lambda f: wrong_json(f, d_model=32), "hidden size 32; model made/up has"),
+        (lambda f: (f / "gates.json").write_text("{"), "it is not JSON"),
+        (lambda f: (f / "gates.json").write_text("[]"), "a JSON object would be right"),
+        (lambda f: (f / "gates.json").write_bytes(b"\xff\xfe"), "it is not text"),
+        (lambda f: (f / "gates.json").unlink(), "no gates.json in that folder"),
+        (lambda f: (f / "gates.safetensors").unlink(), "cannot read the gates"),
+        (lambda f: (f / "gates.safetensors").write_text("no"), "is no safetensors file"),
+        (lambda f: wrong_tensors(f, layers__1__bias=None), "layers.1.bias is missing"),
+        (lambda f: wrong_tensors(f, more=torch.ones(1)), "tensor more is none of what"),
+        (lambda f: wrong_tensors(f, layers__1__bias=torch.ones(3)), "layers.1.bias is [3]"),
+        (
+            lambda f: wrong_tensors(f, layers__0__bias=torch.tensor([1.0, float("nan")])),
+            "tensor layers.0.bias is not finite",
+        ),
+    ],
+)
+def test_damaged_or_foreign_files_are_one_line(damage: Any, message: str, tmp_path: Path) -> None:
+    folder = save(build(made()), tmp_path)
+    damage(folder)
+    with pytest.raises(UserError) as error:
+        load(folder, MODEL)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_gates_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
+    gates = build(made())
+    with torch.no_grad():
+        next(gates.parameters()).fill_(float("nan"))
+    with pytest.raises(UserError, match="not finite"):
+        save(gates, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+# --- which gates ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(files, "SHIPPED", tmp_path / "shipped")
+    return tmp_path / "cache"
+
+
+def test_named_then_shipped_then_the_users_own(cache: Path, tmp_path: Path) -> None:
+    name = MODEL.name
+    with pytest.raises(UserError) as error:
+        files.find(name, "trimkv")
+    assert "`kvbench train gates --model made/up --policy trimkv`" in str(error.value)
+    own = save(build(made()), files.user_path(name, "trimkv"))
+    assert own.is_relative_to(cache)
+    assert files.find(name, "trimkv") == own
+    shipped = save(build(made(base_model=name)), files.SHIPPED / "up-trimkv")
+    assert files.find(name, "trimkv") == shipped
+    assert files.locate("up-trimkv") == shipped
+    other = ModelInfo("other/up", 3, 2, 4, 8, 24, lambda layer: torch.empty(0))
+    with pytest.raises(UserError, match="has no trimkv gates"):
+        files.find(other.name, "trimkv")
+    named = save(build(made()), tmp_path / "mine")
+    assert files.find(name, "trimkv", str(named)) == named
+    with pytest.raises(UserError, match="no such folder"):
+        files.find(name, "trimkv", str(tmp_path / "none"))
+    with pytest.raises(UserError, match="is a file"):
+        files.find(name, "trimkv", str(named / "gates.json"))
+
+
+def test_gates_of_other_weights_are_not_taken(cache: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    llama(2).save_pretrained(folder)
+    from kvbench.planning import model_digest
+
+    path = files.user_path(str(folder), "trimkv")
+    save(build(made(base_revision="other")), path)
+    with pytest.raises(UserError, match="trained for other weights"):
+        files.find(str(folder), "trimkv")
+    save(build(made(base_revision=model_digest(str(folder)))), path)
+    assert files.find(str(folder), "trimkv") == path
+
+
+def test_the_fingerprint_is_that_of_the_content(cache: Path, tmp_path: Path) -> None:
+    one, two = save(build(made()), tmp_path / "1"), tmp_path / "2"
+    save(load(one), two)
+    first = policy("trimkv", gates=str(one)).fingerprint("any/model")
+    assert len(first) == 16
+    assert policy("trimkv", gates=str(two)).fingerprint("any/model") == first
+    wrong_tensors(two, layers__0__bias=torch.ones(2))
+    assert policy("trimkv", gates=str(two)).fingerprint("any/model") != first
+
+
+@pytest.mark.parametrize("name", ["trimkv", "dbtrimkv", "locret"])
+def test_all_leaves_out_a_policy_without_gates(
+    name: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+
+    class Everything:
+        canonical_policies = ("snapkv", name)
+        named = False
+
+        def names(self, policy: str) -> bool:
+            return self.named
+
+    grid: Any = Everything()
+    assert isinstance(Grid, type)
+    monkeypatch.setattr("kvbench.engine.models.resolve_model", lambda model: "made/nothing")
+    assert _without(grid, "made/nothing", said.append) == {name}
+    assert said[0].startswith(f"{name} is left out: model made/nothing has no {name} gates: ")
+    grid.named = True
+    with pytest.raises(UserError, match="kvbench train gates --model made/nothing"):
+        _without(grid, "made/nothing", said.append)
+
+
+def test_a_score_refuses_gates_of_the_other_sort(tmp_path: Path) -> None:
+    import kvbench
+
+    model = llama(2)
+    found = policy("locret").stand_in(model_info(model), tmp_path)
+    assert found.score is not None
+    wrong = policy("trimkv", gates=found.score.parameters()["gates"])
+    with pytest.raises(UserError, match="are of locret; trimkv or dbtrimkv would be right"):
+        kvbench.kept(model, torch.arange(9)[None], wrong, "4")
+
+
+# --- checkpoints of others ------------------------------------------------------------------------
+
+
+def checkpoint(layers: int = 3, *, biased: bool, linear: bool = False) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(2)
+    found = {"model.embed_tokens.weight": torch.ones(4, 24)}
+    for i in range(layers):
+        name = f"model.layers.{i}.self_attn.retention_gate."
+        if not linear:
+            found[name + "linear1.weight"] = torch.randn(6, 24, generator=g)
+        found[name + "linear2.weight"] = torch.randn(2, 24 if linear else 6, generator=g)
+        found[name + "bias"] = torch.full((1,), 8.0) if biased else torch.tensor([8.0, 7.5])
+        if biased:
+            found[name + "linear1.bias"] = torch.randn(6, generator=g)
+            found[name + "linear2.bias"] = torch.randn(2, generator=g)
+    return found
+
+
+@pytest.mark.parametrize(("biased", "linear"), [(True, False), (False, False), (False, True)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_public_checkpoint_is_converted(
+    biased: bool, linear: bool, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    tensors = {k: v.to(dtype) for k, v in checkpoint(biased=biased, linear=linear).items()}
+    half = len(tensors) // 2
+    for part, names in enumerate((list(tensors)[:half], list(tensors)[half:])):
+        save_file({n: tensors[n] for n in names}, tmp_path / f"model-{part}.safetensors")
+    gates = convert(read_checkpoint(tmp_path), MODEL)
+    again = load(save(gates, tmp_path / "gates"), MODEL)
+    assert (again.config.kind, again.config.gating) == ("trimkv", "multiplicative")
+    hidden = inputs()[0]
+    for i in range(3):
+        own = {
+            k.replace(f"model.layers.{i}.self_attn.retention_gate", f"layers.{i}"): v
+            for k, v in tensors.items()
+        }
+        weights = {k: v.float().numpy() for k, v in own.items()}
+        found = again.log_beta(i, hidden)
+        for row in range(2):
+            for t in range(9):
+                logits = o.gate(hidden[row, t].double().numpy(), weights, i)
+                want = [o.log_sigmoid(float(z)) for z in logits]
+                assert found[row, :, t].tolist() == pytest.approx(want, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model.layers.1.self_attn.retention_gate.linear2.weight": None}, "is missing"),
+        (
+            {"model.layers.1.self_attn.retention_gate.linear2.weight": torch.ones(3, 6)},
+            "layer 1: retention_gate.linear2.weight is [3, 6]; for this model it should be [2, 6]",
+        ),
+        (
+            {"model.layers.1.self_attn.retention_gate.linear1.bias": torch.ones(5)},
+            "linear1.bias is [5]",
+        ),
+        ({"model.layers.1.self_attn.retention_gate.bias": torch.ones(3)}, "1 or 2 would be right"),
+        ({"model.layers.1.self_attn.retention_gate.norm": torch.ones(3)}, "norm is unknown"),
+        (
+            {"model.layers.3.self_attn.retention_gate.bias": torch.ones(2)},
+            "has gates for 4 layers, model made/up has 3",
+        ),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_one_line(
+    change: dict[str, Tensor | None], message: str, tmp_path: Path
+) -> None:
+    tensors: dict[str, Any] = {**checkpoint(biased=True), **change}
+    save_file({k: v for k, v in tensors.items() if v is not None}, tmp_path / "a.safetensors")
+    with pytest.raises(UserError) as error:
+        convert(read_checkpoint(tmp_path / "a.safetensors"), MODEL)
+    assert message in str(error.value)
+
+
+def test_nothing_is_unpickled(tmp_path: Path) -> None:
+    torch.save(checkpoint(biased=True), tmp_path / "pytorch_model.bin")
+    for source in (tmp_path, tmp_path / "pytorch_model.bin"):
+        with pytest.raises(UserError, match="pickle"):
+            read_checkpoint(source)
+    save_file({"other": torch.ones(2)}, tmp_path / "a.safetensors")
+    with pytest.raises(UserError, match="no tensor of a retention_gate"):
+        read_checkpoint(tmp_path)
+
+
+def test_the_converter_is_a_program(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], cache: Path
+) -> None:
+    model = llama(2)
+    model.save_pretrained(tmp_path / "model")
+    info = model_info(model)
+    g = torch.Generator().manual_seed(0)
+    tensors = {}
+    for i in range(info.layers):
+        name = f"model.layers.{i}.self_attn.retention_gate."
+        tensors[name + "linear1.weight"] = torch.randn(6, info.hidden_size, generator=g)
+        tensors[name + "linear2.weight"] = torch.randn(info.kv_heads, 6, generator=g)
+        tensors[name + "bias"] = torch.ones(1)
+    source = tmp_path / "theirs.safetensors"
+    save_file(tensors, source)
+    out = tmp_path / "out"
+    assert main([str(source), str(out), "--model", str(tmp_path / "model")]) == 0
+    gates = load(out, info)
+    assert gates.config.activation == "silu"
+    assert gates.config.training == {"converted_from": "theirs.safetensors"}
+    assert gates.config.base_revision
+    capsys.readouterr()
+    assert main([str(tmp_path / "none"), str(out), "--model", str(tmp_path / "model")]) == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
