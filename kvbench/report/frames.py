@@ -164,7 +164,8 @@ def silent_tasks(cells: pd.DataFrame) -> list[str]:
     found = []
     ok = cells[cells["status"] == "ok"]
     for place, part in ok.groupby([*_QUESTIONS, _live(ok)], sort=False):
-        if (part["policy"] == "full").any() and not part["discriminative"].all():
+        full = part[part["policy"] == "full"]
+        if len(full) and not full["discriminative"].all():
             found.append(str(place[_QUESTIONS.index("task")]))
     return list(dict.fromkeys(found))
 

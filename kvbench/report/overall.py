@@ -67,6 +67,8 @@ def _group_rows(
     part = part.drop_duplicates([*CONFIG, "task"], keep="last")
     ok = part[part["status"] == "ok"]
     telling = ok.groupby("task")["discriminative"].all()
+    # Where full comes from another run than a policy, only its own row knows.
+    telling.update(ok[ok["policy"] == "full"].groupby("task")["discriminative"].all())
     if not len(telling):
         return []
     held_against = set(ok.loc[ok["policy"] == "full", "task"])

@@ -65,3 +65,11 @@ def test_a_run_of_nothing_but_full_at_turns_has_a_table() -> None:
     console = Console(width=100, record=True)
     console.print(run_table(cells[cells["policy"] == "full"], samples))
     assert "full" in console.export_text() and "no cells" not in console.export_text()
+
+
+def test_a_run_without_full_is_held_against_the_full_of_another() -> None:
+    cells, samples = make_run(("snapkv", "random"), budgets=("0.2",))
+    split = cells["policy"] == "random"
+    apart = cells.assign(discriminative=cells["discriminative"] & ~split)
+    pd.testing.assert_frame_equal(group_means(apart, samples), group_means(cells, samples))
+    assert silent_tasks(prepare(apart, samples).cells) == []
