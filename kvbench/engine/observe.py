@@ -96,7 +96,20 @@ class QueryObserver:
         return out
 
 
-class MassObserver:
+class _BesideEntries:
+    """What is observed per entry: once packed, it is the cache's own to stack and to take."""
+
+    @classmethod
+    def stack(cls, parts: Sequence[Self]) -> Self:
+        """Refuse."""
+        raise NotImplementedError("the cache stacks what it keeps beside its entries")
+
+    def take(self, rows: Tensor) -> Self:
+        """Refuse."""
+        raise NotImplementedError("the cache takes what it keeps beside its entries")
+
+
+class MassObserver(_BesideEntries):
     """Sums the attention that every entry receives, per query head.
 
     Args:
@@ -151,17 +164,8 @@ class MassObserver:
         """Give the attention that every column received, float32 `[B, H_q, S]`."""
         return self._mass[layer]
 
-    @classmethod
-    def stack(cls, parts: Sequence[Self]) -> Self:
-        """Not for what is kept beside the entries: the cache stacks it."""
-        raise NotImplementedError
 
-    def take(self, rows: Tensor) -> Self:
-        """Not for what is kept beside the entries: the cache takes it."""
-        raise NotImplementedError
-
-
-class TokenObserver:
+class TokenObserver(_BesideEntries):
     """Keeps what a `PerToken` need says of every token, layer by layer.
 
     Args:
@@ -199,15 +203,6 @@ class TokenObserver:
     def read(self, layer: int) -> Tensor:
         """Give the numbers of all tokens, float32 `[B, H, S]`."""
         return self._held[layer]
-
-    @classmethod
-    def stack(cls, parts: Sequence[Self]) -> Self:
-        """Not for what is kept beside the entries: the cache stacks it."""
-        raise NotImplementedError
-
-    def take(self, rows: Tensor) -> Self:
-        """Not for what is kept beside the entries: the cache takes it."""
-        raise NotImplementedError
 
 
 class SurprisalObserver:

@@ -17,7 +17,7 @@ from kvbench.engine.cutting import cut_cache
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.models import decoder_of, model_info
 from kvbench.engine.observing import observe, start_observers, token_watcher
-from kvbench.engine.upkeep import Upkeep, first_budget, goes_on
+from kvbench.engine.upkeep import Upkeep, first_budget
 from kvbench.plugin import ModelInfo, Moment, Need, Policy
 
 
@@ -145,23 +145,13 @@ class Prefix:
             final = cell.whole is None or cell.whole <= min(lengths)
             cut = Cut(policy, self.cache, self.info, moment, budget, seeds, shared, final=final)
             made = self.cache.fork()
-            if goes_on(policy, moment):
-                allowed = [cell.budget.per_head(cell.whole or n) for n in lengths]
-                if moment == "decode" and cell.budget.tokens is not None:
-                    allowed = [cell.budget.tokens] * len(lengths)
-                made.upkeep = Upkeep(policy, self.info, moment, allowed, seeds)
-                made.observers = {
-                    n: o for n, o in made.observers.items() if n in policy.needs and not n.per_entry
-                }
-                tokens = made.token_observers.items()
-                made.token_observers = {n: o for n, o in tokens if n in policy.needs}
-            else:
-                made.observers, made.token_observers = {}, {}
             for layer in made.ragged:
                 layer.reset()
             cut_cache(cut, made, reserve)
-            if made.upkeep is not None:
-                made.upkeep.peak = [made.live_entries(row) for row in range(made.batch)]
+            allowed = [cell.budget.per_head(cell.whole or n) for n in lengths]
+            if moment == "decode" and cell.budget.tokens is not None:
+                allowed = [cell.budget.tokens] * len(lengths)
+            Upkeep.start(cut, made, allowed)
             made.seconds = now(self.device) - begin + cut.saved
             out.append(made)
         return out

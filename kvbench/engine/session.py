@@ -17,7 +17,7 @@ from kvbench.engine.cutting import cut_cache, finish, store
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.models import decoder_of, model_info
 from kvbench.engine.observing import observe, start_observers, token_watcher
-from kvbench.engine.upkeep import Upkeep, first_budget, goes_on
+from kvbench.engine.upkeep import Upkeep, first_budget
 from kvbench.errors import UserError
 from kvbench.moments import LATER, Moment
 from kvbench.plugin import ModelInfo, Policy
@@ -82,12 +82,8 @@ class AttachedCache(RaggedCache):
             cut_cache(self._prefill_cut(), self)
             self._done()
         elif self.upkeep is not None:
-            heads = self.info.layers * self.info.kv_heads
-            allowed = [self.budget.per_head(n) for n in self.lengths().tolist()]
-            self.upkeep.budget = allowed
-            rows = [r for r, b in enumerate(allowed) if self.live_entries(r) > heads * b]
-            if rows:
-                self.upkeep.cut(self, rows)
+            self.upkeep.budget = [self.budget.per_head(n) for n in self.lengths().tolist()]
+            self.upkeep.restore(self, range(self.batch))
         self.turns = [[*row, self.get_seq_length()] for row in self.turns or [[]] * self.batch]
 
     def close(self) -> None:
@@ -136,15 +132,9 @@ class AttachedCache(RaggedCache):
 
     def _done(self) -> None:
         """Free what only the prefill needed, and start what goes on."""
-        cut, self._cut, self.ids = self._cut, None, None
-        if cut is not None and goes_on(self.policy, self.moment):
-            limit = self.budget.tokens
-            budget = cut.budget if limit is None else [limit] * self.batch
-            held = [self.live_entries(row) for row in range(self.batch)]
-            self.upkeep = Upkeep(self.policy, self.info, self.moment, budget, cut.seeds, peak=held)
-            self.observers = {n: o for n, o in self.observers.items() if not n.per_entry}
-        else:
-            self.observers, self.token_observers = {}, {}
+        cut, limit = self._prefill_cut(), self.budget.tokens
+        self._cut = self.ids = None
+        Upkeep.start(cut, self, cut.budget if limit is None else [limit] * self.batch)
 
     def _prefill_cut(self) -> Cut:
         if self._cut is None:

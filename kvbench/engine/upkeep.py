@@ -7,7 +7,7 @@ by has to be kept beside the entries from forward to forward.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvbench.budget import Budget
     from kvbench.engine.attention import Forward, Step
     from kvbench.engine.cache import RaggedCache
+    from kvbench.engine.compress import Cut
     from kvbench.engine.layer import RaggedLayer
     from kvbench.plugin import Policy
 
@@ -81,6 +82,27 @@ class Upkeep:
     room: list[int] = field(default_factory=list)
     seconds: float = 0.0
 
+    @classmethod
+    def start(cls, cut: Cut, cache: RaggedCache, budget: list[int]) -> None:
+        """Give a cache that was just packed what goes on; free what only its prefill needed.
+
+        Args:
+            cut: The first compression.
+            cache: What it made.
+            budget: Mean entries per (layer, head) that later cuts leave, for every row.
+        """
+        policy = cut.policy
+        if not goes_on(policy, cut.moment):
+            cache.observers, cache.token_observers = {}, {}
+            return
+        held = [cache.live_entries(row) for row in range(cache.batch)]
+        cache.upkeep = cls(policy, cut.info, cut.moment, budget, cut.seeds, peak=held)
+        mine = policy.needs
+        cache.observers = {
+            n: o for n, o in cache.observers.items() if n in mine and not n.per_entry
+        }
+        cache.token_observers = {n: o for n, o in cache.token_observers.items() if n in mine}
+
     def before(self, forward: Forward) -> None:
         """Prepare one forward on the cache."""
         needs = [n for n in self.policy.needs if isinstance(n, AttentionMass)]
@@ -113,15 +135,19 @@ class Upkeep:
         self.peak = [max(p, h) for p, h in zip(self.peak, held, strict=True)]
         taken = [cache.allocated_bytes(row) for row in range(cache.batch)]
         self.room = [max(p, h) for p, h in zip(self.room or taken, taken, strict=True)]
-        if self.moment == "turns":
-            return
         heads = self.info.layers * self.info.kv_heads
-        more = spare(self.policy, self.moment) if self.moment == "decode" else 0
-        due = [
-            r
-            for r, h in enumerate(held)
-            if h > heads * self.budget[r] and h >= heads * (self.budget[r] + more)
-        ]
+        if self.moment == "decode":
+            least = heads * spare(self.policy, self.moment)
+            due = [r for r, h in enumerate(held) if h >= heads * self.budget[r] + least]
+            if due:
+                self.cut(cache, due)
+        elif self.moment == "chunked":
+            self.restore(cache, range(cache.batch))
+
+    def restore(self, cache: RaggedCache, rows: Iterable[int]) -> None:
+        """Cut those of the rows that hold more than their budget."""
+        heads = self.info.layers * self.info.kv_heads
+        due = [row for row in rows if cache.live_entries(row) > heads * self.budget[row]]
         if due:
             self.cut(cache, due)
 

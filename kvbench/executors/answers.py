@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
@@ -58,6 +59,21 @@ class Lane:
 
     asked: bool
     waiting: list[Answer] = field(default_factory=list)
+
+
+class _OfCell(Protocol):
+    cell: Cell
+
+
+_Row = TypeVar("_Row", bound=_OfCell)
+
+
+def by_cell(rows: Sequence[_Row]) -> list[list[_Row]]:
+    """Rows of one batch apart, cell by cell."""
+    found: dict[str, list[_Row]] = {}
+    for row in rows:
+        found.setdefault(row.cell.cell, []).append(row)
+    return list(found.values())
 
 
 def begun(

@@ -20,6 +20,7 @@ from kvbench.executors.answers import (
     Lane,
     Prompt,
     begun,
+    by_cell,
     empty,
     finished,
     key_of,
@@ -27,8 +28,8 @@ from kvbench.executors.answers import (
 )
 from kvbench.grid import Cell
 from kvbench.harness.protocol import LoadedTask
-from kvbench.moments import split_moment
-from kvbench.plugin import Policy
+from kvbench.moments import LATER, split_moment
+from kvbench.plugin import Need, Policy
 from kvbench.progress import Reporter
 from kvbench.spelling import policy as make_policy
 from kvbench.store import RunStore
@@ -109,7 +110,7 @@ class Executor:
         chunked = [(c, m) for c, m in wanted if c.moment.startswith("chunked")]
         whole = [(c, m) for c, m in wanted if not c.moment.startswith("chunked")]
         needs = {need for c, _ in whole for need in policies[c.cell].needs}
-        prefix = self.prefill(ids, needs) if whole else None
+        prefix = self.prefill(ids, needs)[0] if whole else None
         late = []
         for cell, missing in whole:
             assert prefix is not None
@@ -119,7 +120,7 @@ class Executor:
             cache = self.compress(prefix, cell, policies[cell.cell], missing[0])
             if cache is None:
                 prefix = None
-                prefix = self.prefill(ids, needs)  # what failed may have changed it in place
+                prefix, _ = self.prefill(ids, needs)  # what failed may have changed it in place
                 continue
             for i, prompt in enumerate(missing):
                 own = cache.fork() if i + 1 < len(missing) else cache
@@ -155,8 +156,7 @@ class Executor:
                     continue
                 if first is None or first[0] != head:
                     first = None  # what it held goes before the next takes room
-                    made = self.prefill((), needs)
-                    first = (head, made, made.extend(self.tensor(head)))
+                    first = (head, *self.prefill(head, needs))
                 cache = self.compress(
                     first[1],
                     cell,
@@ -195,12 +195,10 @@ class Executor:
         prefill_s = prefix.seconds + now(self.device) - began - cuts
         self._add("told", cell, prompt, cache, prefill_s, cache.seconds + cuts, logits)
 
-    def prefill(self, ids: Sequence[int], needs: set[Any]) -> Prefix:
-        """A prefix of some tokens, observed as is needed."""
+    def prefill(self, ids: Sequence[int], needs: set[Need]) -> tuple[Prefix, Tensor]:
+        """A prefix of some tokens, observed as is needed, and the logits after them."""
         made = Prefix(self.model, needs)
-        if ids:
-            made.extend(self.tensor(ids))
-        return made
+        return made, made.extend(self.tensor(ids))
 
     def compress(
         self, prefix: Prefix, cell: Cell, policy: Policy, prompt: Prompt, whole: int | None = None
@@ -208,9 +206,9 @@ class Executor:
         """The cell's cache, or None if its policy has failed now."""
         moment = split_moment(cell.moment or "context")[0]
         wish = Request(policy, Budget.parse(cell.budget), moment, cell.seed, whole)
-        reserve = 0 if moment in ("decode", "turns", "chunked") else self._reserve
+        reserve = None if moment in LATER else self._reserve
         try:
-            return prefix.compress([wish], reserve or None)[0]
+            return prefix.compress([wish], reserve)[0]
         except (Exception, SystemExit) as error:  # a policy is foreign code: its cell fails
             self.fail(cell, prompt, reason_of(error))
             return None
@@ -282,13 +280,12 @@ class Executor:
         except Exception as error:  # a policy that cuts while it decodes is foreign code
             if not name.startswith("decode "):
                 raise
-            cells = list(dict.fromkeys(a.cell.cell for a in answers))
-            if len(cells) == 1:
+            apart = by_cell(answers)
+            if len(apart) == 1:
                 for a in answers:
                     self.fail(a.cell, a.prompt, reason_of(error))
             else:  # whose fault it was shows when each goes alone
-                for cell in cells:
-                    own = [a for a in answers if a.cell.cell == cell]
+                for own in apart:
                     lane.waiting = [replace(a, row=self.row(a.prompt)) for a in own]
                     self._flush(name)
             return

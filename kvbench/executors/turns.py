@@ -18,7 +18,7 @@ from kvbench.budget import Budget
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.compress import now
 from kvbench.engine.generate import Batch, Row
-from kvbench.executors.answers import Prompt, begun, empty, key_of, reason_of
+from kvbench.executors.answers import Prompt, begun, by_cell, empty, key_of, reason_of
 from kvbench.grid import Cell
 from kvbench.harness.protocol import Request
 from kvbench.plugin import Policy
@@ -70,14 +70,12 @@ def run_dialogues(
             continue
         needs = {need for c in wanted for need in policies[c.cell].needs}
         ids = (*turns[0].context_ids, *turns[0].question_ids)
-        prefix = executor.prefill((), needs)
-        logits = prefix.extend(executor.tensor(ids))
+        prefix, logits = executor.prefill(ids, needs)
         for cell in wanted:
             cache = executor.compress(prefix, cell, policies[cell.cell], turns[0])
             if cache is None:
                 del prefix
-                prefix = executor.prefill((), needs)
-                logits = prefix.extend(executor.tensor(ids))
+                prefix, logits = executor.prefill(ids, needs)
                 continue
             held = lanes.setdefault(cell.policy, [])
             held.append(Dialogue(cell, turns, cache, logits, prefix.seconds))
@@ -99,13 +97,13 @@ def _hold(executor: Executor, dialogues: list[Dialogue], width: int, done: Done)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # a policy that is asked again is foreign code
-        cells = list(dict.fromkeys(d.cell.cell for d in dialogues))
-        if len(cells) == 1:
+        apart = by_cell(dialogues)
+        if len(apart) == 1:
             for d in dialogues:
                 executor.fail(d.cell, d.turns[0], reason_of(error))
         else:  # whose fault it was shows when each goes alone
-            for cell in cells:
-                _hold(executor, [d for d in dialogues if d.cell.cell == cell], width, done)
+            for own in apart:
+                _hold(executor, own, width, done)
         return
     executor.done([r for r in said if (r.cell, r.sample_id, r.question_id, 0) not in done])
 
@@ -156,14 +154,9 @@ def _cut(cache: RaggedCache, dialogues: list[Dialogue], alive: list[bool]) -> No
     if upkeep is None:
         return
     seen = cache.lengths().tolist()
-    heads = upkeep.info.layers * upkeep.info.kv_heads
-    due = []
-    for i, (d, ok) in enumerate(zip(dialogues, alive, strict=True)):
+    for i, d in enumerate(dialogues):
         upkeep.budget[i] = Budget.parse(d.cell.budget).per_head(seen[i])
-        if ok and cache.live_entries(i) > heads * upkeep.budget[i]:
-            due.append(i)
-    if due:
-        upkeep.cut(cache, due)
+    upkeep.restore(cache, [i for i, ok in enumerate(alive) if ok])
     # What comes from now on is the new turn.
     width = cache.get_seq_length()
     cache.turns = [[*starts, width] for starts in cache.turns or [[]] * cache.batch]

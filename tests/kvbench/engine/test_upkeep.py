@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -260,3 +261,32 @@ def test_a_number_of_every_token_stays_beside_it(llama: Any) -> None:
                 for a, b in zip(old.tolist(), new.tolist(), strict=True):
                     assert sum(x not in b for x in a) <= 1, "one entry goes"
                     assert min(b) >= min(a)
+
+
+class Steps(Score):
+    """Keeps the entries that have seen most forwards, counted in an extra of its own."""
+
+    extras: ClassVar[Mapping[str, torch.dtype]] = {"seen": torch.float32}
+
+    def score(self, v: View) -> Tensor:
+        return v.extras["seen"]
+
+    def step(self, v: View) -> None:
+        v.extras["seen"] = v.extras["seen"] + 1
+
+
+@torch.no_grad()
+def test_a_score_counts_on_in_its_own_extras(llama: Any) -> None:
+    ids, mask = batch(2, 20, [0, 4])
+    policy = make_policy(as_policy(Steps(), "steps"), buffer=2)
+    with kvbench.attach(llama, policy, 18, moment="decode") as cache:
+        step(llama, cache, ids[:, :14], mask, 0)
+        for i in range(14, 20):
+            step(llama, cache, ids[:, i : i + 1], mask, i)
+        for layer in cache.ragged:
+            seen = layer.extras["seen"][layer.rows()].tolist()
+            col = layer.col[layer.rows()].tolist()
+            assert all(s == (6 if c < 14 else 20 - c) for s, c in zip(seen, col, strict=True))
+        # Row 0 has reached 18 + 2: the two that saw least have gone.
+        assert [cache.live_entries(r) for r in (0, 1)] == [6 * 18, 6 * 16]
+        assert int(cache.ragged[0].col[: cache.ragged[0].length[0]].max()) == 17
