@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaModel
 
 import kvbench
-from kvbench.engine.attention import Forward, Step
+from kvbench.engine.attachment import Forward, Step
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.models import model_info
 from kvbench.engine.session import AttachedCache

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvbench.budget import Budget
     from kvbench.engine.session import attach, kept
-    from kvbench.runner import load, run
+    from kvbench.runs.runner import load, run
     from kvbench.spelling import policy
 
 __version__ = "0.1.0"
@@ -22,9 +22,9 @@ _HOMES = {
     "Budget": "kvbench.budget",
     "attach": "kvbench.engine.session",
     "kept": "kvbench.engine.session",
-    "load": "kvbench.runner",
+    "load": "kvbench.runs.runner",
     "policy": "kvbench.spelling",
-    "run": "kvbench.runner",
+    "run": "kvbench.runs.runner",
 }
 
 

@@ -1,41 +1,86 @@
-"""Errors that are the user's to mend: one line that says what is wrong and what would be right."""
+"""Errors that a user can fix, and the line that describes what a plugin raised."""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 
 class UserError(ValueError):
-    """Bad input. The message is one line; the command line prints it and exits with status 2."""
+    """Wrong input. The message is one line; the command line prints it and exits with status 2."""
+
+
+class LeftOut(UserError):
+    """A task cannot run here and is left out. The message completes "<leaf> is left out: "."""
+
+
+class NeedsHub(LeftOut):
+    """A task's data is not available here, usually because the hub cannot be reached."""
 
 
 class BudgetError(RuntimeError):
-    """A policy did not hold exactly the entries that its budget allows. The cell fails."""
+    """A policy did not keep exactly as many entries as its budget allows. The cell fails."""
+
+
+class PluginError(RuntimeError):
+    """A plugin (policy, observer, metric) raised. The message is one line; see `plugin_call`."""
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error means that the machine or the device has run out of memory.
+
+    Goes by names and messages, so that it needs no import of torch: torch's CPU allocator raises a
+    plain RuntimeError.
+    """
+    names = {kind.__name__ for kind in type(error).__mro__}
+    if names & {"MemoryError", "OutOfMemoryError"}:
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and (
+        "can't allocate memory" in text or "CUDA out of memory" in text
+    )
+
+
+@contextlib.contextmanager
+def plugin_call() -> Iterator[None]:
+    """Turn whatever a plugin raises into a `PluginError`.
+
+    Running out of memory is never the plugin's failure: that error passes through unchanged.
+
+    Raises:
+        PluginError: The plugin raised; the message says what and where, in one line.
+    """
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        if out_of_memory(error):
+            raise
+        raise PluginError(reason_of(error)) from error
 
 
 def reason_of(error: BaseException) -> str:
-    """One line that says what a plugin has raised, and where."""
+    """Describe in one line what was raised, and where."""
     text = (str(error) or "no message").splitlines()[0]
+    if isinstance(error, (BudgetError, PluginError, UserError)):
+        return text
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    if isinstance(error, (BudgetError, UserError)):
-        return text
     return f"{type(error).__name__}: {text}{where}"
 
 
 def nearest(name: str, names: Iterable[str], n: int = 3) -> str:
-    """Name the known spellings closest to an unknown one.
+    """Suggest the known names closest to an unknown one.
 
     Args:
-        name: What was written.
-        names: What is known.
-        n: How many suggestions at most.
+        name: The unknown name.
+        names: All known names.
+        n: The largest number of suggestions.
 
     Returns:
-        `"; did you mean a, b?"`, or an empty string where nothing is close.
+        `"; did you mean a, b?"`, or an empty string if no name is close.
     """
     known = {k.lower(): k for k in sorted(set(names))}
     low = name.lower()
@@ -43,3 +88,16 @@ def nearest(name: str, names: Iterable[str], n: int = 3) -> str:
     close += [k for k in known if k not in close and low and low in k]
     close = [known[k] for k in close]
     return f"; did you mean {', '.join(close[:n])}?" if close else ""
+
+
+def unknown(kind: str, name: object, names: Iterable[str]) -> UserError:
+    """Make the error for a name that is not known.
+
+    Args:
+        kind: What the name should be, such as "task".
+        name: The unknown name.
+        names: All known names: the nearest are suggested, or all are listed if none is close.
+    """
+    known = list(names)
+    hint = nearest(str(name), known) or f"; choose from {', '.join(known) or 'nothing: none exists'}"
+    return UserError(f"unknown {kind} {name!r}{hint}")

@@ -30,7 +30,8 @@ import torch
 from torch import Tensor
 
 from kvbench.moments import Moment
-from kvbench.needs import (
+from kvbench.view import View
+from kvbench.view_needs import (
     AttentionMass,
     ModelInfo,
     Need,
@@ -39,7 +40,6 @@ from kvbench.needs import (
     Queries,
     Surprisal,
 )
-from kvbench.view import View
 
 __all__ = [
     "PLUGIN_API",

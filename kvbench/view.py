@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvbench.moments import Moment
-from kvbench.needs import ModelInfo, Need, Queries
+from kvbench.view_needs import ModelInfo, Need, Queries
 
 
 class View:

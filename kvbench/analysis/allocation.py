@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from kvbench.analysis.common import Bench, contexts, held, loaded, policies_of, stages
-from kvbench.cell import Cell
 from kvbench.engine.models import full_layer_ids
-from kvbench.executors.answers import Prompt
-from kvbench.grid import Grid
 from kvbench.plugin import Policy
 from kvbench.progress import Reporter
+from kvbench.runs.answers import Prompt
+from kvbench.runs.cell import Cell
+from kvbench.runs.grid import Grid
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -15,16 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from kvbench.budget import Budget
-from kvbench.cell import Cell
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.models import check_single, load_model
 from kvbench.engine.prefix import Prefix, Request, engine
 from kvbench.errors import UserError, reason_of
-from kvbench.executors.answers import Prompt
-from kvbench.grid import Grid
-from kvbench.planning import Job, Stage, plan
 from kvbench.plugin import Moment, Need, Policy
 from kvbench.progress import Reporter
+from kvbench.runs.answers import Prompt
+from kvbench.runs.cell import Cell
+from kvbench.runs.grid import Grid
+from kvbench.runs.planning import Job, Stage, plan
 from kvbench.spelling import policy as make_policy
 
 if TYPE_CHECKING:

@@ -21,16 +21,16 @@ from kvbench.analysis.common import Bench, contexts, held, loaded, policies_of, 
 from kvbench.analysis.measure import Perturbed, Seen, value_norms
 from kvbench.analysis.rows import Measured, Rows
 from kvbench.analysis.stages import noting
-from kvbench.cell import Cell
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.models import attention_modules, full_layer_ids
 from kvbench.engine.prefix import Prefix, forward
 from kvbench.errors import UserError
-from kvbench.executors.answers import Prompt
-from kvbench.grid import Grid
 from kvbench.plugin import Policy, Queries
 from kvbench.progress import Reporter
+from kvbench.runs.answers import Prompt
+from kvbench.runs.cell import Cell
+from kvbench.runs.grid import Grid
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kvbench.analysis.measure import Perturbed, Seen
-from kvbench.cell import Cell
 from kvbench.harness.protocol import Request
+from kvbench.runs.cell import Cell
 
 
 class Measured(NamedTuple):

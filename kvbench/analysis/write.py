@@ -14,8 +14,8 @@ import pandas as pd
 from kvbench.analysis import allocation, compare, figures, perturbation, text
 from kvbench.analysis.common import folder_of, make_grid, write_settings, write_table
 from kvbench.errors import UserError
-from kvbench.grid import Grid
 from kvbench.progress import Reporter
+from kvbench.runs.grid import Grid
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from kvbench.data.files import file_rows, split_member
+from kvbench.data.formats import file_rows, split_member
 from kvbench.data.sources import NotFetched, Row, Source, keep, locked, scratch, verify
 from kvbench.errors import UserError
 

@@ -23,7 +23,7 @@ from transformers.cache_utils import (
 )
 
 from kvbench.engine.layer import RaggedLayer, starts
-from kvbench.engine.observe import SurprisalObserver
+from kvbench.engine.observers import SurprisalObserver
 from kvbench.engine.upkeep import Upkeep
 from kvbench.errors import UserError
 from kvbench.plugin import Need, Observer

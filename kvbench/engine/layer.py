@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from kvbench.needs import Need
+from kvbench.view_needs import Need
 
 _UNSUPPORTED = "a kvbench cache takes part in neither beam search nor assisted decoding"
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from kvbench.engine.quantize import plain_weight, scheme_config
+from kvbench.engine.quantization import plain_weight, scheme_config
 from kvbench.errors import UserError, nearest
 from kvbench.plugin import ModelInfo
 from kvbench.quantization import check

@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from kvbench.engine.attention import Forward, Step
+from kvbench.engine.attachment import Forward, Step
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.models import head_of
-from kvbench.engine.observe import SurprisalObserver
+from kvbench.engine.observers import SurprisalObserver
 from kvbench.errors import UserError
-from kvbench.needs import ModelInfo, Need
+from kvbench.view_needs import ModelInfo, Need
 
 
 def start_observers(cache: RaggedCache, needs: frozenset[Need], info: ModelInfo) -> None:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from kvbench.budget import Budget
-from kvbench.engine.attention import Forward, Step, attached
+from kvbench.engine.attachment import Forward, Step, attached
 from kvbench.engine.cache import RaggedCache
-from kvbench.engine.compress import Cut, row_seeds
-from kvbench.engine.cutting import cut_cache, finish, store
+from kvbench.engine.decide import Cut, row_seeds
+from kvbench.engine.evict import cut_cache, finish, store
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.models import decoder_of, model_info
 from kvbench.engine.observing import observe, start_observers, token_watcher

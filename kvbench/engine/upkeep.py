@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from kvbench.moments import LATER, Moment
-from kvbench.needs import AttentionMass, ModelInfo, PerToken
+from kvbench.view_needs import AttentionMass, ModelInfo, PerToken
 
 if TYPE_CHECKING:
     from kvbench.budget import Budget
-    from kvbench.engine.attention import Forward, Step
+    from kvbench.engine.attachment import Forward, Step
     from kvbench.engine.cache import RaggedCache
-    from kvbench.engine.compress import Cut
+    from kvbench.engine.decide import Cut
     from kvbench.engine.layer import RaggedLayer
     from kvbench.plugin import Policy
 
@@ -131,7 +131,7 @@ class Upkeep:
 
     def on_layer(self, forward: Forward, layer: RaggedLayer, step: Step) -> None:
         """Take in what the attention of one layer saw."""
-        from kvbench.engine.compress import Cut
+        from kvbench.engine.decide import Cut
         from kvbench.engine.observing import observe
 
         cache = forward.cache
@@ -177,8 +177,8 @@ class Upkeep:
         Raises:
             BudgetError: The policy did not meet its budget to the entry.
         """
-        from kvbench.engine.compress import Cut, now
-        from kvbench.engine.cutting import cut_back
+        from kvbench.engine.decide import Cut, now
+        from kvbench.engine.evict import cut_back
 
         began = now(self.seeds.device)
         # On a CPU every row is cut alone, so that its bits do not depend on its company.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbench.errors import UserError
-from kvbench.harness import data
+from kvbench.harness import rows as data
 from kvbench.harness.chat import Message, Render
 from kvbench.harness.protocol import Doc
 

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvbench.data.sources import hinting
+from kvbench.decoding import Thinking, answer
 from kvbench.errors import UserError
-from kvbench.generation import Thinking, answer
-from kvbench.harness import chat, data, dialogue
+from kvbench.harness import chat, dialogue
+from kvbench.harness import rows as data
 from kvbench.harness.encode import count_tokens, tokenizer_hash
 from kvbench.harness.protocol import Benchmark, Doc, Key, LeftOut, LoadedTask, Request
 from kvbench.harness.requests import requests

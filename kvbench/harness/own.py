@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.errors import UserError, nearest
-from kvbench.harness.data import complete, read_rows
 from kvbench.harness.protocol import Benchmark, Doc
+from kvbench.harness.rows import complete, read_rows
 
 _MAX_NEW_TOKENS = 128
 _REQUIRED = ("context", "question", "answers")

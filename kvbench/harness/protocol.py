@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from kvbench.decoding import Sampling
 from kvbench.errors import UserError
-from kvbench.generation import Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

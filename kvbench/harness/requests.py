@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvbench import generation
+from kvbench import decoding as generation
 from kvbench.errors import UserError
-from kvbench.harness import chat, data, dialogue
+from kvbench.harness import chat, dialogue
+from kvbench.harness import rows as data
 from kvbench.harness.protocol import Doc, Request
 
 

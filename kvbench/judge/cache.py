@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from kvbench.errors import UserError
-from kvbench.store import append_whole
+from kvbench.runs.store import append_whole
 
 
 class Answers:

@@ -60,7 +60,7 @@ def choose(
             "whose scores are for trying things out"
         )
     from kvbench.judge.endpoint import EndpointJudge
-    from kvbench.planning import cache_dir
+    from kvbench.runs.planning import cache_dir
 
     return EndpointJudge(read(), folder or cache_dir() / "judge", say)
 

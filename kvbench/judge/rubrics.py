@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvbench.decoding import THOUGHT
 from kvbench.errors import UserError, nearest
-from kvbench.generation import THOUGHT
 
 Marks = Mapping[str, float]
 """What a judge gave: `{"score": 0.0 to 1.0}`, or a number for each criterion beside it."""

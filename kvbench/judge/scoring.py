@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
-from kvbench.cell import digest_of
 from kvbench.errors import UserError
 from kvbench.judge.base import Ask, Judge, JudgeError, Verdict
 from kvbench.judge.choosing import choose
 from kvbench.judge.rubrics import Marks, origin
+from kvbench.runs.cell import digest_of
 
 _Item = TypeVar("_Item")
 _Value = TypeVar("_Value")

@@ -72,10 +72,10 @@ def profiles(
     import kvbench
     from kvbench import reference
     from kvbench.engine.models import check_single, load_model, model_info
-    from kvbench.grid import Grid
-    from kvbench.planning import plan
     from kvbench.profiles.measure import measure
     from kvbench.profiles.needles import find_needles
+    from kvbench.runs.grid import Grid
+    from kvbench.runs.planning import plan
 
     known = {key: value for key, value in given.items() if value is not None}
     grid = Grid.from_dict(

@@ -165,7 +165,7 @@ def slug(model: str) -> str:
 
 def user_path(model: str, kind: str) -> Path:
     """Where `kvbench profile heads` writes: in the user's cache."""
-    from kvbench.planning import cache_dir
+    from kvbench.runs.planning import cache_dir
 
     return cache_dir() / "profiles" / f"{slug(model)}.{kind}.json"
 
@@ -266,7 +266,7 @@ def _fits(folder: Path, path: Path) -> bool:
 @functools.lru_cache(maxsize=64)
 def _compared(folder: Path, path: Path, changed: int) -> bool:
     from kvbench import reference
-    from kvbench.planning import model_digest
+    from kvbench.runs.planning import model_digest
 
     if path.parent == SHIPPED and folder.parent == reference.path().parent:
         return True  # weights never change under the same name

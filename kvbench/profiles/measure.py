@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvbench.engine.attention import Forward, Step, attached
+from kvbench.engine.attachment import Forward, Step, attached
 from kvbench.engine.cache import RaggedCache
-from kvbench.engine.generate import Stop
+from kvbench.engine.decode import Stop
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.models import decoder_of, model_info
 from kvbench.engine.prefix import forward

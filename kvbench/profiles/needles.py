@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from kvbench.errors import UserError
 
 if TYPE_CHECKING:
-    from kvbench.executors.answers import Prompt
     from kvbench.harness.protocol import Request
+    from kvbench.runs.answers import Prompt
 
 _BEGIN = re.compile(r"(?<=[.!?])\s+|\n+")
 _END = re.compile(r"[.!?](?=\s|$)")

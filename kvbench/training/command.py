@@ -246,7 +246,7 @@ def train(planned: Plan, reporter: Reporter, *, fresh: bool = False) -> list[str
         raise UserError(
             "training needs accelerate: pip install 'kvbench[train]' brings it"
         ) from None
-    from kvbench.planning import _quiet_libraries
+    from kvbench.runs.planning import _quiet_libraries
 
     _quiet_libraries()
     wanted = wanted_of(planned)

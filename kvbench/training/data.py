@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from kvbench.errors import UserError
-from kvbench.harness.data import digest, read_rows
 from kvbench.harness.encode import split_encode
+from kvbench.harness.rows import digest, read_rows
 
 Item = dict[str, Tensor]
 """`input_ids` int64 `[T]`, and `asked` bool `[T]`: positions whose next token is learned from."""
@@ -155,8 +155,8 @@ def sources(
 
 
 def _reference(tokenizer: Any, model: str, length: int, seed: int) -> Source:
-    from kvbench.planning import _lexicon
     from kvbench.reference import samples
+    from kvbench.runs.planning import _lexicon
 
     if _lexicon(tokenizer) != "reference":
         raise UserError(
@@ -190,9 +190,9 @@ def _task(
     seed: int,
     message: Callable[[str], None],
 ) -> Source:
-    from kvbench.grid import Grid
-    from kvbench.planning import plan
     from kvbench.registry import resolve_task
+    from kvbench.runs.grid import Grid
+    from kvbench.runs.planning import plan
 
     leaves = len(resolve_task(name))
     each = max(1, min(500, -(-count // leaves)))

@@ -13,9 +13,10 @@ import pandas as pd
 import pytest
 
 import kvbench
-from kvbench import cli, registry
+from kvbench import registry
+from kvbench import cli
 from kvbench.errors import UserError
-from kvbench.grid import Grid
+from kvbench.runs.grid import Grid
 
 RUN = ["run", "--policy", "snapkv", "--task", "vt"]
 
@@ -37,10 +38,10 @@ def executed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
         (grid.path / "cells.parquet").touch()
         return types.SimpleNamespace(path=grid.path, cells=seen["cells"], samples=None)
 
-    runner = types.ModuleType("kvbench.runner")
+    runner = types.ModuleType("kvbench.runs.runner")
     vars(runner)["execute"] = execute
     vars(runner)["describe"] = lambda grid, message, fresh: ["3 cells", f"into {grid.path}"]
-    monkeypatch.setitem(sys.modules, "kvbench.runner", runner)
+    monkeypatch.setitem(sys.modules, "kvbench.runs.runner", runner)
     tables = types.ModuleType("kvbench.report.tables")
     vars(tables)["run_table"] = lambda cells, samples: "THE TABLE"
     monkeypatch.setitem(sys.modules, "kvbench.report.tables", tables)
@@ -276,7 +277,8 @@ def test_report_names_what_it_writes(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from kvbench import report, store
+    from kvbench import report
+    from kvbench.runs import store
 
     monkeypatch.setattr(store, "load_frames", lambda runs: (runs, None))
     monkeypatch.setattr(report, "render", lambda cells, samples, out: [out / "summary.md"])

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from kvbench.engine.models import model_info
 from kvbench.errors import UserError
-from kvbench.grid import Grid
-from kvbench.planning import _without
 from kvbench.plugin import ModelInfo
+from kvbench.runs.grid import Grid
+from kvbench.runs.planning import _without
 from kvbench.spelling import policy
 from kvbench_policies.gates import GateConfig, build, files, load, save
 
@@ -239,7 +239,7 @@ def test_named_then_shipped_then_the_users_own(cache: Path, tmp_path: Path) -> N
 def test_gates_of_other_weights_are_not_taken(cache: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     llama(2).save_pretrained(folder)
-    from kvbench.planning import model_digest
+    from kvbench.runs.planning import model_digest
 
     path = files.user_path(str(folder), "trimkv")
     save(build(made(base_revision="other")), path)

@@ -11,7 +11,8 @@ import torch
 from typer.testing import CliRunner
 
 import kvbench
-from kvbench import cli, registry
+from kvbench import registry
+from kvbench import cli
 from kvbench.data.sources import keep
 
 HERE = Path(__file__).parent
@@ -69,7 +70,7 @@ def test_one_command_runs_them_all(
     flags = "--policy snapkv,criticalkv --budget 0.2 --samples 1 --length 512 --max-new-tokens 4"
     flags += f" --task longbench,aime24,gsm8k,vt,niah --repeats 2 --out {out}"
     models = f"{llama_folder},{qwen3_folder}"
-    done = CliRunner().invoke(cli.app, ["run", *flags.split(), "--model", models])
+    done = CliRunner().invoke(cli.app.app, ["run", *flags.split(), "--model", models])
     assert done.exit_code == 0, done.output
     cells, samples = kvbench.load(out)
     assert set(cells.status) == {"ok"}

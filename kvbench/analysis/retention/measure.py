@@ -20,13 +20,13 @@ from kvbench.analysis.retention.matrices import TokenSums, sparsity
 from kvbench.analysis.retention.options import MOST_HEADS, MOST_LAYERS, Options, chosen
 from kvbench.analysis.retention.survive import InUse, Survival, horizons
 from kvbench.budget import Budget
-from kvbench.engine.compress import Cut, row_seeds
+from kvbench.engine.decide import Cut, row_seeds
 from kvbench.engine.models import full_layer_ids, model_info
 from kvbench.engine.prefix import Prefix
 from kvbench.errors import UserError, reason_of
-from kvbench.grid import Grid
 from kvbench.plugin import Need, Policy, Score
 from kvbench.progress import Reporter
+from kvbench.runs.grid import Grid
 from kvbench.spelling import policy as make_policy
 
 Case = tuple[str, str]

@@ -20,10 +20,10 @@ from kvbench.engine.models import (
 )
 from kvbench.engine.prefix import Prefix
 from kvbench.errors import UserError
-from kvbench.grid import Grid
 from kvbench.harness.encode import split_encode
-from kvbench.planning import Stage
 from kvbench.progress import Reporter
+from kvbench.runs.grid import Grid
+from kvbench.runs.planning import Stage
 from kvbench.spelling import policy as make_policy
 
 PARTS = ("context", "question", "answer")

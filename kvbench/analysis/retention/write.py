@@ -19,9 +19,9 @@ from kvbench.analysis.retention.pictures import draw
 from kvbench.analysis.retention.tables import READING, frames, grids
 from kvbench.analysis.write import Done
 from kvbench.errors import UserError
-from kvbench.grid import Grid
 from kvbench.progress import Reporter
 from kvbench.report.text import listed
+from kvbench.runs.grid import Grid
 
 SAMPLES = 4
 """Texts of a task, where nobody says how many."""

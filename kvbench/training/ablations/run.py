@@ -11,9 +11,9 @@ import pandas as pd
 
 import kvbench
 from kvbench.errors import UserError
-from kvbench.grid import Grid
 from kvbench.progress import Reporter, duration
-from kvbench.runner import execute
+from kvbench.runs.grid import Grid
+from kvbench.runs.runner import execute
 from kvbench.training.ablations.contrast import contrasts, markdown
 from kvbench.training.ablations.recipe import Ablation, Recipe, Variant
 from kvbench.training.command import Plan, plan, train

@@ -172,7 +172,7 @@ def convert_for(source: str, model: str) -> RetentionGates:
         UserError: The checkpoint or the model cannot be read, or they do not fit.
     """
     from kvbench.engine.models import decoder_of, load_config, model_info
-    from kvbench.planning import model_digest
+    from kvbench.runs.planning import model_digest
     from kvbench_policies.gates.config import activation_of
 
     config = load_config(model)

@@ -161,7 +161,7 @@ def _fetched(text: str) -> Path:
 
 def user_path(model: str, kind: Kind) -> Path:
     """Where `kvbench train gates` writes: in the user's cache."""
-    from kvbench.planning import cache_dir
+    from kvbench.runs.planning import cache_dir
 
     return cache_dir() / "gates" / f"{slug(model)}-{kind}"
 
@@ -234,7 +234,7 @@ def _fits(model: str, base: Path | None, folder: Path) -> bool:
 @functools.lru_cache(maxsize=64)
 def _compared(model: str, base: Path | None, path: Path, changed: int) -> bool:
     from kvbench import reference
-    from kvbench.planning import model_digest
+    from kvbench.runs.planning import model_digest
 
     config = GateConfig.read(path)
     if base is None:

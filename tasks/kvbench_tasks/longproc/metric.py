@@ -9,7 +9,7 @@ import string
 from collections.abc import Callable
 from typing import Any
 
-from kvbench.generation import THOUGHT
+from kvbench.decoding import THOUGHT
 from kvbench_tasks.longproc.code import passes
 from kvbench_tasks.longproc.table import row_f1
 

@@ -27,7 +27,7 @@ def test_perturbation_writes_tables_figures_and_a_summary(
     out = tmp_path / "deep" / "out"
     run = arguments("perturbation", grouped, questions, out)
     run += ["--policy", "snapkv:window=4,criticalkv:window=4", "--budget", "0.2,0.4"]
-    done = CliRunner().invoke(cli.app, run)
+    done = CliRunner().invoke(cli.app.app, run)
     assert done.exit_code == 0, done.output
     assert "who perturbs less" in " ".join(done.output.split())
     assert {p.stem for p in out.glob("*.parquet")} == FRAMES
@@ -52,7 +52,7 @@ def test_allocation_writes_a_table_and_a_map_per_policy(
     grouped: str, questions: str, tmp_path: Path
 ) -> None:
     run = arguments("allocation", grouped, questions, tmp_path, "--policy", "snapkv,adakv:window=4")
-    done = CliRunner().invoke(cli.app, [*run, "--budget", "0.2,12"])
+    done = CliRunner().invoke(cli.app.app, [*run, "--budget", "0.2,12"])
     assert done.exit_code == 0, done.output
     assert "entries per layer and KV head" in " ".join(done.output.split())
     table = pd.read_parquet(tmp_path / "allocation.parquet")
@@ -68,7 +68,7 @@ def test_figures_are_the_same_bytes_every_time(
     for name in ("one", "two"):
         run = arguments("perturbation", grouped, questions, tmp_path / name)
         run += ["--policy", "snapkv:window=4,random"]
-        assert CliRunner().invoke(cli.app, run).exit_code == 0
+        assert CliRunner().invoke(cli.app.app, run).exit_code == 0
     files = sorted(p.relative_to(tmp_path / "one") for p in (tmp_path / "one").rglob("*.*g"))
     assert len(files) == 6
     for file in files:

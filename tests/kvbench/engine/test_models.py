@@ -14,9 +14,9 @@ from torch import Tensor, nn
 import kvbench
 from kvbench import quantization
 from kvbench.engine.models import load_config, load_model, model_info, pick_device, resolve_model
-from kvbench.engine.quantize import plain_weight
+from kvbench.engine.quantization import plain_weight
 from kvbench.errors import UserError
-from kvbench.grid import Grid
+from kvbench.runs.grid import Grid
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM

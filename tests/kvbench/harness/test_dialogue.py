@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvbench.errors import UserError
-from kvbench.harness import data
+from kvbench.harness import rows as data
 from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
 from kvbench.harness.protocol import Benchmark, Doc
 

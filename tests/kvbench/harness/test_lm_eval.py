@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from kvbench.errors import UserError
-from kvbench.harness import data
+from kvbench.harness import rows as data
 from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
 from kvbench.harness.protocol import Benchmark, Doc
 from kvbench_tasks.ruler import BENCHMARK as RULER

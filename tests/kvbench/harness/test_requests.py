@@ -11,8 +11,8 @@ import pytest
 
 from kvbench import registry
 from kvbench.cli import call
+from kvbench.decoding import Sampling
 from kvbench.errors import UserError
-from kvbench.generation import Sampling
 from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
 from kvbench.harness.protocol import Benchmark, Doc, LeftOut
 

@@ -13,10 +13,10 @@ import kvbench
 from kvbench import registry
 from kvbench.cli import call
 from kvbench.errors import UserError
-from kvbench.grid import Grid
 from kvbench.harness.protocol import Benchmark, Doc
 from kvbench.progress import Silent
-from kvbench.runner import execute
+from kvbench.runs.grid import Grid
+from kvbench.runs.runner import execute
 
 from .server import SECRET, Reply, Server
 

@@ -10,12 +10,13 @@ import torch
 from typer.testing import CliRunner
 
 import kvbench
-from kvbench import cli, planning
+from kvbench import cli
 from kvbench.errors import UserError
 from kvbench.profiles import files
 from kvbench.profiles.command import describe, normalised, profile_heads
 from kvbench.profiles.measure import Measured
 from kvbench.progress import Lines, Silent
+from kvbench.runs import planning
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +33,7 @@ def small(llama_folder: str) -> list[str]:
 def test_a_profile_is_written_where_policies_look(
     small: list[str], llama_folder: str, cache: Path
 ) -> None:
-    done = CliRunner().invoke(cli.app, [*small, "--samples", "2", "--seed", "5"])
+    done = CliRunner().invoke(cli.app.app, [*small, "--samples", "2", "--seed", "5"])
     assert done.exit_code == 0, done.output
     path = files.user_path(llama_folder, "reason")
     assert path.parent == cache / "profiles"
@@ -68,7 +69,7 @@ def test_the_same_command_writes_the_same_file(small: list[str], tmp_path: Path)
     texts = []
     for name in ("a.json", "b.json"):
         path = tmp_path / name
-        done = CliRunner().invoke(cli.app, [*small, "--samples", "1", "--out", str(path)])
+        done = CliRunner().invoke(cli.app.app, [*small, "--samples", "1", "--out", str(path)])
         assert done.exit_code == 0, done.output
         assert f"profile={path}" in done.stdout
         texts.append(path.read_text())

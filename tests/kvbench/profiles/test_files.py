@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from kvbench import planning, reference
+from kvbench import reference
 from kvbench.engine.models import load_config
 from kvbench.errors import UserError
 from kvbench.profiles import files
 from kvbench.profiles.files import KINDS, HeadProfile
+from kvbench.runs import planning
 
 GOOD = HeadProfile(
     model="org/name",

@@ -16,11 +16,11 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from kvbench.executors.local import Prompt
 from kvbench.harness.protocol import Request
 from kvbench.profiles.measure import Measured, measure
 from kvbench.profiles.needles import Needle
 from kvbench.progress import Silent
+from kvbench.runs.worker import Prompt
 
 VOCABULARY = 7
 SHAPE: dict[str, Any] = {

@@ -12,11 +12,11 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from kvbench.errors import UserError
-from kvbench.executors.local import Prompt
 from kvbench.harness.encode import split_encode
 from kvbench.harness.lm_eval import LmEvalHarness
 from kvbench.harness.protocol import Request
 from kvbench.profiles.needles import find_needles, token_span
+from kvbench.runs.worker import Prompt
 
 
 def request(context: str, answer: str, question: str = "what?", **extra: str) -> Request:

@@ -23,7 +23,7 @@ def arguments(folder: str, out: Path, *more: str) -> list[str]:
 
 
 def run(*args: Any) -> str:
-    done = CliRunner().invoke(cli.app, arguments(*args))
+    done = CliRunner().invoke(cli.app.app, arguments(*args))
     assert done.exit_code == 0, done.output
     return done.output
 

@@ -11,7 +11,7 @@ import kvbench
 from kvbench.analysis.common import Bench
 from kvbench.analysis.retention import steps
 from kvbench.budget import Budget
-from kvbench.engine.compress import Cut, row_seeds
+from kvbench.engine.decide import Cut, row_seeds
 from kvbench.engine.prefix import Prefix, engine
 from kvbench.progress import Silent
 from kvbench.spelling import policy

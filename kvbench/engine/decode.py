@@ -1,0 +1,238 @@
+"""Generation on compressed caches, many rows at a time, each from its own cell."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvbench.decoding import THOUGHT, Thinking
+from kvbench.engine.cache import RaggedCache
+from kvbench.engine.draw import Draw, choose
+from kvbench.engine.prefix import forward
+
+BLOCK = 32
+"""Given tokens that are fed at once where nothing is cut between them."""
+
+
+class Stop:
+    """When a response ends: an end-of-sequence token, or a stop string in the decoded text.
+
+    Thinking, open or closed, is not searched for stop strings, and neither is the white space that
+    follows it.
+
+    Args:
+        tokenizer: Decodes tokens.
+        eos: Token ids that end a response.
+        until: Strings that end it; the text is cut before the first.
+        thinking: The tokens around thinking, where the tokenizer has such.
+        open: Whether the prompt has opened thinking.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        eos: Sequence[int],
+        until: Sequence[str],
+        thinking: Thinking | None = None,
+        open: bool = False,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.eos = frozenset(eos)
+        self.until = [u for u in until if u]
+        self.tail = 8 + 4 * max((len(u) for u in self.until), default=0)
+        self.thinking = thinking
+        self.open = open
+
+    def start(self, start: int, token: int, count: int) -> int:
+        """Where what is searched for stop strings begins.
+
+        Args:
+            start: What this gave before the token came; -1: thinking is open.
+            token: What has come.
+            count: Tokens that there are, this one included.
+        """
+        if self.thinking is None:
+            return start
+        if token == self.thinking.close:
+            return count
+        return -1 if token == self.thinking.open else start
+
+    def reason(self, tokens: list[int], start: int = 0) -> str:
+        """Why the response ends here (`eos`, `stop`), or an empty string."""
+        if tokens and tokens[-1] in self.eos:
+            return "eos"
+        if self.until and start >= 0:
+            tail = self._text(tokens[max(start, len(tokens) - self.tail) :])
+            if start:  # the white space after thinking is no part of the answer
+                tail = tail.lstrip()
+            if any(u in tail for u in self.until):
+                return "stop"
+        return ""
+
+    def text(self, tokens: list[int]) -> str:
+        """The response: decoded, cut before the first stop string after the thinking."""
+        start = -1 if self.open else 0
+        for count, token in enumerate(tokens, 1):
+            start = self.start(start, token, count)
+        if start < 0:
+            return self._text(tokens)
+        text = self._text(tokens[start:])
+        before = ""
+        if start:
+            bare = text.lstrip()
+            before = self._text(tokens[: start - 1]) + THOUGHT + text[: len(text) - len(bare)]
+            text = bare
+        ends = [text.find(u) for u in self.until if u in text]
+        return before + (text[: min(ends)] if ends else text)
+
+    def _text(self, tokens: list[int]) -> str:
+        text: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return text
+
+
+@dataclass
+class Row:
+    """One response in the making.
+
+    Attributes:
+        limit: New tokens at most.
+        stop: When it ends.
+        tokens: What was generated so far.
+        reason: Why it has ended; empty while it goes on.
+        draw: How its tokens are drawn; None: greedily.
+        given: Tokens that are measured instead of generated.
+        nll: Negative log-likelihood of those of them that were fed, in nats.
+    """
+
+    limit: int
+    stop: Stop
+    tokens: list[int] = field(default_factory=list)
+    reason: str = ""
+    draw: Draw | None = None
+    given: tuple[int, ...] = ()
+    nll: float = 0.0
+    _start: int = 0
+
+    def __post_init__(self) -> None:
+        self._start = -1 if self.stop.open else 0
+
+    def push(self, token: int) -> None:
+        """Take in the next token unless the response has ended."""
+        if self.reason:
+            return
+        self.tokens.append(token)
+        self._start = self.stop.start(self._start, token, len(self.tokens))
+        self.reason = self.stop.reason(self.tokens, self._start)
+        if not self.reason and len(self.tokens) >= self.limit:
+            self.reason = "length"
+
+    def measure(self, logits: Tensor) -> None:
+        """Take in the next given tokens.
+
+        Args:
+            logits: Before each of them, `[n, vocabulary]`; fewer are taken where fewer are left.
+        """
+        taken = self.given[len(self.tokens) : len(self.tokens) + len(logits)]
+        if taken:
+            index = torch.tensor(taken, device=logits.device)
+            logs = logits[: len(taken)].double().log_softmax(-1)
+            self.nll -= float(logs.gather(1, index[:, None]).sum())
+        self.tokens.extend(taken)
+        if len(self.tokens) == len(self.given):
+            self.reason = "given"
+
+    def text(self) -> str:
+        """The response, as it is stored."""
+        if self.given:
+            return json.dumps({"nll": self.nll, "tokens": len(self.tokens)})
+        return self.stop.text(self.tokens)
+
+
+class Batch:
+    """Compressed caches side by side.
+
+    The batch always has `slots` rows (the last one is repeated where there are fewer). With a
+    constant number the shapes of all matrix products, and so a row's bits, do not depend on its
+    company.
+
+    Args:
+        model: The model, inside `engine`.
+        caches: At most `slots` packed caches of one sequence each.
+        slots: Rows of the batch.
+    """
+
+    def __init__(self, model: nn.Module, caches: Sequence[RaggedCache], slots: int) -> None:
+        self.model = model
+        self.rows = len(caches)
+        self.slots = slots
+        self.cache = RaggedCache.stack([caches[min(i, self.rows - 1)] for i in range(slots)])
+        assert self.cache.valid is not None
+        self.device = self.cache.valid.device
+
+    def feed(self, tokens: Sequence[Sequence[int]], width: int) -> Tensor:
+        """Append tokens to every row.
+
+        Args:
+            tokens: At most `width` tokens for each row; a row that gets none waits.
+            width: Columns of the forward; what a row has not is padded on the left.
+
+        Returns:
+            Logits after the last token of every row, `[rows, vocabulary]`.
+        """
+        return self._feed(tokens, width, 1)[:, -1]
+
+    def _feed(self, tokens: Sequence[Sequence[int]], width: int, last: int) -> Tensor:
+        """The same; gives the logits after the last columns, `[rows, last, vocabulary]`."""
+        # Where rows are cut as they go a repeated one would be cut for nothing: it waits.
+        spare = () if self.cache.upkeep is not None else tokens[-1]
+        own = [*tokens, *[spare] * (self.slots - self.rows)]
+        ids = torch.tensor([[0] * (width - len(t)) + list(t) for t in own], device=self.device)
+        if all(len(t) == width for t in own):
+            return forward(self.model, self.cache, ids, last=last)[: self.rows]
+        count = torch.tensor([len(t) for t in own], device=self.device)
+        mask = torch.arange(width, device=self.device) >= width - count[:, None]
+        return forward(self.model, self.cache, ids, mask, last)[: self.rows]
+
+    def answer(self, rows: Sequence[Row], logits: Tensor, pause: bool = False) -> None:
+        """Generate until every row has ended.
+
+        Args:
+            rows: One for each row of the batch.
+            logits: After the last prompt token of each, `[rows, vocabulary]`.
+            pause: Whether a row that has ended gets no further tokens, because its cache matters
+                to others or lives on.
+        """
+        while True:
+            steps = [len(row.tokens) for row in rows]
+            tokens = choose(logits, [row.draw for row in rows], steps)
+            for row, token in zip(rows, tokens, strict=True):
+                row.push(token)
+            if all(row.reason for row in rows):
+                return
+            last = [() if pause and row.reason else (row.tokens[-1],) for row in rows]
+            logits = self.feed(last, 1)
+
+    def measure(self, rows: Sequence[Row], logits: Tensor) -> None:
+        """Feed every row its given tokens and sum up their negative log-likelihood.
+
+        Where the cache is cut while it grows, or a layer's window slides, they come one by one.
+
+        Args:
+            rows: One for each row of the batch.
+            logits: After the last prompt token of each, `[rows, vocabulary]`.
+        """
+        width = 1 if self.cache.upkeep is not None or self.cache.slides else BLOCK
+        for row, own in zip(rows, logits, strict=True):
+            row.measure(own[None])
+        while not all(row.reason for row in rows):
+            # The last given token need not be fed: nothing follows it.
+            parts = [row.given[len(row.tokens) - 1 : -1][:width] for row in rows]
+            after = self._feed(parts, width, width)
+            for row, part, own in zip(rows, parts, after, strict=True):
+                if part:
+                    row.measure(own[width - len(part) :])

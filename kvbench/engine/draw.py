@@ -1,0 +1,106 @@
+"""Drawing tokens: temperature, top-k and top-p, with noise that belongs to the response alone.
+
+A token is drawn as the largest of `logit + Gumbel noise`, which is a draw from the softmax of the
+logits (the Gumbel-max trick). The noise is an integer hash of (the response's key, step, token): no
+generator has a state, so that a response does not depend on its batch, on resuming or on other
+cells. The key names neither policy nor budget: all cells of a comparison draw with the same noise,
+and where two caches agree on the logits their answers agree, which makes paired differences less
+noisy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvbench.decoding import Sampling
+
+_WORD = 1 << 64
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How the tokens of one response are drawn.
+
+    Attributes:
+        sampling: Which tokens, at which temperature.
+        key: Names the response, e.g. (seed, task, sample_id, question_id, repeat).
+    """
+
+    sampling: Sampling
+    key: tuple[int | str, ...]
+
+    def state(self, step: int) -> int:
+        """What the noise of a step begins from: a signed 64-bit number."""
+        text = repr((*self.key, step)).encode()
+        digest = hashlib.blake2b(text, digest_size=8).digest()
+        return int.from_bytes(digest, "little", signed=True)
+
+
+def warped(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Logits `[N, V]` at the temperature, -inf for what top-k and then top-p drop.
+
+    As transformers' `TemperatureLogitsWarper`, `TopKLogitsWarper` and `TopPLogitsWarper`, in this
+    order: equal logits at the k-th place all stay, and at least one token does.
+    """
+    logits = logits.float() / sampling.temperature
+    if 0 < sampling.top_k < logits.shape[-1]:
+        least = logits.topk(sampling.top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    if sampling.top_p < 1:
+        # From the least: what together has no more than 1 - top_p goes, but for the last.
+        ordered, order = logits.sort(dim=-1, stable=True)
+        gone = ordered.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
+        gone[:, -1] = False
+        logits = logits.masked_fill(torch.zeros_like(gone).scatter(-1, order, gone), -torch.inf)
+    return logits
+
+
+def gumbel(states: Sequence[int], tokens: int, device: torch.device) -> Tensor:
+    """Standard Gumbel noise `[N, tokens]`, float64, from a 64-bit state each.
+
+    Token v of a row is output v of SplitMix64 from the row's state.
+    """
+    golden = _signed(0x9E3779B97F4A7C15)
+    place = torch.arange(1, tokens + 1, device=device, dtype=torch.int64)
+    z = torch.tensor(list(states), device=device, dtype=torch.int64)[:, None] + place * golden
+    z = (z ^ _right(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _right(z, 27)) * _signed(0x94D049BB133111EB)
+    z = z ^ _right(z, 31)
+    uniform = (_right(z, 12).double() + 0.5) * 2.0**-52  # never 0 or 1
+    return -torch.log(-torch.log(uniform))
+
+
+def choose(logits: Tensor, draws: Sequence[Draw | None], steps: Sequence[int]) -> list[int]:
+    """The next token of every row.
+
+    Args:
+        logits: `[N, V]`.
+        draws: How each row is drawn; None: greedily.
+        steps: How many tokens each row has.
+    """
+    chosen: list[int] = logits.argmax(-1).tolist()
+    groups: dict[Sampling, list[int]] = {}
+    for i, draw in enumerate(draws):
+        if draw is not None:
+            groups.setdefault(draw.sampling, []).append(i)
+    for sampling, rows in groups.items():
+        states = [draw.state(steps[i]) for i in rows if (draw := draws[i]) is not None]
+        noise = gumbel(states, logits.shape[-1], logits.device)
+        found = (warped(logits[rows], sampling).double() + noise).argmax(-1).tolist()
+        for i, token in zip(rows, found, strict=True):
+            chosen[i] = token
+    return chosen
+
+
+def _signed(word: int) -> int:
+    return word - _WORD if word >= _WORD // 2 else word
+
+
+def _right(value: Tensor, by: int) -> Tensor:
+    """Shift to the right with zeros; int64 alone would bring the sign."""
+    return (value >> by) & ((1 << (64 - by)) - 1)

@@ -1,0 +1,327 @@
+"""What is observed: the last queries, the attention that entries receive, the tokens' surprisal.
+
+Observers hold one state per layer and replace it, never write into it: a fork shares all states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from kvbench.view_needs import ModelInfo, PerToken
+
+_BLOCK = 1 << 22
+"""Attention weights held at once for each sequence when columns are summed, in float32."""
+
+
+class _Last(NamedTuple):
+    """The last queries of a layer.
+
+    Attributes:
+        query: `[B, H_q, w, d]`, zeros in front where a sequence has fewer.
+        seen: Which of them exist, bool `[B, w]`.
+    """
+
+    query: Tensor
+    seen: Tensor
+
+
+class QueryObserver:
+    """Keeps the last `window` queries of every layer.
+
+    Args:
+        window: How many queries of each sequence; padding is not counted, wherever it stands.
+    """
+
+    def __init__(self, window: int) -> None:
+        self.window = window
+        self._last: dict[int, _Last] = {}
+
+    @torch.no_grad()
+    def update(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        hidden: Tensor,
+        valid: Tensor,
+        scale: float,
+    ) -> None:
+        """Take in one forward of one layer (see `kvbench.plugin.Observer`)."""
+        batch, heads, n, dim = q.shape
+        last = self._last.get(layer)
+        if last is None:
+            empty = q.new_zeros(batch, heads, self.window, dim)
+            last = _Last(empty, valid.new_zeros(batch, self.window))
+        # Padding may lie between old and new. A stable sort by existence brings the queries that
+        # exist to the end and keeps their order.
+        seen = torch.cat([last.seen, valid[:, valid.shape[1] - n :]], 1)
+        order = seen.long().argsort(dim=-1, stable=True)[:, -self.window :]
+        seen = seen.gather(1, order)
+        index = order[:, None, :, None].expand(-1, heads, -1, dim)
+        old = last.query.gather(2, index.clamp(max=self.window - 1))
+        new = q.gather(2, (index - self.window).clamp(min=0))
+        query = torch.where(index < self.window, old, new)
+        self._last[layer] = _Last(query.masked_fill(~seen[:, None, :, None], 0.0), seen)
+
+    def fork(self) -> Self:
+        """Give an observer that may go on without changing this one."""
+        other = type(self)(self.window)
+        other._last = dict(self._last)
+        return other
+
+    def read(self, layer: int) -> Tensor:
+        """Give the last queries, `[B, H_q, window, d]`, newest last, zeros where there is none."""
+        return self._last[layer].query
+
+    @classmethod
+    def stack(cls, parts: Sequence[Self]) -> Self:
+        """Put the sequences of several observers side by side."""
+        out = cls(parts[0].window)
+        for layer in parts[0]._last:
+            held = [p._last[layer] for p in parts]
+            out._last[layer] = _Last(
+                torch.cat([x.query for x in held]), torch.cat([x.seen for x in held])
+            )
+        return out
+
+    def take(self, rows: Tensor) -> Self:
+        """Give an observer of some sequences (int64 `[b]`)."""
+        out = type(self)(self.window)
+        for i, x in self._last.items():
+            own = rows.to(x.seen.device)
+            out._last[i] = _Last(x.query[own], x.seen[own])
+        return out
+
+
+class _BesideEntries:
+    """What is observed per entry: once packed, it is the cache's own to stack and to take."""
+
+    @classmethod
+    def stack(cls, parts: Sequence[Self]) -> Self:
+        """Refuse."""
+        raise NotImplementedError("the cache stacks what it keeps beside its entries")
+
+    def take(self, rows: Tensor) -> Self:
+        """Refuse."""
+        raise NotImplementedError("the cache takes what it keeps beside its entries")
+
+
+class MassObserver(_BesideEntries):
+    """Sums the attention that every entry receives, per query head.
+
+    Args:
+        observe: How many of the last queries count, exactly, in however many chunks they came;
+            None: all.
+        power: Of the attention weights, 1 or 2.
+    """
+
+    def __init__(self, observe: int | None, power: int = 1) -> None:
+        self.observe, self.power = observe, power
+        self._queries = None if observe is None else QueryObserver(observe)
+        self._mass: dict[int, Tensor] = {}
+
+    @torch.no_grad()
+    def update(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        hidden: Tensor,
+        valid: Tensor,
+        scale: float,
+    ) -> None:
+        """Take in one forward of one layer (see `kvbench.plugin.Observer`)."""
+        position = (valid.long().cumsum(-1) - 1).masked_fill(~valid, -1)
+        if self._queries is not None:
+            # The window moves on: what its oldest queries gave is not kept apart, so the sum over
+            # the window is made anew. It costs `observe` rows, less than a chunk's own attention.
+            self._queries.update(layer, q, k, v, hidden, valid, scale)
+            last = self._queries._last[layer]
+            behind = torch.arange(last.seen.shape[1] - 1, -1, -1, device=q.device)
+            at = (valid.sum(-1)[:, None] - 1 - behind).masked_fill(~last.seen, -1)
+            self._mass[layer] = column_sums(last.query, k, at, position, scale, self.power)
+            return
+        at = position[:, position.shape[1] - q.shape[2] :]
+        mass = column_sums(q, k, at, position, scale, self.power)
+        before = self._mass.get(layer)
+        if before is not None:
+            mass[..., : before.shape[-1]] += before
+        self._mass[layer] = mass
+
+    def fork(self) -> Self:
+        """Give an observer that may go on without changing this one."""
+        other = type(self)(self.observe, self.power)
+        other._mass = dict(self._mass)
+        if self._queries is not None:
+            other._queries = self._queries.fork()
+        return other
+
+    def read(self, layer: int) -> Tensor:
+        """Give the attention that every column received, float32 `[B, H_q, S]`."""
+        return self._mass[layer]
+
+
+class TokenObserver(_BesideEntries):
+    """Keeps what a `PerToken` need says of every token, layer by layer.
+
+    Args:
+        need: What is measured.
+        model: Of which model.
+    """
+
+    def __init__(self, need: PerToken, model: ModelInfo) -> None:
+        self.need, self.model = need, model
+        self._held: dict[int, Tensor] = {}
+
+    @torch.no_grad()
+    def update(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        hidden: Tensor,
+        valid: Tensor,
+        scale: float,
+    ) -> None:
+        """Take in one forward of one layer (see `kvbench.plugin.Observer`)."""
+        n = hidden.shape[1]
+        new = self.need.measure(layer, hidden, k[:, :, -n:], v[:, :, -n:], self.model)
+        old = self._held.get(layer)
+        self._held[layer] = new if old is None else torch.cat([old, new], -1)
+
+    def fork(self) -> Self:
+        """Give an observer that may go on without changing this one."""
+        other = type(self)(self.need, self.model)
+        other._held = dict(self._held)
+        return other
+
+    def read(self, layer: int) -> Tensor:
+        """Give the numbers of all tokens, float32 `[B, H, S]`."""
+        return self._held[layer]
+
+
+class SurprisalObserver:
+    """`-log p` of every token under the model, from the hidden states of its last layer."""
+
+    def __init__(self) -> None:
+        self._surprisal: Tensor | None = None
+        self._last: Tensor | None = None
+
+    @torch.no_grad()
+    def update(
+        self, ids: Tensor, hidden: Tensor, head: Callable[[Tensor], Tensor], valid: Tensor
+    ) -> None:
+        """Take in one forward.
+
+        Args:
+            ids: New tokens, int64 `[B, n]`.
+            hidden: Final hidden states of the new tokens, `[B, n, d_model]`.
+            head: Gives logits of hidden states.
+            valid: Which columns so far are tokens, bool `[B, S]`.
+        """
+        batch, n = ids.shape
+        new = valid[:, valid.shape[1] - n :]
+        # What predicts a token is the hidden state of the last token before it; padding may lie
+        # between. Index 0 is the state of the last token of all earlier forwards.
+        first = hidden.new_zeros(batch, 1, hidden.shape[-1]) if self._last is None else self._last
+        states = torch.cat([first, hidden], 1)
+        index = torch.where(new, torch.arange(1, n + 1, device=ids.device), 0)
+        running = index.cummax(-1).values
+        before = torch.cat([torch.zeros_like(running[:, :1]), running[:, :-1]], 1)
+        gather = before[..., None].expand(-1, -1, hidden.shape[-1])
+        source = states.gather(1, gather)
+        out = torch.empty(batch, n, device=ids.device)
+        vocabulary = head(source[:, :1]).shape[-1]
+        block = max(1, _BLOCK // (batch * vocabulary))
+        for start in range(0, n, block):
+            logits = head(source[:, start : start + block]).float()
+            target = ids[:, start : start + block, None].to(logits.device)
+            log = logits.logsumexp(-1) - logits.gather(-1, target)[..., 0]
+            out[:, start : start + block] = log.to(out.device)
+        if self._last is None:  # a sequence's first token has no prediction
+            out = out.masked_fill(before == 0, float("nan"))
+        else:
+            # A sequence of which nothing but padding was seen before starts here.
+            started = valid[:, : valid.shape[1] - n].any(-1, keepdim=True)
+            out = out.masked_fill((before == 0) & ~started, float("nan"))
+        end = running[:, -1:, None].expand(-1, -1, hidden.shape[-1])
+        self._last = states.gather(1, end)
+        old = self._surprisal
+        self._surprisal = out if old is None else torch.cat([old, out], 1)
+
+    def read(self, valid: Tensor) -> Tensor:
+        """Give every column's surprisal, float32 `[B, S]`; the first token's is the largest."""
+        assert self._surprisal is not None
+        known = valid.to(self._surprisal.device) & ~self._surprisal.isnan()
+        most = self._surprisal.masked_fill(~known, 0.0).amax(-1, keepdim=True)
+        return torch.where(known, self._surprisal, most)
+
+    def fork(self) -> Self:
+        """Give an observer that may go on without changing this one."""
+        other = type(self)()
+        other._surprisal, other._last = self._surprisal, self._last
+        return other
+
+    @classmethod
+    def stack(cls, parts: Sequence[Self]) -> Self:
+        """Put sequences side by side, shorter ones padded on the left."""
+        out = cls()
+        held = [p._surprisal for p in parts if p._surprisal is not None]
+        width = max(x.shape[1] for x in held)
+        pad = torch.nn.functional.pad
+        out._surprisal = torch.cat([pad(x, (width - x.shape[1], 0)) for x in held])
+        out._last = torch.cat([p._last for p in parts if p._last is not None])
+        return out
+
+    def take(self, rows: Tensor) -> Self:
+        """Give an observer of some sequences (int64 `[b]`)."""
+        assert self._surprisal is not None and self._last is not None
+        out, rows = type(self)(), rows.to(self._last.device)
+        out._surprisal, out._last = self._surprisal[rows], self._last[rows]
+        return out
+
+
+def column_sums(
+    q: Tensor, k: Tensor, at: Tensor, position: Tensor, scale: float, power: int = 1
+) -> Tensor:
+    """Sum causal softmax attention over queries, by blocks of queries, each with all its keys.
+
+    Exact: a row's softmax is taken over all its keys at once. A block holds at most
+    `B * H_q * block * S` weights in float32; `H_q n S d` flops a sequence when `n = S`.
+
+    Args:
+        q: Queries `[B, H_q, n, d]`, in the order of their tokens, the newest last.
+        k: Keys `[B, H, S, d]`.
+        at: Logical position of every query, int64 `[B, n]`; -1: it does not exist.
+        position: Logical position of every key, int64 `[B, S]`; -1: it does not exist.
+        scale: Factor of the logits.
+        power: Of the weights before they are summed, 1 or 2.
+
+    Returns:
+        float32 `[B, H_q, S]`.
+    """
+    batch, query_heads, n = q.shape[:3]
+    heads, columns = k.shape[1:3]
+    transposed = k.float().transpose(-1, -2)
+    total = torch.zeros(batch, heads, query_heads // heads, columns, device=q.device)
+    block = max(1, _BLOCK // (query_heads * columns))
+    for start in range(0, n, block):
+        stop = min(start + block, n)
+        ahead = max(columns - (n - stop), 1)  # later columns belong to later tokens
+        rows = q[:, :, start:stop].float() * scale
+        mine, theirs = at[:, None, start:stop, None], position[:, None, None, :ahead]
+        hidden = ((theirs > mine) | (theirs < 0))[:, :, None]
+        logits = rows.unflatten(1, (heads, -1)).flatten(2, 3) @ transposed[..., :ahead]
+        logits = logits.view(batch, heads, -1, stop - start, ahead)
+        weights = logits.masked_fill_(hidden, float("-inf")).softmax(-1)
+        # A query that does not exist sees nothing, and its softmax is not a number.
+        weights = weights.masked_fill_((mine < 0)[:, :, None], 0.0)
+        total[..., :ahead] += weights.sum(3) if power == 1 else weights.square_().sum(3)
+    return total.flatten(1, 2)

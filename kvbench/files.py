@@ -1,0 +1,198 @@
+"""Files: the cache folder, digests, files that appear whole or not at all, and the journal."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from kvbench.errors import UserError
+
+
+def cache_dir() -> Path:
+    """The folder for generated data: `$KVBENCH_CACHE`, or `kvbench` in the user's cache."""
+    if os.environ.get("KVBENCH_CACHE"):
+        return Path(os.environ["KVBENCH_CACHE"])
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "kvbench"
+
+
+def cannot(verb: str, path: str | Path, error: OSError) -> UserError:
+    """Describe in one line why a file cannot be read or written."""
+    return UserError(f"cannot {verb} {path}: {error.strerror or error}")
+
+
+# --- digests --------------------------------------------------------------------------------------
+
+
+def digest_of(value: object) -> str:
+    """16 hex digits of any JSON value; the order of keys in mappings does not count."""
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def file_digests(paths: Iterable[Path]) -> list[str]:
+    """SHA-256 of each file.
+
+    Large files are read once: their digests are cached by path, size and modification time.
+
+    Raises:
+        OSError: A file cannot be read.
+    """
+    cached = cache_dir() / "digests.json"
+    known = _known_digests(cached)
+    before = len(known)
+    digests = []
+    for path in paths:
+        state = path.stat()
+        key = f"{path.resolve()}|{state.st_size}|{state.st_mtime_ns}"
+        if key not in known:
+            with path.open("rb") as file:
+                known[key] = hashlib.file_digest(file, "sha256").hexdigest()
+        digests.append(known[key])
+    if len(known) > before:
+        with contextlib.suppress(OSError, UserError):  # it only saves time
+            cached.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(cached) as part:
+                part.write_text(json.dumps(known))
+    return digests
+
+
+def _known_digests(path: Path) -> dict[str, str]:
+    try:
+        known = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+# --- whole files ----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give a path to write to; it takes the place of `path` once everything is on disk.
+
+    Raises:
+        UserError: The file cannot be written; `path` is unchanged.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        yield part
+        with part.open("rb+") as file:
+            os.fsync(file.fileno())
+        part.replace(path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        raise cannot("write", path, error) from None
+    finally:
+        part.unlink(missing_ok=True)
+
+
+# --- the journal ----------------------------------------------------------------------------------
+
+_HEAD = b'{"crc":"'
+_MIDDLE = b'","r":'
+_PAYLOAD = len(_HEAD) + 8 + len(_MIDDLE)
+
+
+class Journal:
+    """An append-only file of JSON objects that survives a crash at any moment.
+
+    Every line is `{"crc":"8 hex digits","r":{...}}`; the CRC-32 covers the bytes of the object
+    after `"r":`. When the file is opened, a torn last line is cut off. A damaged line is moved to
+    `<name>.damaged` beside the file, so that nothing is lost for good.
+
+    Args:
+        path: The file; it is created if it does not exist.
+        mode: Permissions of a new file.
+
+    Attributes:
+        damaged: How many damaged lines were found when the file was opened.
+
+    Raises:
+        OSError: The file cannot be read or written.
+    """
+
+    def __init__(self, path: Path, mode: int = 0o644) -> None:
+        self.path = path
+        self.damaged = 0
+        self._file = -1
+        self._recovered = self._recover()
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, mode)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file. Everything that was appended is already on disk."""
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
+
+    def entries(self) -> list[Any]:
+        """The objects that the file held when it was opened, in order."""
+        return self._recovered
+
+    def append(self, objects: Iterable[Mapping[str, Any]]) -> None:
+        """Write objects and wait until the disk has them.
+
+        Raises:
+            OSError: The disk is full or fails; nothing of these objects remains in the file.
+        """
+        left = memoryview(b"".join(map(_line, objects)))
+        start = os.fstat(self._file).st_size
+        try:
+            while left:
+                left = left[os.write(self._file, left) :]
+            os.fsync(self._file)
+        except BaseException:
+            with contextlib.suppress(OSError):  # the next open cuts off a torn line as well
+                os.ftruncate(self._file, start)
+            raise
+
+    def _recover(self) -> list[Any]:
+        if not self.path.exists():
+            return []
+        *lines, tail = self.path.read_bytes().split(b"\n")
+        intact = [line for line in lines if _is_intact(line)]
+        if len(intact) < len(lines):
+            broken = [line for line in lines if not _is_intact(line)]
+            self.damaged = len(broken)
+            with self.path.with_name(f"{self.path.name}.damaged").open("ab") as aside:
+                aside.writelines(line + b"\n" for line in broken)
+            with replacing(self.path) as part:
+                part.write_bytes(b"".join(line + b"\n" for line in intact))
+                part.chmod(self.path.stat().st_mode)
+        elif tail:
+            os.truncate(self.path, self.path.stat().st_size - len(tail))
+        return [json.loads(line[_PAYLOAD:-1]) for line in intact]
+
+
+def _line(value: Mapping[str, Any]) -> bytes:
+    payload = json.dumps(value, separators=(",", ":")).encode()
+    return _HEAD + b"%08x" % zlib.crc32(payload) + _MIDDLE + payload + b"}\n"
+
+
+def _is_intact(line: bytes) -> bool:
+    """Whether a line (without its newline) agrees with its CRC."""
+    payload = line[_PAYLOAD:-1]
+    return line == _HEAD + b"%08x" % zlib.crc32(payload) + _MIDDLE + payload + b"}"

@@ -1,0 +1,227 @@
+"""Reads the values of a grid, from flags, a caller or a YAML file, and says what is wrong where."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kvbench.budget import Budget
+from kvbench.decoding import Truncation
+from kvbench.errors import UserError
+from kvbench.moments import CHUNK, split_moment
+
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+_DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+_HOT, _TINY = 100, 1e-6
+_INT32 = 2**31 - 1
+_INT64 = 2**63 - 1
+
+
+def read_yaml(path: str | Path) -> tuple[dict[Any, Any], dict[Any, int]]:
+    """Read a YAML mapping.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The mapping, and the line of each key, from 1.
+
+    Raises:
+        UserError: The file cannot be read, is not YAML, holds no mapping, or has a key twice.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"cannot read {path}: it is not UTF-8 (byte {error.start})") from None
+    loader = yaml.SafeLoader(text)
+    try:
+        node = loader.get_single_node()
+        if not isinstance(node, yaml.MappingNode):
+            raise UserError(f"{path}:1: a grid is a mapping of keys to values")
+        data: dict[Any, Any] = {}
+        lines: dict[Any, int] = {}
+        for key_node, value_node in node.value:
+            line = key_node.start_mark.line + 1
+            key = loader.construct_object(key_node, deep=True)
+            if not isinstance(key, Hashable):
+                raise UserError(f"{path}:{line}: {key!r} is no key")
+            if key in data:
+                raise UserError(
+                    f"{path}:{line}: {key!r} is given twice, first in line {lines[key]}"
+                )
+            lines[key] = line
+            data[key] = loader.construct_object(value_node, deep=True)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        what = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise UserError(f"{path}:{mark.line + 1 if mark else 1}: {what}") from None
+    finally:
+        loader.dispose()
+    return data, lines
+
+
+def _items(value: Any, what: str) -> list[Any]:
+    if isinstance(value, str):
+        found: list[Any] = [part.strip() for part in value.split(",") if part.strip()]
+    elif isinstance(value, Iterable) and not isinstance(value, Mapping):
+        found = [part for v in value for part in (_items(v, what) if isinstance(v, str) else [v])]
+    else:
+        found = [value]
+    if not found or any(v is None or isinstance(v, (Mapping, list, tuple)) for v in found):
+        raise UserError(f"{what} wants a value or a list of values, not {value!r}")
+    return found
+
+
+def _names(what: str) -> Callable[[Any], tuple[str, ...]]:
+    def read(value: Any) -> tuple[str, ...]:
+        found = _items(value, what)
+        if wrong := [v for v in found if not isinstance(v, str)]:
+            raise UserError(f"{what} wants names, not {wrong[0]!r}")
+        return tuple(dict.fromkeys(found))
+
+    return read
+
+
+def _budgets(value: Any) -> tuple[str, ...]:
+    parsed = [Budget.parse(v) for v in _items(value, "budgets")]
+    return tuple(dict.fromkeys(str(budget) for budget in parsed))
+
+
+def _moments(value: Any) -> tuple[str, ...]:
+    found = []
+    for spelling in _names("moments")(value):
+        moment, size = split_moment(spelling)
+        found.append(f"chunked:{size}" if size not in (0, CHUNK) else moment)
+    return tuple(dict.fromkeys(found))
+
+
+def _integer(what: str, low: int, high: int = _INT32) -> Callable[[Any], int]:
+    def read(value: Any) -> int:
+        if isinstance(value, str) and value.strip().isdecimal():
+            value = int(value)
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise UserError(f"{what} wants a whole number from {low} to {high}, not {value!r}")
+        return value
+
+    return read
+
+
+def _lengths(value: Any) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(_integer("length", 1)(v) for v in _items(value, "lengths")))
+
+
+def _batch_size(value: Any) -> int | str:
+    return "auto" if value == "auto" else _integer("batch_size", 1)(value)
+
+
+def _text(what: str) -> Callable[[Any], str]:
+    def read(value: Any) -> str:
+        if not isinstance(value, str) or not value.strip():
+            raise UserError(f"{what} wants a name, not {value!r}")
+        return value.strip()
+
+    return read
+
+
+def _folder(value: Any) -> str:
+    if not str(value).strip():
+        raise UserError("out wants a folder, not an empty name")
+    return str(value)
+
+
+def _dtype(value: Any) -> str:
+    if value not in _DTYPES:
+        raise UserError(f"unknown dtype {value!r}; there are {', '.join(_DTYPES)}")
+    return str(value)
+
+
+def _device_map(value: Any) -> str | dict[str, str | int]:
+    if isinstance(value, Mapping) and value:
+        if all(isinstance(k, str) and isinstance(v, str | int) for k, v in value.items()):
+            return dict(value)
+    elif value in _DEVICE_MAPS:
+        return str(value)
+    raise UserError(
+        f"device_map wants {', '.join(_DEVICE_MAPS)} or names of modules to devices, not {value!r}"
+    )
+
+
+def _quantization(value: Any) -> str:
+    from kvbench.quantization import scheme_name
+
+    return scheme_name(value)
+
+
+def _judge(value: Any) -> str:
+    from kvbench.judge.choosing import judge_name
+
+    return judge_name(value)
+
+
+def _truth(what: str) -> Callable[[Any], bool]:
+    def read(value: Any) -> bool:
+        if not isinstance(value, bool):
+            raise UserError(f"{what} wants true or false, not {value!r}")
+        return value
+
+    return read
+
+
+def _number(what: str, low: float, high: float, wanted: str) -> Callable[[Any], float]:
+    def read(value: Any) -> float:
+        try:
+            number = math.nan if isinstance(value, bool) else float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not low <= number <= high:
+            raise UserError(f"{what} wants {wanted}, not {value!r}")
+        return number
+
+    return read
+
+
+def _truncate(value: Any) -> str:
+    return str(Truncation.parse(str(value)))
+
+
+def _optional(read: Callable[[Any], Any], *unset: str) -> Callable[[Any], Any]:
+    return lambda value: None if value is None or value in unset else read(value)
+
+
+READERS: dict[str, Callable[[Any], Any]] = {
+    "policies": _names("policies"),
+    "tasks": _names("tasks"),
+    "budgets": _budgets,
+    "models": _names("models"),
+    "moments": _moments,
+    "lengths": _lengths,
+    "samples": _integer("samples", 1),
+    "seed": _integer("seed", 0, _INT64),
+    "out": _optional(_folder),
+    "device": _text("device"),
+    "dtype": _dtype,
+    "attn": _text("attn"),
+    "batch_size": _batch_size,
+    "revision": _optional(_text("revision")),
+    "chat_template": _optional(_truth("chat_template"), "auto"),
+    "full": _truth("full"),
+    "temperature": _optional(
+        _number("temperature", 0, _HOT, f"a number from 0 (greedy) to {_HOT}")
+    ),
+    "top_p": _optional(_number("top_p", _TINY, 1, "a number above 0 and at most 1")),
+    "top_k": _optional(_integer("top_k", 1)),
+    "repeats": _optional(_integer("repeats", 1)),
+    "max_new_tokens": _optional(_integer("max_new_tokens", 1)),
+    "thinking": _optional(_truth("thinking"), "auto"),
+    "truncate": _optional(_truncate),
+    "device_map": _optional(_device_map),
+    "quantization": _optional(_quantization),
+    "judge": _judge,
+}
+"""One reader an attribute of `Grid`: takes what anybody gives, returns what the grid holds."""

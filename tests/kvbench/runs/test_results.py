@@ -1,0 +1,146 @@
+"""From responses to tables, against numbers counted by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from kvbench.harness.protocol import Key, LoadedTask, Request
+from kvbench.runs.cell import Cell
+from kvbench.runs.results import frames
+from kvbench.runs.schema import CELLS_SCHEMA, SAMPLES_SCHEMA, to_table
+from kvbench.runs.store import Response
+
+
+@dataclass
+class Numbers(LoadedTask):
+    """Responses are numbers and score what they say."""
+
+    aggregate: Callable[[list[float]], float] = statistics.fmean
+
+    def score(self, responses: Mapping[Key, str]) -> tuple[dict[Key, float], float]:
+        scores = {key: float(text) for key, text in responses.items()}
+        return scores, self.aggregate(list(scores.values()))
+
+
+def task(**changes: Any) -> Numbers:
+    requests = [
+        Request("t", f"{i // 2}", i, i % 2, f"context{i // 2}", "c", "q", (), 4, ("x",))
+        for i in range(8)
+    ]
+    usual: dict[str, Any] = {
+        "name": "t", "group": "g", "version": "1", "data_hash": "d", "metric": "score",
+        "higher_is_better": True, "chance": 0.0, "length": 64, "requests": requests,
+    }  # fmt: skip
+    return Numbers(**{**usual, **changes})
+
+
+def cell(policy: str) -> Cell:
+    return Cell(
+        "m", "r", "t", "g", 64, policy, "0.5", "context", 0, "float32", "cpu", "sdpa", "", "d", "1",
+        "p", "{}",
+    )  # fmt: skip
+
+
+def responses(of: Cell, numbers: list[float], error: str = "") -> list[Response]:
+    return [
+        Response(
+            of.cell, f"{i // 2}", i % 2, 0, i, f"context{i // 2}", str(x), "stop", error,
+            60, 4, 2, 10, 10, 80 + i, 100, 160, 0.5, 0.25, 1.0 + i,
+        )
+        for i, x in enumerate(numbers)
+    ]  # fmt: skip
+
+
+FULL = [1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0]
+MINE = [1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0, 1.0]
+
+
+def by_policy(found: pd.DataFrame) -> dict[str, Any]:
+    return {row["policy"]: row for row in found.to_dict("records")}
+
+
+def test_scores_differences_and_costs() -> None:
+    mine, full = cell("snapkv"), cell("full")
+    got = responses(mine, MINE) + responses(full, FULL)
+    cells, samples = frames([(task(), [mine, full])], got)
+    rows = by_policy(cells)
+    assert rows["full"]["score"] == rows["full"]["full_score"] == 7 / 8
+    assert rows["full"]["diff"] == rows["full"]["diff_lo"] == rows["full"]["diff_hi"] == 0.0
+    assert rows["snapkv"]["score"] == 4 / 8
+    assert rows["snapkv"]["diff"] == pytest.approx(-3 / 8)
+    assert rows["snapkv"]["diff_lo"] <= -3 / 8 <= rows["snapkv"]["diff_hi"] <= 1
+    assert rows["snapkv"]["decode_s"] == 4.5
+    assert rows["snapkv"]["kv_bytes_live"] == 83.5
+    assert rows["snapkv"]["discriminative"] and rows["full"]["discriminative"]
+    assert list(samples.score) == FULL + MINE
+    to_table(cells, CELLS_SCHEMA)
+    to_table(samples, SAMPLES_SCHEMA)
+
+
+def test_more_responses_than_are_asked_for_do_not_count() -> None:
+    mine = cell("snapkv")
+    short = task()
+    short.requests = short.requests[:4]
+    cells, samples = frames([(short, [mine])], responses(mine, MINE))
+    assert cells.score[0] == 2 / 4 and len(samples) == 4
+    assert cells.samples[0] == 2, "samples are counted, not questions"
+
+
+def test_every_repeat_is_a_response_and_none_is_a_sample() -> None:
+    mine, asked = cell("snapkv"), task()
+    asked.requests = [replace(r, repeats=2) for r in asked.requests]
+    first = responses(mine, MINE)
+    second = [replace(r, repeat=1, response="1") for r in first]
+    third = [replace(r, repeat=2, response="1") for r in first]
+    cells, samples = frames([(asked, [mine])], first + second + third)
+    assert cells.score[0] == (4 / 8 + 1) / 2 and len(samples) == 16
+    assert cells.samples[0] == 4
+    assert json.loads(cells.versions[0])["generation"] == {"repeats": 2}
+    half, _ = frames([(asked, [mine])], first + second[:3])
+    assert half.error[0] == "11 of 16 responses"
+
+
+@pytest.mark.parametrize(("numbers", "error"), [(MINE[:5], ""), (MINE, "no luck")])
+def test_a_cell_that_is_not_whole_has_no_score(numbers: list[float], error: str) -> None:
+    mine, full = cell("snapkv"), cell("full")
+    got = responses(mine, numbers, error) + responses(full, FULL)
+    rows = by_policy(frames([(task(), [mine, full])], got)[0])
+    assert rows["snapkv"]["status"] == "error" and rows["full"]["status"] == "ok"
+    assert rows["snapkv"]["error"] == (error or "5 of 8 responses")
+    assert math.isnan(rows["snapkv"]["score"])
+
+
+def test_an_aggregation_that_is_no_mean_is_refused() -> None:
+    full = cell("full")
+    cells, _ = frames([(task(aggregate=statistics.median), [full])], responses(full, FULL))
+    assert cells.status[0] == "error" and "not the mean" in cells.error[0]
+
+
+@pytest.mark.parametrize(
+    ("said", "error"),
+    [("four", "ValueError: could not convert"), ("nan", "no finite number"), ("inf", "no finite")],
+)
+def test_a_metric_that_fails_takes_no_other_cell_with_it(said: str, error: str) -> None:
+    mine, full = cell("snapkv"), cell("full")
+    got = [*responses(mine, MINE[:-1]), replace(responses(mine, MINE)[-1], response=said)]
+    cells, samples = frames([(task(), [mine, full])], got + responses(full, FULL))
+    rows = by_policy(cells)
+    assert rows["full"]["score"] == 7 / 8
+    assert rows["snapkv"]["status"] == "error" and error in rows["snapkv"]["error"]
+    assert math.isnan(rows["snapkv"]["score"]) and len(samples) == 16
+
+
+def test_lower_is_better_discriminates_below_chance() -> None:
+    full = cell("full")
+    near, far = [5.0, 6.0] * 4, [99.0, 104.0] * 4
+    low = task(higher_is_better=False, chance=100.0)
+    assert frames([(low, [full])], responses(full, near))[0].discriminative[0]
+    assert not frames([(low, [full])], responses(full, far))[0].discriminative[0]

@@ -1,0 +1,309 @@
+"""The main road: a grid on a random Llama with a byte-level BPE tokenizer and a chat template."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvbench
+from kvbench.errors import UserError
+from kvbench.runs.grid import Grid
+from kvbench.runs.runner import describe, execute
+from kvbench.runs.store import RunStore
+from kvbench_tasks.words import prose
+
+OWN: list[str] = []
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("cache")
+    rng = random.Random(0)
+    rows = []
+    for _ in range(3):
+        context = ". ".join(" ".join(w) for w in islice(prose(rng), 12))
+        for question in (" What is green?", " Who has read the letter?"):
+            row = {"context": context, "question": question, "answers": "x", "max_new_tokens": 4}
+            rows.append(json.dumps(row))
+    (folder / "own.jsonl").write_text("\n".join(rows))
+    OWN[:] = [str(folder / "own.jsonl")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVBENCH_CACHE", str(folder))
+        yield
+
+
+def make(folder: str, out: Path, **changes: Any) -> Grid:
+    """18 cells: two tasks (30 and 4 tokens an answer, the second with two questions a context)."""
+    base = {
+        "policy": "random,snapkv:window=8",
+        "budget": "0.2,24",
+        "task": f"vt,{OWN[0]}",
+        "model": folder,
+        "length": 512,
+        "samples": 3,
+        "out": str(out),
+        "moment": "context,question",
+    }
+    return Grid.from_dict({**base, **changes})
+
+
+def texts(path: Path) -> dict[Any, str]:
+    with RunStore(path) as store:
+        return {r.key: r.response for r in store.responses()}
+
+
+@pytest.fixture(scope="module")
+def unbroken(llama_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    out = tmp_path_factory.mktemp("run") / "unbroken"
+    return execute(make(llama_folder, out))
+
+
+def test_results_have_every_cell_and_every_sample(unbroken: Any) -> None:
+    cells, samples = kvbench.load(unbroken.path)
+    assert len(cells) == 2 * (1 + 2 * 2 * 2)
+    assert (cells.status == "ok").all()
+    assert not cells.cell.duplicated().any()
+    assert len(samples) == 9 * (3 + 3)
+    numbers = cells.select_dtypes("float64")
+    assert not numbers.isna().any().any()
+    full = cells[cells.policy == "full"]
+    assert (full["diff"] == 0).all() and (full.score == full.full_score).all()
+
+
+def test_budgets_are_held_to_the_entry(unbroken: Any) -> None:
+    samples = unbroken.samples
+    heads = 2 * 2
+    for row in samples.itertuples():
+        tokens = row.context_tokens
+        if row.moment == "question":
+            tokens += row.question_tokens
+        kept = {"0.2": math.floor(0.2 * tokens + 0.5), "24": 24, "full": tokens}[row.budget]
+        assert row.held_entries == row.budget_entries == heads * kept
+        assert row.kv_bytes_live == row.held_entries * 2 * 16 * 4
+
+
+def test_one_prefill_serves_the_grid(
+    llama_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvbench.engine.prefix import Prefix
+
+    count = {"prefixes": 0}
+    original = Prefix.__init__
+
+    def counting(self: Any, *args: Any) -> None:
+        count["prefixes"] += 1
+        original(self, *args)
+
+    monkeypatch.setattr(Prefix, "__init__", counting)
+    execute(make(llama_folder, tmp_path / "run", task="vt"))
+    assert count["prefixes"] == 3, "one per context, not per cell"
+
+
+def test_cells_alone_and_together_give_the_same_bytes(
+    llama_folder: str, tmp_path: Path, unbroken: Any
+) -> None:
+    alone = {}
+    for i, (policy, size) in enumerate([("random", 1), ("snapkv:window=8", 5)]):
+        out = tmp_path / str(i)
+        execute(make(llama_folder, out, policy=policy, batch_size=size, full=False))
+        alone |= texts(out)
+    together = texts(unbroken.path)
+    assert alone and all(together[key] == text for key, text in alone.items())
+
+
+def test_a_broken_run_goes_on_to_the_same_bytes(
+    llama_folder: str, tmp_path: Path, unbroken: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, written, original = tmp_path / "broken", [], RunStore.append
+    limit = 1
+
+    def failing(self: RunStore, responses: Any) -> None:
+        if len(written) >= limit:
+            raise KeyboardInterrupt
+        original(self, responses)
+        written.append([r.key for r in responses])
+
+    monkeypatch.setattr(RunStore, "append", failing)
+    for _ in range(5):
+        with pytest.raises(KeyboardInterrupt):
+            execute(make(llama_folder, out, samples=2, batch_size=3))
+        limit += 1
+    monkeypatch.undo()
+    execute(make(llama_folder, out))
+    assert texts(out) == texts(unbroken.path)
+    keys = [key for block in written for key in block]
+    assert len(keys) == len(set(keys)), "nothing is generated twice"
+
+
+def test_more_samples_extend_a_run(llama_folder: str, tmp_path: Path, unbroken: Any) -> None:
+    out = tmp_path / "grown"
+    first = execute(make(llama_folder, out, samples=1))
+    before = (out / "responses.jsonl").read_bytes()
+    second = execute(make(llama_folder, out))
+    assert (out / "responses.jsonl").read_bytes().startswith(before)
+    assert len(second.samples) == 3 * len(first.samples)
+    assert texts(out) == texts(unbroken.path)
+    third = execute(make(llama_folder, out, samples=2))
+    assert len(third.samples) == 2 * len(first.samples), "fewer are asked, fewer are shown"
+
+
+def test_kill_9_and_go_on(llama_folder: str, tmp_path: Path, unbroken: Any) -> None:
+    out = tmp_path / "killed"
+    grid = make(llama_folder, out).to_dict()
+    code = f"import kvbench; kvbench.run({grid!r})"
+    process = subprocess.Popen([sys.executable, "-c", code], env={**os.environ})
+    file = out / "responses.jsonl"
+    deadline = time.monotonic() + 120
+    while not (file.exists() and file.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (out / "cells.parquet").exists(), "it was killed before its end"
+    done = len(texts(out))
+    assert 0 < done < len(texts(unbroken.path))
+    execute(make(llama_folder, out))
+    assert texts(out) == texts(unbroken.path)
+
+
+def test_a_failing_policy_fails_its_cells_only(llama_folder: str, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.py"
+    bad.write_text("def broken(v, after: int = 0):\n    raise RuntimeError('no luck')\n")
+    done = execute(make(llama_folder, tmp_path / "run", policy=f"{bad}:broken,local", task="vt"))
+    status = done.cells.groupby("policy").status.unique().apply(list).to_dict()
+    assert status == {"full": ["ok"], "local": ["ok"], f"{bad}:broken": ["error"]}
+    assert "no luck" in done.cells[done.cells.status == "error"].iloc[0].error
+    assert done.failed
+    bad.write_text("def broken(v, after: int = 0):\n    return v.noise()\n")
+    mended = execute(make(llama_folder, tmp_path / "run", policy=f"{bad}:broken,local", task="vt"))
+    assert (mended.cells.status == "ok").all()
+
+
+def test_memory_that_does_not_suffice_is_one_line_and_the_run_goes_on_later(
+    llama_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from kvbench.engine.decode import Batch
+
+    grid = make(llama_folder, tmp_path / "run", task="vt", budget="24", moment="question")
+    with monkeypatch.context() as patch:
+
+        def full(*_: Any, **__: Any) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB.\nTry ...")
+
+        patch.setattr(Batch, "answer", full)
+        with pytest.raises(UserError, match=r"CUDA out of memory.*--batch-size") as raised:
+            execute(grid)
+    assert "\n" not in str(raised.value)
+    assert set(execute(grid).cells.status) == {"ok"}
+
+
+def test_dry_run_says_what_would_be_done(llama_folder: str, tmp_path: Path, unbroken: Any) -> None:
+    said: list[str] = []
+    lines = describe(make(llama_folder, tmp_path / "dry"), said.append)
+    assert "18 cells" in lines[0] and "54 responses, 54 still to generate" in lines[1]
+    assert "estimate" in lines[2]
+    assert not (tmp_path / "dry").exists()
+    lines = describe(make(llama_folder, unbroken.path, samples=4), said.append)
+    assert "72 responses, 18 still to generate" in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"length": 8192}, "8192 tokens do not fit into the 4096"),
+        ({"model": "./nowhere"}, "no such folder"),
+        ({"model": "nobody/nothing-here"}, "cannot be loaded"),
+        ({"device": "tpu9"}, "device tpu9"),
+        ({"attn": "flash"}, "auto or sdpa"),
+        ({"task": "qa_1"}, "nothing to run"),
+    ],
+)
+def test_what_cannot_be_run_is_one_line(
+    llama_folder: str, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        execute(make(llama_folder, tmp_path / "run", **changes))
+    assert "\n" not in str(caught.value)
+
+
+def test_own_data_and_own_file_with_the_library(llama_folder: str, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.jsonl"
+    mine.write_text(
+        '{"context": "The door code is 4711. The garden is green. It rains.", '
+        '"question": " What is the code?", "answers": ["4711"]}\n'
+        '{"context": "The door code is 4711. The garden is green. It rains.", '
+        '"question": " How is the garden?", "answers": "green", "max_new_tokens": 4}\n'
+    )
+    done = kvbench.run(
+        {
+            "policy": "streaming_llm",
+            "budget": 6,
+            "task": str(mine),
+            "model": llama_folder,
+            "out": str(tmp_path / "run"),
+        }
+    )
+    assert list(done.cells.task) == ["mine", "mine"]
+    assert list(done.cells.length) == [0, 0]
+    assert done.samples.context_id.nunique() == 1
+
+
+def test_another_grid_in_the_same_folder_is_refused(
+    llama_folder: str, tmp_path: Path, unbroken: Any
+) -> None:
+    before = (unbroken.path / "cells.parquet").read_bytes()
+    with pytest.raises(UserError, match="another grid"):
+        execute(make(llama_folder, unbroken.path, policy="local"))
+    assert (unbroken.path / "cells.parquet").read_bytes() == before
+
+
+def test_the_digest_of_a_model_covers_weights_tokenizer_and_generation(
+    llama_folder: str, tmp_path: Path
+) -> None:
+    import shutil
+
+    from kvbench.runs.planning import model_digest
+
+    folder = tmp_path / "model"
+    shutil.copytree(llama_folder, folder)
+    seen = {model_digest(str(folder))}
+    for name in ("model.safetensors", "tokenizer.json", "generation_config.json"):
+        data = bytearray((folder / name).read_bytes())
+        data[len(data) // 2] ^= 1
+        (folder / name).write_bytes(data)
+        seen.add(model_digest(str(folder)))
+    assert len(seen) == 4
+    (folder / "notes.md").write_text("of no consequence")
+    assert model_digest(str(folder)) in seen
+
+
+def test_a_policy_that_changes_its_view_harms_no_other(llama_folder: str, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.py"
+    bad.write_text("def harm(v):\n    v.key.zero_()\n    return v.noise()\n")
+    plain = execute(make(llama_folder, tmp_path / "plain", policy="snapkv:window=8", task="vt"))
+    mixed = execute(
+        make(llama_folder, tmp_path / "mixed", policy=f"{bad}:harm,snapkv:window=8", task="vt")
+    )
+    failed = mixed.cells[mixed.cells.status != "ok"]
+    assert set(failed.policy) == {f"{bad}:harm"}
+    assert failed.error.str.contains("in place").all()
+    ours, theirs = texts(plain.path), texts(mixed.path)
+    assert all(theirs[key] == text for key, text in ours.items())
+
+
+@pytest.mark.parametrize("grid", [None, 3, []])
+def test_run_wants_a_grid(grid: Any) -> None:
+    with pytest.raises(UserError, match="is no grid"):
+        kvbench.run(grid)
