@@ -99,5 +99,7 @@ def unknown(kind: str, name: object, names: Iterable[str]) -> UserError:
         names: All known names: the nearest are suggested, or all are listed if none is close.
     """
     known = list(names)
-    hint = nearest(str(name), known) or f"; choose from {', '.join(known) or 'nothing: none exists'}"
+    hint = (
+        nearest(str(name), known) or f"; choose from {', '.join(known) or 'nothing: none exists'}"
+    )
     return UserError(f"unknown {kind} {name!r}{hint}")

@@ -30,7 +30,7 @@ def fetch(
 ) -> None:
     """Get the data of tasks, so that runs do without the hub; what is there is kept."""
     from kvbench.data import command
-    from kvbench.runs.planning import cache_dir
+    from kvbench.files import cache_dir
 
     screen = _Screen()
     try:
@@ -55,7 +55,7 @@ def verify(
 ) -> None:
     """Hash our copies again; damaged and missing ones are named."""
     from kvbench.data import command
-    from kvbench.runs.planning import cache_dir
+    from kvbench.files import cache_dir
 
     _end(command.verify(task or [], cache_dir(), say=_say, complain=_complain))
 
@@ -69,7 +69,7 @@ def list_(
 ) -> None:
     """List what every task reads of the hub, and what is there of it."""
     from kvbench.data import command
-    from kvbench.runs.planning import cache_dir
+    from kvbench.files import cache_dir
 
     rows, failed = command.records(task or [], cache_dir())
     if as_json:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench import registry
 from kvbench.errors import UserError, nearest
+from kvbench.harness import catalogue
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -84,7 +85,7 @@ def tasks() -> tuple[list[Record], list[str]]:
     Returns:
         The records, and a line for each benchmark whose package does not import.
     """
-    groups, failed = registry.benchmarks()
+    groups, failed = catalogue.benchmarks()
     records = [
         {
             "name": name,

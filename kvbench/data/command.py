@@ -8,10 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvbench import registry
+from kvbench.benchmark import Source
 from kvbench.data import fetching, sources
-from kvbench.data.sources import Copy, Damaged, Source
+from kvbench.data.sources import Copy, Damaged
 from kvbench.errors import UserError
+from kvbench.harness import catalogue
 
 ALL = "all"
 """Names every leaf of every installed benchmark."""
@@ -49,10 +50,10 @@ def tables(tasks: Sequence[str]) -> tuple[list[Table], list[str], list[str]]:
     pairs = []
     for name in names:
         if name == ALL:
-            groups, failed = registry.benchmarks()
+            groups, failed = catalogue.benchmarks()
             pairs += [(leaf, group) for group in groups.values() for leaf in group.leaves]
         else:
-            pairs += registry.resolve_task(name)
+            pairs += catalogue.resolve_task(name)
     for leaf, group in pairs:
         for source in group.sources.get(leaf, ()):
             readers = found.setdefault(source, [])

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from kvbench.benchmark import Source
 from kvbench.data.formats import file_rows, split_member
-from kvbench.data.sources import NotFetched, Row, Source, keep, locked, scratch, verify
+from kvbench.data.sources import NotFetched, Row, keep, locked, scratch, verify
 from kvbench.errors import UserError
 
 HUB = "the Hugging Face hub"

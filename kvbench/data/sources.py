@@ -19,49 +19,13 @@ from datetime import date
 from pathlib import Path
 from typing import IO, Any
 
-from kvbench.errors import UserError
-from kvbench.harness.protocol import NeedsHub
+from kvbench.benchmark import Source
+from kvbench.errors import NeedsHub, UserError
 
 Row = dict[str, Any]
 
 _ROOM = 1024
 """Bytes of a copy's first line: it is written last, when the hash is known."""
-
-
-@dataclass(frozen=True)
-class Source:
-    """One table of the hub that a leaf task reads.
-
-    Attributes:
-        dataset: Id on the hub.
-        config: Configuration.
-        split: Split.
-        file: A raw file of the dataset's repository that is read instead of what `load_dataset`
-            gives: `x.jsonl`, `x.json` (a list, or one object), `x.csv`, `x.tsv`, `x.parquet`, each
-            also with `.gz`; `*` in it stands for anything, and files are read in order of name. A
-            member of an archive is `data.zip:data/x.jsonl`. For repositories that hold a loading
-            script alone (no script is ever run), and for the hub's own conversion of a table:
-            `CONFIG/SPLIT/*.parquet` at the revision `refs/convert/parquet`.
-        columns: The fields that are kept of a row; none keeps all.
-        revision: Branch, tag or commit; None is the newest.
-    """
-
-    dataset: str
-    config: str | None = None
-    split: str = "test"
-    file: str | None = None
-    columns: tuple[str, ...] = ()
-    revision: str | None = None
-
-    @property
-    def label(self) -> str:
-        """What a reader calls it: dataset and table."""
-        return f"{self.dataset} {self.table}"
-
-    @property
-    def table(self) -> str:
-        """Which of the dataset's tables: configuration and split, or file."""
-        return self.file or " ".join(filter(None, [self.config, self.split]))
 
 
 class NotFetched(NeedsHub):

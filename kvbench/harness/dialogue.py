@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvbench.benchmark import Doc
 from kvbench.errors import UserError
 from kvbench.harness import rows as data
 from kvbench.harness.chat import Message, Render
-from kvbench.harness.protocol import Doc
 
 _FRAME = ("user", "assistant", "end")
 

@@ -17,13 +17,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvbench.benchmark import Benchmark, Doc
 from kvbench.data.sources import hinting
 from kvbench.decoding import Thinking, answer
-from kvbench.errors import UserError
+from kvbench.errors import LeftOut, UserError
 from kvbench.harness import chat, dialogue
 from kvbench.harness import rows as data
 from kvbench.harness.encode import count_tokens, tokenizer_hash
-from kvbench.harness.protocol import Benchmark, Doc, Key, LeftOut, LoadedTask, Request
+from kvbench.harness.protocol import Key, LoadedTask, Request
 from kvbench.harness.requests import requests
 from kvbench.judge import choose, settle
 
@@ -159,7 +160,7 @@ def _find(task: str, benchmark: Benchmark | None) -> tuple[str, Benchmark]:
         if task not in benchmark.leaves:
             raise UserError(f"{benchmark.name} has no task {task!r}")
         return task, benchmark
-    from kvbench.registry import resolve_task
+    from kvbench.harness.catalogue import resolve_task
 
     found = resolve_task(task)
     if len(found) != 1:

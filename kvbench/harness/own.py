@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvbench.benchmark import Benchmark, Doc
 from kvbench.errors import UserError, nearest
-from kvbench.harness.protocol import Benchmark, Doc
 from kvbench.harness.rows import complete, read_rows
 
 _MAX_NEW_TOKENS = 128

@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from kvbench import decoding as generation
+from kvbench.benchmark import Doc
 from kvbench.errors import UserError
 from kvbench.harness import chat, dialogue
 from kvbench.harness import rows as data
-from kvbench.harness.protocol import Doc, Request
+from kvbench.harness.protocol import Request
 
 
 def requests(

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from kvbench.benchmark import Doc
 from kvbench.errors import UserError
-from kvbench.harness.protocol import Doc
 
 SENTINEL = "<|kvb_split|>"
 """Parts context from question in a YAML's `doc_to_text`."""

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvbench.errors import UserError
-from kvbench.harness.protocol import LeftOut
+from kvbench.errors import LeftOut, UserError
 from kvbench.judge.rubrics import Marks, Rubric, rubric
 
 

@@ -13,7 +13,7 @@ from kvbench.judge.rubrics import origin
 from kvbench.judge.settings import KIND, MODEL, URL, read
 
 if TYPE_CHECKING:
-    from kvbench.harness.protocol import Benchmark
+    from kvbench.benchmark import Benchmark
 
 JUDGES = ("auto", "local", "endpoint")
 """What `--judge` and `KVBENCH_JUDGE` can say."""
@@ -59,8 +59,8 @@ def choose(
             f"it needs a judge: set {URL} and {MODEL} (docs/judge.md), or take --judge local, "
             "whose scores are for trying things out"
         )
+    from kvbench.files import cache_dir
     from kvbench.judge.endpoint import EndpointJudge
-    from kvbench.runs.planning import cache_dir
 
     return EndpointJudge(read(), folder or cache_dir() / "judge", say)
 

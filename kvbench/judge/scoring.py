@@ -14,10 +14,10 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from kvbench.errors import UserError
+from kvbench.files import digest_of
 from kvbench.judge.base import Ask, Judge, JudgeError, Verdict
 from kvbench.judge.choosing import choose
 from kvbench.judge.rubrics import Marks, origin
-from kvbench.runs.cell import digest_of
 
 _Item = TypeVar("_Item")
 _Value = TypeVar("_Value")

@@ -165,7 +165,7 @@ def slug(model: str) -> str:
 
 def user_path(model: str, kind: str) -> Path:
     """Where `kvbench profile heads` writes: in the user's cache."""
-    from kvbench.runs.planning import cache_dir
+    from kvbench.files import cache_dir
 
     return cache_dir() / "profiles" / f"{slug(model)}.{kind}.json"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-from kvbench import registry
+from kvbench.harness import catalogue
 from kvbench.report.frames import Results, Variant, pick, unit_scale
 from kvbench.report.overall import CONFIG, group_means
 from kvbench.report.tables import configurations
@@ -26,7 +26,7 @@ def subset_means(
         By name, `group_means` of the subset's tasks, in the benchmark's order; none where fewer
         than two subsets have any.
     """
-    benchmark = registry.benchmarks()[0].get(group)
+    benchmark = catalogue.benchmarks()[0].get(group)
     here = _here(results, model, group, variant)
     found = {}
     for name, leaves in (benchmark.subsets if benchmark else {}).items():

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from kvbench import registry
-
-
-def digest_of(value: object) -> str:
-    """16 hex digits of any JSON value; mappings in any order."""
-    text = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+from kvbench.files import digest_of
 
 
 @dataclass(frozen=True)

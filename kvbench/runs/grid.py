@@ -12,11 +12,13 @@ from kvbench import registry
 from kvbench.budget import Budget
 from kvbench.decoding import Settings
 from kvbench.errors import UserError, nearest
-from kvbench.runs.cell import Cell, digest_of, versions
+from kvbench.files import digest_of
+from kvbench.harness import catalogue
+from kvbench.runs.cell import Cell, versions
 from kvbench.runs.values import READERS, read_yaml
 
 if TYPE_CHECKING:
-    from kvbench.harness.protocol import Benchmark
+    from kvbench.benchmark import Benchmark
 
 ALL = "all"
 """Names every installed policy."""
@@ -222,7 +224,7 @@ class Grid:
         """
         found: dict[str, Benchmark] = {}
         for spec in self.tasks:
-            for leaf, group in registry.resolve_task(spec):
+            for leaf, group in catalogue.resolve_task(spec):
                 same = found.setdefault(leaf, group)
                 if (same.name, same.source) != (group.name, group.source):
                     raise UserError(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from kvbench import quantization
 from kvbench.decoding import Thinking
 from kvbench.errors import UserError
+from kvbench.files import cache_dir
 from kvbench.judge.choosing import Judges
 from kvbench.moments import split_moment
 from kvbench.runs.cell import Cell
@@ -25,7 +26,8 @@ from kvbench.runs.prompts import Window, prompts_of
 if TYPE_CHECKING:
     import torch
 
-    from kvbench.harness.protocol import Benchmark, LoadedTask
+    from kvbench.benchmark import Benchmark
+    from kvbench.harness.protocol import LoadedTask
     from kvbench.runs.answers import Prompt
 
 _MODEL_FILES = frozenset({".json", ".safetensors", ".jinja", ".model", ".txt"})
@@ -94,9 +96,9 @@ def _stage(
             pick_dtype,
             resolve_model,
         )
+        from kvbench.errors import LeftOut
         from kvbench.harness.chat import check_thinking
         from kvbench.harness.encode import tokenizer_hash
-        from kvbench.harness.protocol import LeftOut
 
     if grid.attn not in ("auto", "sdpa"):
         raise UserError(f"--attn {grid.attn}: auto or sdpa would be right")
@@ -192,14 +194,6 @@ def _stage(
             )
             stage.jobs.append(Job(task, prompts, cells))
     return stage
-
-
-def cache_dir() -> Path:
-    """Where generated task data is kept: `$KVBENCH_CACHE`, or `kvbench` in the user's cache."""
-    if os.environ.get("KVBENCH_CACHE"):
-        return Path(os.environ["KVBENCH_CACHE"])
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "kvbench"
 
 
 def _say_buffers(grid: Grid, leaf: str, longest: int, message: Callable[[str], None]) -> None:

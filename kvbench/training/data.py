@@ -190,7 +190,7 @@ def _task(
     seed: int,
     message: Callable[[str], None],
 ) -> Source:
-    from kvbench.registry import resolve_task
+    from kvbench.harness.catalogue import resolve_task
     from kvbench.runs.grid import Grid
     from kvbench.runs.planning import plan
 

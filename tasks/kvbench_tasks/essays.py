@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from kvbench.data.sources import rows
-from kvbench.harness.protocol import NeedsHub
+from kvbench.errors import NeedsHub
 from kvbench_tasks.tables import ESSAYS
 
 

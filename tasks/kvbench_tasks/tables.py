@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvbench.data.sources import Source
+from kvbench.benchmark import Source
 
 ESSAYS = Source("baber/paul_graham_essays", split="train", columns=("text",))
 

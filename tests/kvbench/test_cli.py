@@ -13,9 +13,9 @@ import pandas as pd
 import pytest
 
 import kvbench
-from kvbench import registry
-from kvbench import cli
+from kvbench import cli, registry
 from kvbench.errors import UserError
+from kvbench.harness import catalogue
 from kvbench.runs.grid import Grid
 
 RUN = ["run", "--policy", "snapkv", "--task", "vt"]
@@ -332,5 +332,5 @@ def test_names_of_tasks_are_never_broken(
     monkeypatch.setenv("COLUMNS", "80")
     assert cli.call(["list", "tasks"]) == 0
     words = set(capsys.readouterr().out.replace(",", " ").split())
-    groups, _ = registry.benchmarks()
+    groups, _ = catalogue.benchmarks()
     assert {leaf for group in groups.values() for leaf in group.leaves} <= words

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from kvbench import registry
+from kvbench.benchmark import Benchmark
 from kvbench.errors import UserError
-from kvbench.harness.protocol import Benchmark
+from kvbench.harness import catalogue
 
 Installer = Callable[[str, str, str], None]
 
@@ -94,10 +95,10 @@ def test_a_broken_package_is_named_in_one_line_and_breaks_no_other(
         registry.get(registry.TASKS, "broken_group")
     assert f"package {name}==2.0" in str(caught.value)
     assert "\n" not in str(caught.value)
-    _, failed = registry.benchmarks()
+    _, failed = catalogue.benchmarks()
     assert any("broken_group" in line for line in failed)
     with pytest.raises(UserError, match=r"unknown task 'no_such_task'.*broken_group"):
-        registry.resolve_task("no_such_task")
+        catalogue.resolve_task("no_such_task")
 
 
 def test_a_name_claimed_by_two_packages_is_refused(install: Installer) -> None:
@@ -127,23 +128,23 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> dict[str, Benchmark]:
 
 
 def test_a_group_stands_for_its_leaves_in_order(groups: dict[str, Benchmark]) -> None:
-    assert registry.resolve_task("one") == [("a", groups["one"]), ("b", groups["one"])]
+    assert catalogue.resolve_task("one") == [("a", groups["one"]), ("b", groups["one"])]
 
 
 def test_a_leaf_stands_for_itself(groups: dict[str, Benchmark]) -> None:
-    assert registry.resolve_task("c") == [("c", groups["two"])]
+    assert catalogue.resolve_task("c") == [("c", groups["two"])]
 
 
 def test_a_leaf_of_two_groups_is_refused(groups: dict[str, Benchmark]) -> None:
     with pytest.raises(UserError, match="more than one group: one, two"):
-        registry.resolve_task("b")
+        catalogue.resolve_task("b")
 
 
 def test_a_subset_stands_for_its_leaves(groups: dict[str, Benchmark]) -> None:
     groups["two"] = replace(groups["two"], subsets={"two_more": ("c",)})
-    assert registry.resolve_task("two_more") == [("c", groups["two"])]
+    assert catalogue.resolve_task("two_more") == [("c", groups["two"])]
     with pytest.raises(UserError, match="did you mean two_more"):
-        registry.resolve_task("two_mor")
+        catalogue.resolve_task("two_mor")
 
 
 # --- files ----------------------------------------------------------------------------------------

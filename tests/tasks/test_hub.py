@@ -11,8 +11,8 @@ from unittest.mock import Mock
 import pytest
 
 from kvbench.data import fetching
+from kvbench.errors import NeedsHub
 from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
-from kvbench.harness.protocol import NeedsHub
 from kvbench_tasks.essays import essays
 from kvbench_tasks.ruler import BENCHMARK, qa
 

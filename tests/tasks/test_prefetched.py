@@ -11,8 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 import kvbench
-from kvbench import registry
-from kvbench import cli
+from kvbench import cli, registry
 from kvbench.data.sources import keep
 
 HERE = Path(__file__).parent

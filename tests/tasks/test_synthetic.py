@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kvbench.benchmark import Benchmark
 from kvbench.errors import UserError
 from kvbench.harness.encode import split_encode
 from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
-from kvbench.harness.protocol import Benchmark
 from kvbench.reference import grammar
 from kvbench_tasks.niah import BENCHMARK as NIAH
 from kvbench_tasks.niah import DEPTHS

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvbench.harness.protocol import Benchmark, Doc
+from kvbench.benchmark import Benchmark, Doc
 from kvbench.reference import grammar
 
 MOST = 250

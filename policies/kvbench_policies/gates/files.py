@@ -161,7 +161,7 @@ def _fetched(text: str) -> Path:
 
 def user_path(model: str, kind: Kind) -> Path:
     """Where `kvbench train gates` writes: in the user's cache."""
-    from kvbench.runs.planning import cache_dir
+    from kvbench.files import cache_dir
 
     return cache_dir() / "gates" / f"{slug(model)}-{kind}"
 

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvbench.data.sources import Source
-from kvbench.harness.protocol import Benchmark, Doc
+from kvbench.benchmark import Benchmark, Doc, Source
 
 SOURCE = Source(
     "EleutherAI/coqa",

@@ -8,9 +8,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+from kvbench.benchmark import Doc
 from kvbench.data import sources
 from kvbench.errors import UserError
-from kvbench.harness.protocol import Doc
 from kvbench_tasks.infinitebench import source
 
 LETTERS = "ABCD"

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from kvbench.benchmark import Doc
 from kvbench.data import sources
-from kvbench.harness.protocol import Doc
 from kvbench_tasks.longbench import source
 
 

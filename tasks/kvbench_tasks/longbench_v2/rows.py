@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from kvbench.benchmark import Doc
 from kvbench.data import sources
-from kvbench.harness.protocol import Doc
 from kvbench_tasks.longbench_v2 import SOURCE
 
 CONTEXT = "Please read the following text and answer the question below.\n\n<text>\n{}\n</text>\n\n"

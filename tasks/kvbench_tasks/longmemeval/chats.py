@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from itertools import chain, zip_longest
 from typing import Any
 
-from kvbench.harness.protocol import Doc
+from kvbench.benchmark import Doc
 
 _TASK = (
     "I will give you several history chats between you and a user. Please answer the question "

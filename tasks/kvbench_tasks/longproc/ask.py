@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvbench.harness.protocol import Doc, LeftOut
+from kvbench.benchmark import Doc
+from kvbench.errors import LeftOut
 
 _QUESTION = {
     "countdown": "Target: ",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvbench.harness.protocol import Doc
+from kvbench.benchmark import Doc
 from kvbench_tasks.maths.boxed import boxed
 from kvbench_tasks.maths.equal import equal
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvbench.harness.protocol import Benchmark, Doc
+from kvbench.benchmark import Benchmark, Doc
 from kvbench_tasks.tables import ESSAYS
 
 if TYPE_CHECKING:

@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvbench.data.sources import Source
-from kvbench.harness.protocol import Benchmark, Doc
+from kvbench.benchmark import Benchmark, Doc, Source
 
 SOURCE = Source(
     "emozilla/pg19",

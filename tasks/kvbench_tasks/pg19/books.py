@@ -10,8 +10,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from kvbench.benchmark import Doc
 from kvbench.errors import UserError
-from kvbench.harness.protocol import Doc
 from kvbench_tasks.fitting import Size, Streams
 
 _WORD = re.compile(r"\s*\S+")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvbench.harness.protocol import Benchmark, Doc
+from kvbench.benchmark import Benchmark, Doc
 from kvbench_tasks.tables import ESSAYS, HOTPOT, SQUAD
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.data.sources import rows
-from kvbench.harness.protocol import NeedsHub
+from kvbench.errors import NeedsHub
 from kvbench_tasks.fitting import Doc, Plan, Size, Streams, fit
 from kvbench_tasks.natural import framed, prompts
 from kvbench_tasks.tables import HOTPOT, SQUAD

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
+from kvbench.benchmark import Doc
 from kvbench.errors import UserError
-from kvbench.harness.protocol import Doc
 
 Raw = Mapping[str, Any]
 

@@ -14,8 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
+from kvbench.benchmark import Source
 from kvbench.data import fetching
-from kvbench.data.sources import NotFetched, Source, head, rows
+from kvbench.data.sources import NotFetched, head, rows
 from kvbench.errors import UserError
 from kvbench_tasks.tables import HOTPOT, SQUAD
 

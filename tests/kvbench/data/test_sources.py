@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from kvbench import cli
+from kvbench.benchmark import Source
 from kvbench.data import fetching, sources
-from kvbench.data.sources import Damaged, NotFetched, Source, head, keep, load, rows, verify
+from kvbench.data.sources import Damaged, NotFetched, head, keep, load, rows, verify
 from kvbench.errors import UserError
 from kvbench_tasks.tables import SQUAD
 

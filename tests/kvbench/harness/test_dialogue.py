@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kvbench.benchmark import Benchmark, Doc
 from kvbench.errors import UserError
 from kvbench.harness import rows as data
 from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
-from kvbench.harness.protocol import Benchmark, Doc
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

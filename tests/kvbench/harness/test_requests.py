@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from kvbench import registry
+from kvbench.benchmark import Benchmark, Doc
 from kvbench.cli import call
 from kvbench.decoding import Sampling
-from kvbench.errors import UserError
+from kvbench.errors import LeftOut, UserError
+from kvbench.harness import catalogue
 from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
-from kvbench.harness.protocol import Benchmark, Doc, LeftOut
 
 METRIC = """
 import json
@@ -139,7 +140,7 @@ def test_perplexity_goes_the_whole_way(
         for i, row in enumerate(ROWS)
     ]
     made = bench(tmp_path, rows, yaml, metric="score", plain=frozenset({"toy"}))
-    monkeypatch.setattr(registry, "resolve_task", lambda spec: [("toy", made)])
+    monkeypatch.setattr(catalogue, "resolve_task", lambda spec: [("toy", made)])
     monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path / "cache"))
     grid = {"policy": "snapkv:window=8", "budget": "0.2", "task": "toy", "model": llama_folder}
     done = kvbench.run(
@@ -183,7 +184,7 @@ def test_a_task_without_prompts_for_the_model_is_left_out(
     made = bench(tmp_path, ROWS, lexicons=("natural",), sized=True)
     with pytest.raises(LeftOut, match=r"the reference model .* cannot read toy"):
         load(made, bpe_tokenizer, tmp_path, lexicon="reference")
-    found = registry.resolve_task
+    found = catalogue.resolve_task
     monkeypatch.setattr(
         registry, "resolve_task", lambda spec: [("toy", made)] if spec == "toy" else found(spec)
     )

@@ -11,9 +11,10 @@ import pytest
 
 import kvbench
 from kvbench import registry
+from kvbench.benchmark import Benchmark, Doc
 from kvbench.cli import call
 from kvbench.errors import UserError
-from kvbench.harness.protocol import Benchmark, Doc
+from kvbench.harness import catalogue
 from kvbench.progress import Silent
 from kvbench.runs.grid import Grid
 from kvbench.runs.runner import execute
@@ -72,7 +73,7 @@ def quiz(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         judge="correct",
         sized=False,
     )
-    known = registry.resolve_task
+    known = catalogue.resolve_task
     monkeypatch.setattr(
         registry, "resolve_task", lambda s: [("quiz", benchmark)] if s == "quiz" else known(s)
     )

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvbench.errors import UserError
-from kvbench.harness.protocol import LeftOut
+from kvbench.errors import LeftOut, UserError
 from kvbench.judge import JudgeError, LocalJudge, choose, marks_of, record, settle, verdicts
 from kvbench.judge.base import Ask
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvbench import registry
-from kvbench.harness.protocol import Benchmark
+from kvbench.benchmark import Benchmark
+from kvbench.harness import catalogue
 from kvbench.report import group_means, render
 from kvbench.report.frames import prepare
 from kvbench.report.subsets import subset_means
@@ -27,7 +27,7 @@ def named(monkeypatch: pytest.MonkeyPatch) -> None:
         yaml=Path(),
         subsets=SUBSETS,
     )
-    monkeypatch.setattr(registry, "benchmarks", lambda: ({"ruler": bench}, []))
+    monkeypatch.setattr(catalogue, "benchmarks", lambda: ({"ruler": bench}, []))
 
 
 @pytest.mark.usefixtures("named")

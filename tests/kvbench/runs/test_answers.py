@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 import kvbench
-from kvbench import registry
 from kvbench.cli import call
 from kvbench.decoding import Thinking
 from kvbench.engine.decode import Row, Stop
+from kvbench.harness import catalogue
 from kvbench.harness.chat import chat
 from kvbench.runs.store import RESPONSES, RunStore
 from kvbench_tasks.words import prose
@@ -227,12 +227,12 @@ def test_limits_and_thinking_change_the_cell(folder: str, own: str, tmp_path: Pa
 def test_thinking_is_nothing_to_a_task_that_is_given_no_template(
     folder: str, own: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    find = registry.resolve_task
+    find = catalogue.resolve_task
 
     def plain(name: str) -> Any:
         return [(leaf, replace(of, plain=frozenset({leaf}))) for leaf, of in find(name)]
 
-    monkeypatch.setattr(registry, "resolve_task", plain)
+    monkeypatch.setattr(catalogue, "resolve_task", plain)
     names = []
     for i, flags in enumerate(([], ["--thinking"])):
         assert run(folder, own, tmp_path / str(i), *flags, "--no-full") == 0

@@ -9,6 +9,7 @@ import pytest
 
 from kvbench import registry
 from kvbench.errors import UserError
+from kvbench.harness import catalogue
 from kvbench.runs import grid as grid_module
 from kvbench.runs.cell import Cell, versions
 from kvbench.runs.grid import Grid
@@ -225,7 +226,7 @@ def test_a_task_named_twice_counts_once(tmp_path: Path) -> None:
     grid = Grid.from_dict({"policies": "a", "tasks": ["ruler", "vt", mine, mine]})
     leaves = [leaf for leaf, _ in grid.leaves()]
     assert leaves.count("vt") == leaves.count("mine") == 1
-    assert len(leaves) == len(registry.resolve_task("ruler")) + 1
+    assert len(leaves) == len(catalogue.resolve_task("ruler")) + 1
 
 
 def test_two_tasks_of_one_name_are_refused(tmp_path: Path) -> None:

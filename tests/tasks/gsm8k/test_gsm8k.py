@@ -12,9 +12,9 @@ from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks._yaml_loader import load_yaml
 
 import kvbench
+from kvbench.benchmark import Benchmark
 from kvbench.data.sources import keep
 from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
-from kvbench.harness.protocol import Benchmark
 from kvbench_tasks.gsm8k import BENCHMARK, FEWSHOT, STRICT
 
 FIXTURES = Path(__file__).parent / "fixtures"

@@ -11,9 +11,8 @@ import pytest
 
 import kvbench
 from kvbench.data.sources import keep
-from kvbench.errors import UserError
+from kvbench.errors import NeedsHub, UserError
 from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
-from kvbench.harness.protocol import NeedsHub
 from kvbench_tasks.infinitebench import BENCHMARK, SETS, source
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvbench.data.sources import keep
+from kvbench.errors import LeftOut, NeedsHub
 from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
-from kvbench.harness.protocol import LeftOut, NeedsHub
 from kvbench_tasks.longbench import BENCHMARK, DOMAINS, SETS, source
 
 if TYPE_CHECKING:

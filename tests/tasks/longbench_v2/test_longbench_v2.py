@@ -11,8 +11,8 @@ import pytest
 
 import kvbench
 from kvbench.data.sources import keep
+from kvbench.errors import NeedsHub
 from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
-from kvbench.harness.protocol import NeedsHub
 from kvbench_tasks.longbench_v2 import BENCHMARK, SOURCE
 from kvbench_tasks.longbench_v2.metric import accuracy, letter
 

@@ -10,8 +10,8 @@ import pytest
 
 import kvbench
 from kvbench.data.sources import keep
+from kvbench.errors import LeftOut
 from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
-from kvbench.harness.protocol import LeftOut
 from kvbench_tasks.longproc import BENCHMARK
 
 FIXTURES = Path(__file__).parent / "fixtures"

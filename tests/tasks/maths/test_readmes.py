@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.harness.protocol import Benchmark
+from kvbench.benchmark import Benchmark
 from kvbench_tasks import aime, gsm8k, longproc, math_500
 
 HERE = Path(__file__).parent.parent
