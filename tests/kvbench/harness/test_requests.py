@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from kvbench import registry
 from kvbench.benchmark import Benchmark, Doc
 from kvbench.cli import call
 from kvbench.decoding import Sampling
@@ -186,7 +185,7 @@ def test_a_task_without_prompts_for_the_model_is_left_out(
         load(made, bpe_tokenizer, tmp_path, lexicon="reference")
     found = catalogue.resolve_task
     monkeypatch.setattr(
-        registry, "resolve_task", lambda spec: [("toy", made)] if spec == "toy" else found(spec)
+        catalogue, "resolve_task", lambda spec: [("toy", made)] if spec == "toy" else found(spec)
     )
     monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path / "cache"))
     out = str(tmp_path / "run")

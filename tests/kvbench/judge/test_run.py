@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 import kvbench
-from kvbench import registry
 from kvbench.benchmark import Benchmark, Doc
 from kvbench.cli import call
 from kvbench.errors import UserError
@@ -75,7 +74,7 @@ def quiz(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     known = catalogue.resolve_task
     monkeypatch.setattr(
-        registry, "resolve_task", lambda s: [("quiz", benchmark)] if s == "quiz" else known(s)
+        catalogue, "resolve_task", lambda s: [("quiz", benchmark)] if s == "quiz" else known(s)
     )
     monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path / "cache"))
     for name in ("", "_URL", "_KEY", "_MODEL", "_JOBS", "_TIMEOUT", "_TOKENS"):
