@@ -20,9 +20,11 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -30,6 +32,7 @@ from transformers import LlamaConfig, LlamaModel
 
 import kvbench
 from kvbench.engine.attachment import Forward, Step
+from kvbench.engine.driver import Driver
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.models import model_info
 from kvbench.engine.session import AttachedCache
@@ -97,30 +100,30 @@ def measure(model: LlamaModel, ids: Tensor, policy: str, budget: str, bare: int)
 
     def prefill() -> None:
         with kvbench.attach(model, policy, budget) as cache:
-            look = _watch(model, cache, found)
-            model(input_ids=ids, past_key_values=cache, use_cache=True)
-            look()
+            with _watched(cache, found):
+                model(input_ids=ids, past_key_values=cache, use_cache=True)
+            found["held"] = max(found["held"], cache.allocated_bytes())
             found["left"] = cache.allocated_bytes()
 
     working = allocated(prefill, ids.device) - bare
     return Peak(found["held"], working, found["left"])
 
 
-def _watch(model: LlamaModel, cache: AttachedCache, found: dict[str, int]) -> Callable[[], None]:
-    """Take the bytes held after every layer's attention, before and after its compression."""
+@contextmanager
+def _watched(cache: AttachedCache, found: dict[str, int]) -> Iterator[None]:
+    """Note the most bytes held after a layer's attention, before and after its compression."""
+    finish_layer = Driver._on_layer
 
     def look() -> None:
         found["held"] = max(found["held"], cache.allocated_bytes())
 
-    compress = cache._on_layer
-
-    def watched(forward: Forward, layer: RaggedLayer, step: Step) -> None:
+    def watched(driver: Driver, forward: Forward, layer: RaggedLayer, step: Step) -> None:
         look()
-        compress(forward, layer, step)
+        finish_layer(driver, forward, layer, step)
         look()
 
-    cache._on_layer = watched  # type: ignore[method-assign]
-    return look
+    with mock.patch.object(Driver, "_on_layer", watched):
+        yield
 
 
 def main() -> None:

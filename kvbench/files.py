@@ -122,6 +122,7 @@ class Journal:
 
     Raises:
         OSError: The file cannot be read or written.
+        UserError: The file is not a journal.
     """
 
     def __init__(self, path: Path, mode: int = 0o644) -> None:
@@ -172,7 +173,11 @@ class Journal:
     def _recover(self) -> list[Any]:
         if not self.path.exists():
             return []
-        *lines, tail = self.path.read_bytes().split(b"\n")
+        *lines, tail = content = self.path.read_bytes().split(b"\n")
+        if any(content) and not any(
+            line.startswith(_HEAD[: len(line)]) for line in content if line
+        ):
+            raise UserError(f"{self.path} was not written by kvbench, so nothing is added to it")
         intact = [line for line in lines if _is_intact(line)]
         if len(intact) < len(lines):
             broken = [line for line in lines if not _is_intact(line)]

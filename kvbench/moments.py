@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import typing
+from dataclasses import dataclass
 from typing import Literal
 
-from kvbench.errors import UserError, nearest
+from kvbench.errors import UserError, unknown
 
 Moment = Literal["context", "question", "decode", "chunked", "turns"]
 """When a cache is compressed.
@@ -18,29 +19,48 @@ cache is cut back after each. `turns`: before every new turn of a dialogue.
 MOMENTS: tuple[Moment, ...] = typing.get_args(Moment)
 
 LATER: tuple[Moment, ...] = ("decode", "chunked", "turns")
-"""The moments at which a cache may be cut more than once."""
+"""The moments at which a cache can be cut more than once."""
 
 CHUNK = 3072
-"""Tokens of a chunk where `chunked` names none (LocRet, arXiv 2410.01805)."""
+"""Default tokens of a chunk at moment `chunked` (LocRet, arXiv 2410.01805)."""
 
 
-def split_moment(spelling: str) -> tuple[Moment, int]:
-    """Part a moment's spelling: `chunked:512` is (`chunked`, 512); others have chunk size 0.
+@dataclass(frozen=True)
+class Timing:
+    """A moment, with the chunk size at moment `chunked`.
 
-    Raises:
-        UserError: There is no such moment, or a chunk size that is not one.
+    Attributes:
+        moment: When the cache is compressed.
+        chunk: Tokens of a chunk at moment `chunked`; 0 at all others.
     """
-    name, colon, size = spelling.partition(":")
-    moment = next((m for m in MOMENTS if m == name), None)
-    if moment is None:
-        hint = nearest(name, MOMENTS) or f"; there are {', '.join(MOMENTS)}"
-        raise UserError(f"unknown moment {spelling!r}{hint}")
-    if moment != "chunked":
-        if colon:
-            raise UserError(f"moment {spelling!r}: {name} takes no number")
-        return moment, 0
-    if not colon:
-        return moment, CHUNK
-    if not size.isdecimal() or not 1 <= int(size) < 2**31:
-        raise UserError(f"moment {spelling!r}: tokens of a chunk, as chunked:512, would be right")
-    return moment, int(size)
+
+    moment: Moment
+    chunk: int = 0
+
+    @classmethod
+    def parse(cls, spelling: str) -> Timing:
+        """Read a moment: `context`, `chunked` or `chunked:512`.
+
+        Raises:
+            UserError: The moment is unknown, or the chunk size is not a number.
+        """
+        name, colon, size = spelling.partition(":")
+        moment = next((m for m in MOMENTS if m == name), None)
+        if moment is None:
+            raise unknown("moment", spelling, MOMENTS)
+        if moment != "chunked":
+            if colon:
+                raise UserError(f"moment {spelling!r}: {name} takes no number; use {name}")
+            return cls(moment)
+        if not colon:
+            return cls(moment, CHUNK)
+        if not size.isdecimal() or not 1 <= int(size) < 2**31:
+            raise UserError(
+                f"moment {spelling!r}: the chunk size is not a number of tokens; use chunked:512"
+            )
+        return cls(moment, int(size))
+
+    def __str__(self) -> str:
+        if self.moment == "chunked" and self.chunk != CHUNK:
+            return f"chunked:{self.chunk}"
+        return self.moment

@@ -30,8 +30,7 @@ import torch
 from torch import Tensor
 
 from kvbench.moments import Moment
-from kvbench.view import View
-from kvbench.view_needs import (
+from kvbench.view import (
     AttentionMass,
     ModelInfo,
     Need,
@@ -39,6 +38,7 @@ from kvbench.view_needs import (
     PerToken,
     Queries,
     Surprisal,
+    View,
 )
 
 __all__ = [
@@ -282,6 +282,8 @@ class Policy:
         moments: The moments for which its paper defines it; it runs at all of them.
         cost: Time and extra memory of a cut, per layer, in one line.
         base: The registered policy that this one varies.
+        spelling: The canonical spelling; `kvbench.policy` sets it and `origin`.
+        origin: The package and version that registers it, or the digest of its file.
     """
 
     name: str
@@ -295,6 +297,9 @@ class Policy:
     moments: tuple[Moment, ...] = field(default=("context", "question"), compare=False)
     cost: str = field(default="", compare=False)
     base: Policy | None = field(default=None, compare=False, repr=False)
+    # Not copied by `dataclasses.replace`: a changed policy has another spelling.
+    spelling: str = field(default="", init=False, compare=False, repr=False)
+    origin: str = field(default="", init=False, compare=False, repr=False)
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -327,6 +332,4 @@ class Policy:
         return self.score is None
 
     def __str__(self) -> str:
-        from kvbench.spelling import canonical
-
-        return canonical(self)
+        return self.spelling or self.name

@@ -1,4 +1,4 @@
-"""Finds plugins: what installed packages register as entry points, and what a user's file holds."""
+"""Finds plugins: entry points of installed packages, and objects in a user's own file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvbench.errors import UserError, nearest
+from kvbench.errors import UserError, nearest, unknown
 
 if TYPE_CHECKING:
     pass
@@ -20,13 +20,20 @@ POLICIES = "kvbench.policies"
 PARTS = "kvbench.parts"
 TASKS = "kvbench.tasks"
 TRAINERS = "kvbench.trainers"
+MODELS = "kvbench.models"
 
-_KIND = {POLICIES: "policy", PARTS: "part", TASKS: "task", TRAINERS: "trainer"}
+_KIND = {
+    POLICIES: "policy",
+    PARTS: "part",
+    TASKS: "task",
+    TRAINERS: "trainer",
+    MODELS: "model",
+}
 
 
 @functools.cache
 def _entries(group: str) -> dict[str, tuple[EntryPoint, ...]]:
-    """Entry points by name; more than one for a name only where packages disagree."""
+    """Entry points by name; a name has several only if packages disagree."""
     found: dict[str, dict[str, EntryPoint]] = {}
     for entry in entry_points(group=group):
         found.setdefault(entry.name, {}).setdefault(entry.value, entry)
@@ -34,32 +41,32 @@ def _entries(group: str) -> dict[str, tuple[EntryPoint, ...]]:
 
 
 def names(group: str) -> list[str]:
-    """The names that installed packages register, sorted.
+    """List the names that installed packages register, sorted.
 
     Args:
-        group: `POLICIES`, `PARTS`, `TASKS` or `TRAINERS`.
+        group: `POLICIES`, `PARTS`, `TASKS`, `TRAINERS` or `MODELS`.
     """
     return list(_entries(group))
 
 
 def get(group: str, name: str) -> Any:
-    """Load what a name is registered for.
+    """Load the object that a name is registered for.
 
     Args:
-        group: `POLICIES`, `PARTS`, `TASKS` or `TRAINERS`.
+        group: `POLICIES`, `PARTS`, `TASKS`, `TRAINERS` or `MODELS`.
         name: A registered name.
 
     Raises:
-        UserError: The name is unknown, two packages claim it, or its package does not import.
+        UserError: The name is unknown, two packages register it, or its package cannot be imported.
     """
     return _load(_entry(group, name))
 
 
 def origin(group: str, name: str) -> str:
-    """The package that registers a name, as `package==version`.
+    """Return the package that registers a name, such as `package==1.0`.
 
     Raises:
-        UserError: The name is unknown, or two packages claim it.
+        UserError: The name is unknown, or two packages register it.
     """
     return _package(_entry(group, name))
 
@@ -67,8 +74,7 @@ def origin(group: str, name: str) -> str:
 def _entry(group: str, name: str) -> EntryPoint:
     known = _entries(group)
     if name not in known:
-        hint = nearest(name, known) or f"; there are {', '.join(known) or 'none'}"
-        raise UserError(f"unknown {_KIND[group]} {name!r}{hint}")
+        raise unknown(_KIND[group], name, known)
     first, *others = known[name]
     if others:
         packages = ", ".join(_package(entry) for entry in (first, *others))
@@ -93,7 +99,7 @@ def _load(entry: EntryPoint) -> Any:
 
 
 def _line(error: BaseException) -> str:
-    """An error in one line."""
+    """Describe an error in one line."""
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
@@ -101,13 +107,13 @@ def _line(error: BaseException) -> str:
 
 
 def split_file(spec: str) -> tuple[Path, str] | None:
-    """The file and the object that `./my_policy.py:MyPolicy` names.
+    """Split `./my_policy.py:MyPolicy` into file and object.
 
     Args:
-        spec: The spelling, with or without the parameters of a policy after it.
+        spec: The spelling; parameters of a policy can follow.
 
     Returns:
-        Path and name (empty where none is given), or None for a registered name.
+        Path and name (empty if none is given), or None if `spec` is a registered name.
     """
     path, mark, rest = spec.partition(".py")
     if not mark or (rest and not rest.startswith(":")):
@@ -116,7 +122,7 @@ def split_file(spec: str) -> tuple[Path, str] | None:
 
 
 def file_digest(spec: str) -> str:
-    """16 hex digits of the content of the file that a spelling names.
+    """Return 16 hex digits of the content of the file that a spelling names.
 
     Raises:
         UserError: The file cannot be read.
@@ -136,17 +142,19 @@ def _read(path: Path) -> bytes:
 def load_file(spec: str) -> Any:
     """Load an object from a Python file.
 
-    The same file with the same content is run once in a process.
+    A file is executed once per process and content.
 
     Args:
         spec: `./my_policy.py:MyPolicy`.
 
     Raises:
-        UserError: There is no such file or object, or the file does not run.
+        UserError: There is no such file or object, or executing the file fails.
     """
     file = split_file(spec)
     if file is None or not file[1]:
-        raise UserError(f"{spec!r} names no object of a file; write ./my_policy.py:MyPolicy")
+        raise UserError(
+            f"{spec!r} does not name an object in a file; write ./my_policy.py:MyPolicy"
+        )
     path, name = file
     module = _run_file(path.resolve(), str(path), file_digest(spec))
     if not hasattr(module, name):
@@ -174,5 +182,5 @@ def _run_file(path: Path, shown: str, digest: str) -> Any:
         else:
             text = _line(error)
         where = f"{shown}:{line}" if line else shown
-        raise UserError(f"{where} does not run: {text}") from error
+        raise UserError(f"{where} cannot be executed: {text}") from error
     return module

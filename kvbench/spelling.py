@@ -1,8 +1,8 @@
-"""How a policy is written: `NAME[:key=value...]`, and back.
+"""How policies are spelled: `NAME[:key=value...]`.
 
 A name is a registered policy (`snapkv`) or an object in a file (`./my_policy.py:MyPolicy`). The
-keys `score`, `allocate`, `select` and `merge` exchange a part; every other key is a parameter of
-all the parts that have it, or of one of them: `select.variant=release`.
+keys `score`, `allocate`, `select` and `merge` exchange a part. Every other key is a parameter: of
+all parts that have it, or of one part if it names the part, as in `select.variant=release`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from kvbench.errors import UserError, nearest
 from kvbench.parts import FunctionScore, TopK, Uniform
 from kvbench.plugin import Allocator, Merger, Part, Policy, Score, Selector
 
-POLICIES = "kvbench.policies"
-PARTS = "kvbench.parts"
 KINDS: dict[str, type[Part]] = {
     "score": Score,
     "allocate": Allocator,
@@ -27,43 +25,52 @@ KINDS: dict[str, type[Part]] = {
     "merge": Merger,
 }
 _LARGEST = 1 << 24
-"""No window, kernel or count is larger; observers may hold as many entries."""
+"""No window, kernel or count may be larger, because observers can hold that many entries."""
 _GENERIC: dict[str, type[Part]] = {"allocate.uniform": Uniform, "select.topk": TopK}
 
 
 def policy(spec: str | Policy, **params: Any) -> Policy:
-    """Give the policy that a spelling names.
+    """Make the policy that a spelling names.
 
     Args:
         spec: `NAME[:key=value...]`, for example `snapkv:window=64:select=two_stage`, or
             `./file.py:Name[:key=value...]`.
-        **params: Further parameters, as in the spelling; they win over it.
+        **params: More parameters, as in the spelling; they take precedence over it.
 
     Returns:
         An immutable policy; `str(p)` is its canonical spelling.
 
     Raises:
-        UserError: The name or a parameter is unknown (the nearest are named), or ill-typed.
+        UserError: The name or a parameter is unknown (the message names the nearest) or ill-typed.
     """
     if isinstance(spec, Policy):
-        spec = spec if spec.base is not None else dataclasses.replace(spec, base=spec)
-        return _apply(spec, params)
+        made = spec if spec.base is not None else dataclasses.replace(spec, base=spec)
+        return _finished(_apply(made, params), spec.origin)
     if not isinstance(spec, str):
-        raise UserError(f"{spec!r} is no policy; a name such as 'snapkv:window=64' would be right")
+        raise UserError(f"{spec!r} is not a policy; give a name such as 'snapkv:window=64'")
     name, pairs = _split(spec)
     if ".py:" in name:
-        found = as_policy(registry.load_file(name), name)
+        made, origin = as_policy(registry.load_file(name), name), registry.file_digest(name)
     else:
-        found = as_policy(registry.get(POLICIES, name), name)
-    return _apply(found, {**pairs, **params})
+        made = as_policy(registry.get(registry.POLICIES, name), name)
+        origin = registry.origin(registry.POLICIES, name)
+    return _finished(_apply(made, {**pairs, **params}), origin)
+
+
+def _finished(p: Policy, origin: str) -> Policy:
+    """A copy of a policy that knows its canonical spelling and its origin."""
+    p = dataclasses.replace(p)
+    object.__setattr__(p, "spelling", canonical(p))
+    object.__setattr__(p, "origin", origin)
+    return p
 
 
 def as_policy(obj: object, name: str) -> Policy:
-    """Make a policy of what a plugin gave: a `Policy`, a `Score` (class or instance), a function.
+    """Make a policy from what a plugin defines: a `Policy`, a `Score` or a function of a `View`.
 
     Args:
-        obj: What the entry point or the file's name holds.
-        name: How it was named; a file's policy keeps the file's spelling.
+        obj: What the entry point or the name in the file refers to. A `Score` can be a class.
+        name: How the user named it; a policy from a file keeps the spelling of the file.
 
     Raises:
         UserError: It is none of these.
@@ -78,10 +85,10 @@ def as_policy(obj: object, name: str) -> Policy:
         obj = Policy(name=name, score=obj, allocate=Uniform(), select=TopK(), summary=summary)
     if not isinstance(obj, Policy):
         raise UserError(
-            f"{name} is {type(obj).__name__}, not a policy; "
-            "a Policy, a Score or a function of a View would be right"
+            f"{name} is {type(obj).__name__}, not a policy; define a Policy, a Score or a function "
+            "of a View"
         )
-    if ".py:" in name or obj.name not in registry.names(POLICIES):
+    if ".py:" in name or obj.name not in registry.names(registry.POLICIES):
         obj = dataclasses.replace(obj, name=name)
     return dataclasses.replace(obj, base=obj)
 
@@ -90,56 +97,68 @@ def part(kind: str, name: str) -> Part:
     """Make a part by its kind (`score`, `allocate`, `select`, `merge`) and name, with its defaults.
 
     Raises:
-        UserError: No such part; the nearest are named.
+        UserError: There is no such part; the message names the nearest.
     """
     generic = _GENERIC.get(f"{kind}.{name}")
     if generic is not None:
         return generic()
     prefix = f"{kind}."
-    known = [n.removeprefix(prefix) for n in registry.names(PARTS) if n.startswith(prefix)]
+    known = [n.removeprefix(prefix) for n in registry.names(registry.PARTS) if n.startswith(prefix)]
     if name not in known:
         known += [n.removeprefix(prefix) for n in _GENERIC if n.startswith(prefix)]
         listed = f"known: {', '.join(sorted(known))}" if known else "none is installed"
-        raise UserError(f"{kind}={name}: no such part{nearest(name, known)} ({listed})")
-    made = registry.get(PARTS, prefix + name)
+        raise UserError(f"unknown part {kind}={name}{nearest(name, known)} ({listed})")
+    made = registry.get(registry.PARTS, prefix + name)
     instance = made() if isinstance(made, type) else made
     if not isinstance(instance, KINDS[kind]):
-        raise UserError(f"{kind}={name} is no {KINDS[kind].__name__}")
+        raise UserError(f"{kind}={name} is not a {KINDS[kind].__name__}")
     return instance
 
 
-def canonical(p: Policy) -> str:
-    """Spell a policy in the one way that names it: what differs from its base, sorted."""
+def exchanged_parts(p: Policy) -> dict[str, Part | None]:
+    """The parts of a policy, by kind, that are of another type than those of its base."""
     base = p.base if p.base is not None else p
+    return {
+        kind: getattr(p, kind)
+        for kind in KINDS
+        if type(getattr(p, kind)) is not type(getattr(base, kind))
+    }
+
+
+def canonical(p: Policy) -> str:
+    """Spell a policy in its only canonical way: what differs from its base, sorted."""
+    base = p.base if p.base is not None else p
+    exchanged = exchanged_parts(p)
     text = [p.name]
-    compared: dict[str, Part | None] = {}
+    text += [f"{kind}={_label(piece)}" for kind, piece in exchanged.items()]
+    # By key and kind: the value, and whether it differs from the default.
+    values: dict[str, dict[str, tuple[Any, bool]]] = {}
     for kind in KINDS:
-        mine, theirs = getattr(p, kind), getattr(base, kind)
-        if type(mine) is not type(theirs):
-            label = "none" if mine is None else mine.name or type(mine).__name__
-            text.append(f"{kind}={label}")
-            # A part that is registered under no name has no defaults to compare with.
-            theirs = part(kind, mine.name) if mine is not None and mine.name else mine
-        compared[kind] = theirs
-    held: dict[str, dict[str, tuple[Any, bool]]] = {}
-    for kind, theirs in compared.items():
-        mine = getattr(p, kind)
-        if mine is not None and theirs is not None:
-            default = theirs.parameters()
-            for key, value in mine.parameters().items():
-                held.setdefault(key, {})[kind] = (value, value != default[key])
+        piece, default = getattr(p, kind), getattr(base, kind)
+        if kind in exchanged and piece is not None:
+            # A part without a registered name has no defaults to compare with.
+            default = part(kind, piece.name) if piece.name else piece
+        if piece is None or default is None:
+            continue
+        defaults = default.parameters()
+        for key, value in piece.parameters().items():
+            values.setdefault(key, {})[kind] = (value, value != defaults[key])
     changed: dict[str, Any] = {}
-    for key, by_kind in held.items():
-        values = [value for value, _ in by_kind.values()]
+    for key, by_kind in values.items():
+        held = [value for value, _ in by_kind.values()]
         if not any(differs for _, differs in by_kind.values()):
             continue
-        if all(type(v) is type(values[0]) and v == values[0] for v in values):
-            changed[key] = values[0]
-        else:
+        if all(type(v) is type(held[0]) and v == held[0] for v in held):
+            changed[key] = held[0]
+        else:  # parts share the key with different values: spell each part's own
             changed |= {f"{kind}.{key}": v for kind, (v, differs) in by_kind.items() if differs}
     if p.buffer != base.buffer:
         changed["buffer"] = p.buffer
     return ":".join(text + [f"{k}={spell(changed[k])}" for k in sorted(changed)])
+
+
+def _label(piece: Part | None) -> str:
+    return "none" if piece is None else piece.name or type(piece).__name__
 
 
 def _split(spec: str) -> tuple[str, dict[str, str]]:
@@ -147,13 +166,13 @@ def _split(spec: str) -> tuple[str, dict[str, str]]:
     start = 1
     if fields[0].endswith(".py"):
         if len(fields) < 2 or "=" in fields[1]:
-            raise UserError(f"{spec}: name what is in the file, as {fields[0]}:MyPolicy")
+            raise UserError(f"{spec}: name an object in the file, such as {fields[0]}:MyPolicy")
         start = 2
     pairs: dict[str, str] = {}
     for item in fields[start:]:
         key, equals, value = item.partition("=")
         if not equals or not key or not value:
-            raise UserError(f"{spec}: {item!r} is not key=value, as in snapkv:window=64")
+            raise UserError(f"{spec}: {item!r} is not key=value; write snapkv:window=64")
         if key in pairs:
             raise UserError(f"{spec}: {key} is given twice")
         pairs[key] = value
@@ -181,7 +200,7 @@ def _apply(p: Policy, params: dict[str, Any]) -> Policy:
     if "buffer" in given:
         changes["buffer"] = _cast("buffer", given.pop("buffer"), int)
         if changes["buffer"] < 0:
-            raise UserError("buffer: a number of entries, 0 or more, would be right")
+            raise UserError("buffer must be a number of entries, 0 or more")
     p = dataclasses.replace(p, **changes)
     known: set[str] = {"buffer", *KINDS}
     for kind in KINDS:
@@ -200,7 +219,7 @@ def _apply(p: Policy, params: dict[str, Any]) -> Policy:
         if key not in known:
             listed = ", ".join(sorted(k for k in known if "." not in k))
             if key == "seed":
-                raise UserError("noise has the run's seed: --seed would be right")
+                raise UserError("noise uses the seed of the run; use --seed")
             raise UserError(
                 f"{p.name} has no parameter {key!r}{nearest(key, known)} (it has: {listed})"
             )
@@ -208,10 +227,10 @@ def _apply(p: Policy, params: dict[str, Any]) -> Policy:
 
 
 def _replaced(p: Policy, kind: str, piece: Part, given: dict[str, Any]) -> Part:
-    """A part with other parameters.
+    """Give a part other parameters.
 
     Raises:
-        UserError: A value is not right for it; where another part has the same key, both are named.
+        UserError: A value does not fit. If other parts have the same key, the message names them.
     """
     names = piece.parameter_types()
     try:
@@ -226,7 +245,7 @@ def _replaced(p: Policy, kind: str, piece: Part, given: dict[str, Any]) -> Part:
             if others and f"{key}=" in str(error):
                 ways = " or ".join(f"{k}.{key}=" for k in (kind, *others))
                 raise UserError(
-                    f"{error} ({kind} has it, and {', '.join(others)}: {ways})"
+                    f"{error} ({kind} and {', '.join(others)} have this parameter; use {ways})"
                 ) from None
         raise
 
@@ -236,7 +255,7 @@ def _cast(key: str, value: Any, kind: Any) -> Any:
     if typing.get_origin(kind) is typing.Literal:
         value = {str(option): option for option in options}.get(str(value), value)
         if value not in options:
-            raise UserError(f"{key}={value}: one of {', '.join(map(str, options))} would be right")
+            raise UserError(f"{key}={value}: choose from {', '.join(map(str, options))}")
         return value
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         if value in (None, "none"):
@@ -252,14 +271,14 @@ def _cast(key: str, value: Any, kind: Any) -> Any:
         word = {bool: "true or false", int: "a whole number", float: "a number"}.get(
             kind, str(kind)
         )
-        raise UserError(f"{key}={value}: {word} would be right") from None
+        raise UserError(f"{key}={value} is not {word}") from None
     if kind is int and abs(found) > _LARGEST:
-        raise UserError(f"{key}={value}: at most {_LARGEST} would be right")
+        raise UserError(f"{key}={value} is too large; the limit is {_LARGEST}")
     return found
 
 
 def spell(value: Any) -> str:
-    """Spell a parameter's value."""
+    """Spell the value of a parameter."""
     if isinstance(value, bool):
         return str(value).lower()
     return "none" if value is None else str(value)

@@ -1,46 +1,199 @@
-"""What a part of a policy is shown: one layer at one moment.
+"""What a part of a policy is shown, and what it may ask the engine to observe.
 
-Re-exported by `kvbench.plugin`, the page that a plugin author reads. `B` sequences, `H` KV heads,
-`H_q` query heads, `n` entries shown, `d` head dim.
+Re-exported by `kvbench.plugin`, the page that a plugin author reads. Shapes: `B` sequences, `H` KV
+heads, `H_q` query heads, `n` entries shown, `d` head dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from kvbench.moments import Moment
-from kvbench.view_needs import ModelInfo, Need, Queries
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """The model as a policy sees it.
+
+    `output_weight(layer)` returns the output projection of a layer as `[H_q, d, d_model]`, one
+    slice per query head (a view of the model's weight in its own dtype, not a copy).
+    `project(layer, hidden)` projects hidden states `[B, n, d_model]` to queries, keys and values,
+    before RoPE and before any query or key norm: `[B, n, (H_q + 2 H) d]`.
+    """
+
+    name: str
+    layers: int
+    kv_heads: int
+    query_heads: int
+    head_dim: int
+    hidden_size: int
+    output_weight: Callable[[int], Tensor] = field(compare=False, repr=False)
+    project: Callable[[int, Tensor], Tensor] | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head, `G`."""
+        return self.query_heads // self.kv_heads
+
+
+class Observer(Protocol):
+    """Accumulates one kind of observation over the forwards of a prefill, in all layers."""
+
+    def update(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        hidden: Tensor,
+        valid: Tensor,
+        scale: float,
+    ) -> None:
+        """Observe one forward of one layer.
+
+        Args:
+            layer: Index among the full-attention layers.
+            q: New queries after RoPE, `[B, H_q, n, d]`.
+            k: All keys so far, the new ones last, `[B, H, S, d]`; after the cache was cut, only
+                the keys of the new tokens.
+            v: The values of the same tokens.
+            hidden: New hidden states that enter the attention block, `[B, n, d_model]`.
+            valid: Which columns are tokens rather than padding, bool `[B, S]`.
+            scale: Factor of the logits, usually `1 / sqrt(d)`.
+        """
+        ...
+
+    def fork(self) -> Self:
+        """Return an observer that can continue without changing this one."""
+        ...
+
+    def read(self, layer: int) -> Tensor:
+        """Return what was observed in a layer; the `Need` documents its shape."""
+        ...
+
+    @classmethod
+    def stack(cls, parts: Sequence[Any]) -> Self:
+        """Join the sequences of several observers in one batch (not for per-entry needs)."""
+        ...
+
+
+@dataclass(frozen=True)
+class Need:
+    """Something the engine observes for a part. Hashable; equal needs are observed once."""
+
+    per_entry: ClassVar[bool] = False
+    """The observation has one value per cache entry, on its last axis."""
+    of_tokens: ClassVar[bool] = False
+    """The observation is about tokens, not layers, and is known when a forward has ended."""
+    goes_on: ClassVar[bool] = False
+    """Per entry; the engine keeps it beside the entries from one cut of a cache to the next."""
+
+    def observer(self, model: ModelInfo) -> Observer:
+        """Make the observer for this need. A need of your own must implement this method.
+
+        The engine has the observers of the needs on this page.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not implement observer()")
+
+
+@dataclass(frozen=True)
+class Queries(Need):
+    """The last `window` queries after RoPE, `[B, H_q, window, d]`, newest last.
+
+    A sequence with fewer tokens has zeros in front; `View.window_attention` masks them.
+    """
+
+    window: int = 32
+
+
+@dataclass(frozen=True)
+class AttentionMass(Need):
+    """Attention that every entry received, summed over queries, float32 `[B, H_q, n]`.
+
+    The sums are exact; they are computed by blocks of queries, never as a `T x T` matrix. If a
+    cache is cut more than once, the engine keeps the sum beside every entry and adds the attention
+    of each new query.
+
+    Attributes:
+        observe: Count only this many last queries of a prefill (None: all).
+        power: 1, or 2 for the sum of squared weights.
+    """
+
+    observe: int | None = None
+    power: int = 1
+    per_entry: ClassVar[bool] = True
+    goes_on: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class PerToken(Need):
+    """A number that each token gets once per layer and KV head: float32 `[B, H, n]`.
+
+    A subclass computes it in `measure`; a learned gate is the usual case. The engine keeps the
+    number beside the entry for as long as the entry is held.
+    """
+
+    per_entry: ClassVar[bool] = True
+    goes_on: ClassVar[bool] = True
+
+    def measure(
+        self, layer: int, hidden: Tensor, key: Tensor, value: Tensor, model: ModelInfo
+    ) -> Tensor:
+        """Compute the number for new tokens, float32 `[B, H, n]`; the value for padding is ignored.
+
+        Args:
+            layer: Index among the full-attention layers.
+            hidden: Hidden states that enter the attention block, after its norm, `[B, n, d_model]`.
+            key: Keys of the new tokens after RoPE, `[B, H, n, d]`.
+            value: Their values, `[B, H, n, d]`.
+            model: The model; `model.project(layer, hidden)` returns `q, k, v` before RoPE.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Surprisal(Need):
+    """`-log p(token | all tokens before it)` under the model itself, float32 `[B, H, n]`.
+
+    It is the same in all heads and layers. The first token of a sequence, which nothing predicts,
+    gets the largest value of its sequence. The model predicts from what its cache holds: evicted
+    entries do not contribute.
+    """
+
+    of_tokens: ClassVar[bool] = True
 
 
 class View:
-    """One layer at one moment, the rows that belong to one policy.
+    """One layer at one moment: the sequences that belong to one policy.
 
-    Entries stand in the order of their columns, so the last valid one is the newest.
+    Entries are in the order of their columns, so the last valid one is the newest.
 
     Attributes:
         layer: Index among the full-attention layers, `0 <= layer < model.layers`.
         moment: When the cache is compressed.
-        length: Tokens that the sequence has seen, padding not counted, int64 `[B]`.
-        col: Logical column of every entry, int64 `[B, H, n]` (padding counts: see `position`).
-        position: Logical position of every entry, int64 `[B, H, n]`: the first token has 0, the
-            newest has `length - 1`, whatever was evicted between.
+        length: Tokens that each sequence has seen, without padding, int64 `[B]`.
+        col: Logical column of every entry, int64 `[B, H, n]` (padding counts; see `position`).
+        position: Logical position of every entry, int64 `[B, H, n]`: 0 for the first token,
+            `length - 1` for the newest, regardless of evictions.
         valid: Which entries exist, bool `[B, H, n]`.
         key: Keys after RoPE, `[B, H, n, d]`.
         value: Values, `[B, H, n, d]`.
-        obs: What was observed, by `Need`. A plugin's own per-entry needs are there when a prefill
-            is cut, not at a later cut: what must last goes into the extras. `AttentionMass`,
-            `Queries` and `Surprisal` go on and are there at every cut.
+        obs: Observations by `Need`. The per-entry needs of a plugin are present when a prefill is
+            cut, but not at later cuts: state that must last belongs in the extras.
+            `AttentionMass`, `Queries` and `Surprisal` continue and are present at every cut.
         extras: Per-entry state of the policy by name, `[B, H, n]`; a score may assign to it.
-        turns_ago: How many turns before the newest an entry came, int64 `[B, H, n]`; 0 everywhere
-            except at moment `turns`.
-        final: Whether this is the last cut of a prefill that comes in chunks.
+        turns_ago: How many turns before the newest one an entry came, int64 `[B, H, n]`; 0
+            everywhere except at moment `turns`.
+        final: Whether this is the last cut of a chunked prefill.
         coming: Tokens of the prompt that are prefilled after that last cut (`Score.tail`).
-        model: The model's shapes and its output projections.
+        model: The model's shapes and output projections.
         scale: Factor of the attention logits.
-        seed: Noise seed of every row, int64 `[B]`, from the run's seed and the context's tokens.
+        seed: Noise seed of every sequence, int64 `[B]`, from the run's seed and the context.
     """
 
     def __init__(
@@ -87,14 +240,14 @@ class View:
     def budget(self) -> Tensor:
         """Mean entries per (layer, KV head), `b`, int64 `[B]`.
 
-        A score that reads it is computed anew for every budget; one that does not is shared.
+        A score that reads it is computed for every budget; any other score is computed once.
         """
         self.read_budget = True
         return self._budget
 
     @property
     def age(self) -> Tensor:
-        """`t - i`: how far behind the newest token every entry lies, int64 `[B, H, n]`."""
+        """`t - i`: distance of every entry from the newest token, int64 `[B, H, n]`."""
         return self.length[:, None, None] - 1 - self.position
 
     @property
@@ -116,10 +269,10 @@ class View:
         return x.sum(2) if how == "sum" else x.mean(2)
 
     def window_attention(self, window: int) -> Tensor:
-        """Attention of the last `window` queries on the entries, causal among themselves.
+        """Attention of the last `window` queries on the entries, causal within the window.
 
-        Softmax in float32 over all entries shown. Rows of the window that do not exist (a sequence
-        shorter than it) are zero.
+        The softmax is in float32 over all entries shown. If a sequence is shorter than the window,
+        the rows of missing queries are zero.
 
         Returns:
             float32 `[B, H_q, window, n]`.
@@ -139,7 +292,7 @@ class View:
     def noise(self, stream: int = 0) -> Tensor:
         """Uniform noise in [0, 1), float32 `[B, H, n]`; streams are independent of each other.
 
-        Fixed by (seed, context, layer, head, position). It comes from a counter and not from a
+        The noise is a hash of (seed, context, layer, head, position), not the output of a
         generator, so it depends neither on the batch nor on the order in which cells run.
         """
         h = self.valid.shape[1]

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvbench.analysis.common import Bench, contexts, held, loaded, policies_of, stages
+from kvbench.analysis.common import Bench, contexts, held, loaded, stages
 from kvbench.engine.models import full_layer_ids
-from kvbench.plugin import Policy
 from kvbench.progress import Reporter
 from kvbench.runs.answers import Prompt
 from kvbench.runs.cell import Cell
@@ -43,7 +42,7 @@ def analyze(grid: Grid, reporter: Reporter) -> Allocation:
     rows: list[dict[str, Any]] = []
     failed: dict[str, str] = {}
     for stage in stages(grid, reporter.message):
-        with loaded(stage, grid) as model:
+        with loaded(stage, grid, reporter.message) as model:
             bench = Bench(model, reporter, failed)
             layers = full_layer_ids(model)
             reporter.start(
@@ -51,11 +50,10 @@ def analyze(grid: Grid, reporter: Reporter) -> Allocation:
             )
             try:
                 for job in stage.jobs:
-                    policies = policies_of(job.cells)
                     counts: dict[str, list[Tensor]] = {cell.cell: [] for cell in job.cells}
                     sizes: dict[str, list[int]] = {cell.cell: [] for cell in job.cells}
                     for prompts in contexts(job):
-                        _count(bench, prompts, job.cells, policies, counts, sizes)
+                        _count(bench, prompts, job.cells, counts, sizes)
                         reporter.advance(len(prompts) * len(job.cells))
                     for cell in job.cells:
                         if cell.cell not in failed:
@@ -71,12 +69,11 @@ def _count(
     bench: Bench,
     prompts: list[Prompt],
     cells: list[Cell],
-    policies: dict[str, Policy],
     counts: dict[str, list[Tensor]],
     sizes: dict[str, list[int]],
 ) -> None:
     """Compress one context for all cells (of moment `question`: once per question)."""
-    needs = frozenset(need for p in policies.values() for need in p.needs)
+    needs = frozenset(need for cell in cells for need in cell.policy.needs)
     prefix = bench.prefill(prompts[0].context_ids, needs)
     asked: list[tuple[int, ...]] = [()]
     asked += dict.fromkeys(p.question_ids for p in prompts)
@@ -96,9 +93,10 @@ def _count(
 
         whole = taken()
         for cell in due:
-            cache = bench.compress(whole, cell, policies[cell.cell], 1)
-            if cache is None:  # what has failed may have changed the prefill in place
-                whole = taken(fresh=True)
+            cache = bench.compress(whole, cell, cell.policy, 1)
+            if cache is None:
+                if whole.spoiled:
+                    whole = taken(fresh=True)
                 continue
             kept = torch.stack([layer.sum(-1) for layer in held(cache)])
             counts[cell.cell].append(kept.cpu())
@@ -119,9 +117,9 @@ def _rows(
             "model": cell.model,
             "task": cell.task,
             "length": length,
-            "moment": cell.moment,
-            "policy": cell.policy,
-            "budget": cell.budget,
+            "moment": cell.labels["moment"],
+            "policy": str(cell.policy),
+            "budget": str(cell.budget),
             "layer": layer,
             "kv_head": head,
             "entries": float(mean[i, head]),

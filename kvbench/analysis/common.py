@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path
@@ -14,18 +14,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from kvbench.budget import Budget
 from kvbench.engine.cache import RaggedCache
-from kvbench.engine.models import check_single, load_model
-from kvbench.engine.prefix import Prefix, Request, engine
-from kvbench.errors import UserError, reason_of
-from kvbench.plugin import Moment, Need, Policy
+from kvbench.engine.models import check_single
+from kvbench.engine.prefix import Compression, Prefix
+from kvbench.errors import PluginError, UserError, plugin_call
+from kvbench.moments import Moment
+from kvbench.plugin import Policy
 from kvbench.progress import Reporter
 from kvbench.runs.answers import Prompt
 from kvbench.runs.cell import Cell
 from kvbench.runs.grid import Grid
 from kvbench.runs.planning import Job, Stage, plan
-from kvbench.spelling import policy as make_policy
+from kvbench.runs.worker import loaded_model
+from kvbench.view import Need
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -68,23 +69,24 @@ class Bench:
     def compress(
         self, prefix: Prefix, cell: Cell, policy: Policy, reserve: int | None = None
     ) -> RaggedCache | None:
-        """Compress for a cell, or give None if its policy fails now.
+        """Compress a prefix for a cell; None if its policy fails.
 
         Args:
-            prefix: What is compressed; after a failure it may be spoiled.
+            prefix: The prefilled context. After a failure `prefix.spoiled` tells whether it must
+                be prefilled again.
             cell: Budget, moment and seed.
-            policy: What the cell's policy is, or a policy that selects the same.
-            reserve: Rows of room per segment.
+            policy: The cell's policy, or a policy that selects the same entries.
+            reserve: Free rows behind every segment.
         """
         moment: Moment = "question" if cell.moment == "question" else "context"
-        wish = Request(policy, Budget.parse(cell.budget), moment, cell.seed)
+        wanted = Compression(policy, cell.budget, moment, cell.seed)
         try:
-            return prefix.compress([wish], reserve)[0]
-        except (Exception, SystemExit) as error:  # a policy is foreign code: its cell fails
-            reason = reason_of(error).replace(str(policy), cell.policy)
+            with plugin_call():
+                return prefix.compress([wanted], reserve)[0]
+        except PluginError as error:
+            reason = str(error).replace(str(policy), str(cell.policy))
             self.failed[cell.cell] = reason
-            where = f"{cell.task}, {cell.policy} at {cell.budget}"
-            self.reporter.message(f"{where} failed: {reason}")
+            self.reporter.message(f"{cell} failed: {reason}")
             return None
 
 
@@ -92,55 +94,45 @@ def make_grid(given: Mapping[str, Any]) -> Grid:
     """The grid of an analysis.
 
     Raises:
-        UserError: As `Grid.from_dict`; or a moment at which nothing is analysed, or nothing but the
-            full cache.
+        UserError: As `Grid.from_dict`; or an analysis has no such moment, or only the full cache is
+            left.
     """
     grid = Grid.from_dict({**given, "full": False, "repeats": 1})
-    for moment in grid.moments:
-        if moment not in MOMENTS:
-            raise UserError(f"--moment {moment}: an analysis compresses at {' or '.join(MOMENTS)}")
-    policies = [p for p in grid.canonical_policies if p != "full"]
-    if not policies:
-        raise UserError("the policy full evicts nothing: name another, as --policy snapkv")
-    if not [b for b in grid.budgets if b != "full"]:
-        raise UserError("at the budget full nothing is evicted: name another, as --budget 0.2")
+    for timing in grid.timings:
+        if timing.moment not in MOMENTS:
+            raise UserError(f"--moment {timing}: analyses compress at {' or '.join(MOMENTS)} only")
+    if all(policy.is_full for policy in grid.built_policies):
+        raise UserError("the policy full evicts nothing; choose another such as --policy snapkv")
+    if all(budget.is_full for budget in grid.parsed_budgets):
+        raise UserError("the budget full evicts nothing; choose another such as --budget 0.2")
     return grid
 
 
 def stages(grid: Grid, message: Callable[[str], None]) -> list[Stage]:
-    """Models, tasks, prompts and cells, the full cache left out."""
-    found = plan(grid, message)
-    for stage in found:
-        for job in stage.jobs:
-            job.cells = [cell for cell in job.cells if not cell.is_full]
-    return found
+    """Models, tasks, prompts and cells, without the full cache."""
+    return [
+        replace(
+            stage,
+            jobs=[
+                replace(job, cells=[cell for cell in job.cells if not cell.is_full])
+                for job in stage.jobs
+            ],
+        )
+        for stage in plan(grid, message).stages
+    ]
 
 
 @contextmanager
-def loaded(stage: Stage, grid: Grid) -> Iterator[nn.Module]:
-    """The stage's model with kvbench's attention in it."""
-    model = load_model(
-        stage.model,
-        grid.revision,
-        stage.device,
-        stage.dtype,
-        device_map=grid.device_map,
-        quantization=grid.quantization,
-    )
-    check_single(model, "an analysis")
-    with engine(model), torch.no_grad():
+def loaded(stage: Stage, grid: Grid, message: Callable[[str], None]) -> Iterator[nn.Module]:
+    """The stage's model with kvbench's attention, on one device."""
+    with loaded_model(stage, grid, message) as model, torch.no_grad():
+        check_single(model, "an analysis")
         yield model
 
 
 def contexts(job: Job) -> list[list[Prompt]]:
     """The job's prompts, those of one context together."""
     return [list(group) for _, group in groupby(job.prompts, key=lambda p: p.context_ids)]
-
-
-def policies_of(cells: Sequence[Cell]) -> dict[str, Policy]:
-    """Policies by cell id."""
-    made = {cell.policy: make_policy(cell.policy) for cell in cells}
-    return {cell.cell: made[cell.policy] for cell in cells}
 
 
 def held(cache: RaggedCache) -> list[Tensor]:
@@ -176,7 +168,7 @@ def write_table(frame: pd.DataFrame, path: Path) -> Path:
 
 def write_settings(grid: Grid, path: Path, **more: Any) -> Path:
     """Write what an analysis was made with as JSON."""
-    own = {k: v for k, v in grid.to_dict().items() if k not in ("full", "out", "attn")}
+    own = {k: v for k, v in grid.to_dict().items() if k not in ("full", "out")}
     packages = {name: version(name) for name in ("kvbench", "torch", "transformers")}
     path.write_text(json.dumps({**own, **more, "versions": packages}, indent=2) + "\n")
     return path

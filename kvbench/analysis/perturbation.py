@@ -17,14 +17,15 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from kvbench.analysis.common import Bench, contexts, held, loaded, policies_of, stages
+from kvbench.analysis.common import Bench, contexts, held, loaded, stages
 from kvbench.analysis.measure import Perturbed, Seen, value_norms
 from kvbench.analysis.rows import Measured, Rows
 from kvbench.analysis.stages import noting
 from kvbench.engine.cache import RaggedCache
+from kvbench.engine.driver import forward
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.models import attention_modules, full_layer_ids
-from kvbench.engine.prefix import Prefix, forward
+from kvbench.engine.prefix import Prefix
 from kvbench.errors import UserError
 from kvbench.plugin import Policy, Queries
 from kvbench.progress import Reporter
@@ -116,12 +117,12 @@ def analyze(
     rows = Rows()
     failed: dict[str, str] = {}
     for stage in stages(grid, reporter.message):
-        with loaded(stage, grid) as model:
+        with loaded(stage, grid, reporter.message) as model:
             bench = Bench(model, reporter, failed)
             reporter.start(sum(len(j.prompts) * len(j.cells) for j in stage.jobs), stage.model)
             try:
                 for job in stage.jobs:
-                    probe = Probe(bench, policies_of(job.cells), query, first_stage)
+                    probe = Probe(bench, job.cells, query, first_stage)
                     for prompts in contexts(job):
                         rows.add(
                             job.task.length,
@@ -158,19 +159,19 @@ class Probe:
 
     Attributes:
         bench: The model.
-        policies: By cell id.
+        cells: The cells of the task.
         query: Which query is measured.
         first_stage: Share of stage 1 where the policy has none of its own.
     """
 
     bench: Bench
-    policies: dict[str, Policy]
+    cells: Sequence[Cell]
     query: Query
     first_stage: float
 
     def __post_init__(self) -> None:
         model = self.bench.model
-        self.needs = frozenset({_LAST, *(n for p in self.policies.values() for n in p.needs)})
+        self.needs = frozenset({_LAST, *(n for c in self.cells for n in c.policy.needs)})
         self.layer_ids = full_layer_ids(model)
 
     def context(self, prompts: Sequence[Prompt], cells: Sequence[Cell]) -> Iterator[Measured]:
@@ -207,7 +208,7 @@ class Probe:
                 )
                 found = [(x.cell, _measure(seen, x, index), _out(x, index)) for x in question.cells]
                 out = question.out[index]
-                yield Measured(question.prompt.question, question.tokens, index, seen, out, found)
+                yield Measured(question.prompt.request, question.tokens, index, seen, out, found)
 
     def _prefill(self, prompt: Prompt) -> Prefix:
         return self.bench.prefill(prompt.context_ids, self.needs)
@@ -219,10 +220,11 @@ class Probe:
         longer, out, token = self._longer(prefix, prompt)
         found = []
         for cell in late:
-            policy, stage1 = noting(self.policies[cell.cell], self.first_stage)
+            policy, stage1 = noting(cell.policy, self.first_stage)
             cache = self.bench.compress(longer, cell, policy, 1)
-            if cache is None:  # what has failed may have changed the prefill in place
-                longer, out, token = self._longer(self._prefill(prompt), prompt)
+            if cache is None:
+                if longer.spoiled:
+                    longer, out, token = self._longer(prefix, prompt)
                 continue
             one = _hold(cell, policy, cache, stage1)
             if self.query == "answer":
@@ -259,11 +261,11 @@ class Probe:
 
     def _before_question(self, prefix: Prefix, cell: Cell, asked: Sequence[Asked]) -> Prefix:
         """Compress a context for a cell and ask its questions; give a prefill that is whole."""
-        policy, stage1 = noting(self.policies[cell.cell], self.first_stage)
+        policy, stage1 = noting(cell.policy, self.first_stage)
         room = max(len(a.prompt.question_ids) for a in asked) + 1
         cache = self.bench.compress(prefix, cell, policy, room)
         if cache is None:
-            return self._prefill(asked[0].prompt)
+            return self._prefill(asked[0].prompt) if prefix.spoiled else prefix
         for i, question in enumerate(asked):
             own = cache.fork() if i + 1 < len(asked) else cache
             one = _hold(cell, policy, own, stage1)

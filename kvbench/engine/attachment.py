@@ -1,8 +1,8 @@
-"""Attention over a ragged cache, registered with transformers under one name with its mask.
+"""Attention over a ragged cache, registered with transformers together with its mask.
 
-No copy of any model's forward: a hook on the decoder opens a forward on the cache, a hook on every
-attention module hands over its cache layer and hidden states, and the attention function itself
-gets q, k and v after RoPE.
+No model's forward is copied. A hook on the decoder opens a forward on the cache, a hook on every
+attention module passes its cache layer and hidden states, and the attention function receives q, k
+and v after RoPE.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ class Forward:
         valid: New columns that are tokens, bool `[B, n]`; None: all.
         rank: Which of its row's new tokens a column is, int64 `[B, n]`.
         added: New tokens of every row (CPU).
-        on_layer: Called with the forward and a layer after its attention. It must not hold the
-            forward itself: in a cycle the cache would outlive its use.
-        powers: Of which powers of the attention weights packed layers give the sums.
-        ids: New token ids `[B, n]`; None where embeddings were given.
+        on_layer: Called after the attention of a layer. It must not hold the forward: a reference
+            cycle would keep the cache alive after its use.
+        powers: Powers of the attention weights whose sums packed layers return.
+        mask: The attention mask of dense layers, once one has made it.
+        ids: New token ids `[B, n]`; None if embeddings were given.
         hidden: Final hidden states of the new tokens, once the forward has ended.
     """
 
@@ -60,7 +61,7 @@ class Forward:
 
 @dataclass
 class Step:
-    """What the attention of one layer saw in one forward; `mass` as `attend` gives it.
+    """What the attention of one layer saw in one forward; `mass` is as `attend` returns it.
 
     `key` and `value` are those of the new tokens, `[B, H, n, d]`.
     """
@@ -76,7 +77,7 @@ class Step:
 
 @dataclass
 class _Hooked:
-    """What the hook on an attention module hands to the attention function."""
+    """What the hook on an attention module passes to the attention function."""
 
     forward: Forward
     layer: RaggedLayer
@@ -86,7 +87,7 @@ class _Hooked:
 
 @dataclass
 class Attachment:
-    """A model with our attention in place: which forward runs, and the hooks to take out again."""
+    """A model with our attention: the forward that is running, and the hooks to remove."""
 
     active: Forward | None = None
     handles: list[Any] = field(default_factory=list)
@@ -97,7 +98,7 @@ _ACTIVE: list[Forward] = []
 
 
 def _open(cache: RaggedCache, rows: int, n: int, device: torch.device, mask: Any) -> Forward:
-    """Register the new columns with the cache; left padding only."""
+    """Register the new columns with the cache. Padding must be on the left."""
     first = 0 if cache.valid is None else int(cache.valid.shape[1])
     if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
         raise ValueError("a kvbench cache needs a 2-D attention mask [batch, all columns]")
@@ -108,16 +109,16 @@ def _open(cache: RaggedCache, rows: int, n: int, device: torch.device, mask: Any
     if mask is not None:
         if mask.shape[1] != first + n:
             raise ValueError(
-                f"attention_mask has {mask.shape[1]} columns; all {first + n} "
-                "(those in the cache and the new ones) would be right"
+                f"attention_mask has {mask.shape[1]} columns; give all {first + n}: those in the "
+                "cache and the new ones"
             )
         new = mask[:, first:].bool()
         added = new.sum(-1).tolist()
         if min(added) < n:
             if bool((new[:, :-1] & ~new[:, 1:]).any()):
-                raise ValueError("kvbench needs padding on the left; set padding_side='left'")
+                raise ValueError("pad on the left: set padding_side='left'")
             if cache.valid is None and min(added) == 0:
-                raise ValueError(f"row {added.index(0)} of the batch is nothing but padding")
+                raise ValueError(f"row {added.index(0)} of the batch has only padding")
             valid = new
     new_valid = torch.ones(rows, n, dtype=torch.bool, device=device) if valid is None else valid
     cache.valid = new_valid if cache.valid is None else torch.cat([cache.valid, new_valid], 1)
@@ -129,7 +130,7 @@ def _open(cache: RaggedCache, rows: int, n: int, device: torch.device, mask: Any
 
 
 def kvbench_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """Sliding-window layers, and forwards without a ragged cache, get transformers' own mask."""
+    """The mask of transformers for sliding-window layers and forwards without a ragged cache."""
     if _ACTIVE and kwargs.get("local_size") is None:
         return None
     mask: Tensor | None = sdpa_mask(*args, **kwargs)
@@ -175,7 +176,7 @@ def _dense(query: Tensor, layer: RaggedLayer, forward: Forward, scale: float) ->
     group = query.shape[1] // key.shape[1]
     n, columns = query.shape[2], key.shape[2]
     plain = not forward.cache.padded and n in (1, columns)
-    # Without a mask a GPU shares K and V among a group; elsewhere they are repeated.
+    # Without a mask a GPU kernel shares K and V within a group; otherwise they are repeated.
     shared = plain and query.device.type == "cuda"
     if group > 1 and not shared:
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
@@ -190,7 +191,7 @@ def _dense(query: Tensor, layer: RaggedLayer, forward: Forward, scale: float) ->
         mask = (column <= own)[None, None]
         if forward.cache.padded:
             assert forward.cache.valid is not None
-            # A padding query sees itself: a row without any key would give NaN.
+            # A padding query sees itself: without any key its softmax would be NaN.
             seen = forward.cache.valid.to(query.device)
             mask = (mask & seen[:, None, None]) | (column == own)
         forward.mask = mask
@@ -211,21 +212,21 @@ def attached(
 
     Args:
         model: A causal language model of a supported family.
-        before: Called when a forward on a ragged cache opens.
-        after: Called when it has ended.
+        before: Called before a forward on a ragged cache.
+        after: Called after it.
 
     Raises:
         ValueError: The model is attached already.
     """
     decoder = decoder_of(model)
     if id(decoder) in _ATTACHED:
-        raise ValueError("this model is attached already: attachments do not nest")
+        raise ValueError("this model is attached already; attachments cannot be nested")
     old = decoder.config._attn_implementation
     state = Attachment()
     depth = len(_ACTIVE)
 
     def opening(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        # Whatever an earlier forward left that ended in Ctrl-C, where torch runs no hooks.
+        # Clean up after a forward that ended in Ctrl-C, when torch runs no hooks.
         state.active = None
         del _ACTIVE[depth:]
         cache = kwargs.get("past_key_values")
@@ -235,7 +236,7 @@ def attached(
         tokens = kwargs.get("input_ids", args[0] if args else None)
         given = tokens if tokens is not None else kwargs["inputs_embeds"]
         if given.dim() < 2 or given.shape[0] == 0 or given.shape[1] == 0:
-            raise ValueError(f"input of shape {list(given.shape)}; [batch, tokens] would be right")
+            raise ValueError(f"the input has shape {list(given.shape)}; give [batch, tokens]")
         forward = _open(
             cache, given.shape[0], given.shape[1], given.device, kwargs.get("attention_mask")
         )
@@ -248,12 +249,12 @@ def attached(
         state.active = forward
         before(cache, forward)
         if cache.padded and kwargs.get("position_ids") is None:
-            # Without them the model would count padding, and a later `generate` would not.
+            # By default the model would count padding columns, and a later `generate` would not.
             assert cache.valid is not None
             position = (cache.valid.long().cumsum(-1) - 1).clamp(min=0)[:, forward.first :]
             kwargs = {**kwargs, "position_ids": position}
         if cache.padded and kwargs.get("attention_mask") is None:
-            # Sliding-window layers are transformers' own: they must be told of the padding again.
+            # transformers' sliding-window layers do not know of earlier padding.
             assert cache.valid is not None
             kwargs = {**kwargs, "attention_mask": cache.valid.long()}
         return args, kwargs

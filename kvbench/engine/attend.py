@@ -11,7 +11,7 @@ from torch import Tensor
 from kvbench.engine.layer import RaggedLayer
 
 _BLOCK = 1 << 23
-"""Attention weights held at once for each sequence where they are written out, in float32."""
+"""Most float32 attention weights held at once per sequence, if weights are materialised."""
 
 
 def attend(
@@ -22,9 +22,9 @@ def attend(
     powers: Sequence[int] = (),
     valid: Tensor | None = None,
 ) -> tuple[Tensor, dict[int, Tensor]]:
-    """Attention of new queries over a packed layer that holds their own entries already.
+    """Attention of new queries over a packed layer that already holds their own entries.
 
-    Causality among new tokens goes by logical column.
+    Logical columns decide causality among new tokens.
 
     Args:
         query: `[B, H_q, n, d]`.
@@ -32,11 +32,11 @@ def attend(
         first: Logical column of the first new query.
         scale: Factor of the logits.
         powers: Also sum these powers of the attention weights over the queries.
-        valid: Which new queries are tokens, bool `[B, n]`; None: all. The others give no mass.
+        valid: New queries that are tokens, bool `[B, n]`; None: all. Padding adds no mass.
 
     Returns:
-        Output `[B, H_q, n, d]`, and by power what every entry received from each query head,
-        float32 `[entries, G]` in the order of `layer.rows()`.
+        Output `[B, H_q, n, d]`, and by power the mass that every entry received from each query
+        head, float32 `[entries, G]` in the order of `layer.rows()`.
     """
     if query.device.type != "cpu":
         return _attend_padded(query, layer, first, scale, powers, valid)
@@ -46,10 +46,10 @@ def attend(
 
 
 def _attend_segments(query: Tensor, layer: RaggedLayer, first: int, scale: float) -> Tensor:
-    """One SDPA per segment, without a copy of any K or V: what a CPU likes best.
+    """One SDPA call per segment without copying K or V, which is fastest on a CPU.
 
-    The heads of a sequence go together where they hold equally many entries. A sequence's result
-    does not depend on what else is in the batch.
+    The heads of a sequence share a call if they hold equally many entries. The result of a sequence
+    does not depend on the rest of the batch.
     """
     b, hq, n, d = query.shape
     heads, group = layer.heads, hq // layer.heads
@@ -76,7 +76,7 @@ def _attend_segments(query: Tensor, layer: RaggedLayer, first: int, scale: float
             mask = None
             if n > 1:
                 col = layer.col[rows].view(count, width)[:, None, :held]
-                # A padding query comes before all that the row holds: it may see what it likes.
+                # A padding query precedes every entry of its row; its output is never read.
                 mask = ((col <= column) | (column < col[..., :1]))[None]
             out.append(
                 F.scaled_dot_product_attention(mine, key, value, attn_mask=mask, scale=scale)
@@ -92,7 +92,7 @@ def _attend_segments_mass(
     powers: Sequence[int],
     valid: Tensor | None,
 ) -> tuple[Tensor, dict[int, Tensor]]:
-    """Segment by segment, the weights written out; independent of the batch as well."""
+    """Segment by segment with materialised weights; also independent of the batch."""
     b, hq, n, d = query.shape
     group = hq // layer.heads
     assert layer.key is not None and layer.value is not None
@@ -130,7 +130,7 @@ def _attend_padded(
     powers: Sequence[int],
     valid: Tensor | None,
 ) -> tuple[Tensor, dict[int, Tensor]]:
-    """Gather the segments into a rectangle: what a GPU does, blocked where weights are wanted."""
+    """Gather the segments into a rectangle (on GPUs); blocked if weights are needed."""
     b, hq, n, d = query.shape
     group = hq // layer.heads
     assert layer.key is not None and layer.value is not None
@@ -138,7 +138,7 @@ def _attend_padded(
     key, value, held = layer.key[rows], layer.value[rows], layer.col[rows]
     column = torch.arange(first, first + n, dtype=torch.int32, device=query.device)[:, None]
     seen = (held[:, :, None] <= column) & live[:, :, None]
-    # Queries without any entry (padding, or an empty segment) see everything; they are not read.
+    # Queries without any entry (padding, an empty segment) see everything; they are never read.
     blind = ~seen.any(-1, keepdim=True)
     mask = (seen | blind)[:, :, None]
     if not powers:

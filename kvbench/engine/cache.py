@@ -1,10 +1,10 @@
-"""The ragged cache: every (sequence, KV head) of a layer keeps its own number of entries.
+"""The ragged cache: every (sequence, KV head) of a layer holds its own number of entries.
 
-A full-attention layer is first dense (the prefill, `[B, H, S, d]`) and, once compressed, packed:
-one K and one V of rows `[rows, d]` in which segment `s = b * H + h` owns the rows
-`start[s] : start[s] + length[s]` and `col[row]` says which logical column a row is. Evicted entries
-are freed. Sliding-window layers stay transformers' own. Lengths have a mirror on the CPU, so that
-no layer waits for the device.
+A full-attention layer is dense during the prefill (`[B, H, S, d]`) and packed once it is
+compressed: one K and one V of rows `[rows, d]`. Segment `s = b * H + h` owns the rows
+`start[s] : start[s] + length[s]`, and `col[row]` is the logical column of a row. Evicted entries
+are freed. Sliding-window layers remain those of transformers. Lengths are mirrored on the CPU, so
+that no layer waits for the device.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class RaggedCache(Cache):
     Attributes:
         valid: Which logical columns are tokens, bool `[B, S]`; None before the first forward.
         padded: Whether any column is padding.
-        ids: Token ids of the forwards so far, or None where embeddings were given.
-        observers: What is observed of every layer, by need.
-        token_observers: What is observed of the tokens, by need.
+        ids: Token ids of the forwards so far; None if a forward was given embeddings.
+        observers: Observers of layers, by need.
+        token_observers: Observers of tokens, by need.
         turns: First logical column of every turn after the first, for every sequence.
-        upkeep: What goes on after the first compression, where more will follow.
-        budget_entries, held_entries: What every row may keep over all layers and heads, and what
-            was really held right after the last compression (None before one).
-        seconds: What the compression took.
-        broken: Observers that have failed, with what they raised.
+        upkeep: State between cuts, if the cache can be cut again.
+        budget_entries, held_entries: Entries that each sequence may keep over all layers and heads,
+            and the number it held right after the last compression (None before the first).
+        seconds: Time that the compression took.
+        broken: What failed observers have raised, by need.
         spoiled: Whether a policy has changed dense K, V or observations in place.
     """
 
@@ -66,7 +66,7 @@ class RaggedCache(Cache):
         self.reset_sequences()
 
     def reset_sequences(self) -> None:
-        """Forget what was seen (the layers forget by `reset`)."""
+        """Forget all sequences; `reset` empties the layers as well."""
         self.valid: Tensor | None = None
         self.padded = False
         self.ids: list[Tensor] | None = []
@@ -82,13 +82,13 @@ class RaggedCache(Cache):
         super().reset()  # type: ignore[no-untyped-call]
         for layer in self.layers:
             if isinstance(layer, DynamicSlidingWindowLayer):
-                # transformers 5.17 only zeroes what they hold.
+                # The reset of transformers 5.17 only zeroes the tensors.
                 layer.keys = layer.values = None
                 layer.is_initialized, layer.cumulative_length = False, 0
         self.reset_sequences()
 
     def ready(self) -> None:
-        """Called before every forward; a cache that is unfit for one raises ValueError."""
+        """Called before every forward. Raises ValueError if the cache cannot take one."""
 
     @property
     def ragged(self) -> list[RaggedLayer]:
@@ -97,7 +97,7 @@ class RaggedCache(Cache):
 
     @property
     def slides(self) -> bool:
-        """Whether there are sliding-window layers: they count columns, padding among them."""
+        """Whether there are sliding-window layers, which count padding columns too."""
         return any(isinstance(layer, DynamicSlidingWindowLayer) for layer in self.layers)
 
     @property
@@ -107,7 +107,7 @@ class RaggedCache(Cache):
 
     @property
     def packed(self) -> bool:
-        """Whether all full-attention layers were compressed."""
+        """Whether all full-attention layers are compressed."""
         return all(layer.packed for layer in self.ragged)
 
     def lengths(self) -> Tensor:
@@ -116,7 +116,7 @@ class RaggedCache(Cache):
         return self.valid.sum(-1)
 
     def positions(self, col: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Logical positions of columns `[B, H, n]` of the rows, int64: padding does not count."""
+        """Logical positions of columns `[B, H, n]`, int64; padding does not count."""
         assert self.valid is not None
         col = col.long()
         if not self.padded:
@@ -126,7 +126,7 @@ class RaggedCache(Cache):
         return rank[:, None].expand(-1, col.shape[1], -1).gather(-1, col)
 
     def live_entries(self, row: int | None = None) -> int:
-        """Entries held in the full-attention layers, of one sequence or of all."""
+        """Entries held in the full-attention layers, by one sequence or by all."""
         return sum(layer.entries(row) for layer in self.ragged)
 
     def live_bytes(self, row: int | None = None) -> int:
@@ -134,11 +134,11 @@ class RaggedCache(Cache):
         return sum(layer.entries(row) * layer.entry_bytes() for layer in self.ragged)
 
     def allocated_bytes(self, row: int | None = None) -> int:
-        """Bytes that the full-attention layers own, room and bookkeeping included."""
+        """Bytes that the full-attention layers own, including free room and bookkeeping."""
         return sum(layer.allocated_bytes(row) for layer in self.ragged)
 
     def full_bytes(self, row: int) -> int:
-        """Bytes that the full cache would hold of one sequence's tokens (K and V)."""
+        """Bytes of K and V that the full cache would hold for one sequence."""
         assert self.valid is not None
         tokens = int(self.valid[row].sum())
         return sum(
@@ -170,7 +170,7 @@ class RaggedCache(Cache):
         return out
 
     def fork(self) -> Self:
-        """Give a cache that may go on alone."""
+        """Return a cache that can continue on its own; dense tensors are shared."""
         other = copy.copy(self)
         other.layers = [
             x.fork() if isinstance(x, RaggedLayer) else copy.copy(x) for x in self.layers
@@ -187,14 +187,14 @@ class RaggedCache(Cache):
 
     @staticmethod
     def stack(caches: Sequence[RaggedCache]) -> RaggedCache:
-        """Put packed caches side by side as the rows of one; shorter ones are padded on the left.
+        """Join packed caches in one batch; shorter ones are padded on the left.
 
         Args:
             caches: Packed caches of the same model; they are not changed. If all of them have an
-                upkeep, of one policy, it goes on for the rows together.
+                upkeep (of one policy), the joined cache has one for all sequences.
 
         Returns:
-            A cache with the rows of all, in order.
+            A cache with the sequences of all, in order.
         """
         out = copy.copy(caches[0])
         valids = [c.valid for c in caches if c.valid is not None]
@@ -229,63 +229,11 @@ class RaggedCache(Cache):
         out.layers = layers
         return out
 
-    def take(self, rows: Sequence[int]) -> RaggedCache:
-        """Give a cache of some rows of a packed cache, in the given order."""
-        assert self.valid is not None
-        out = copy.copy(self)
-        index = torch.tensor(rows, device=self.valid.device)
-        out.valid = self.valid[index]
-        out.ids = None
-        out.broken = dict(self.broken)
-        out.turns = [[*self.turns[r]] for r in rows] if self.turns else []
-        out.observers, out.token_observers = {}, {}
-        if self.upkeep is not None:
-            out.upkeep = self.upkeep.take(rows)
-            out.observers = {need: o.take(index) for need, o in self.observers.items()}
-            out.token_observers = {n: o.take(index) for n, o in self.token_observers.items()}
-        out.budget_entries = [self.budget_entries[r] for r in rows] if self.budget_entries else None
-        out.held_entries = [self.held_entries[r] for r in rows] if self.held_entries else None
-        layers: list[Any] = []
-        for layer in self.layers:
-            part: Any = copy.copy(layer)
-            if isinstance(layer, RaggedLayer):
-                assert layer.key is not None and layer.value is not None
-                segments = [r * layer.heads + h for r in rows for h in range(layer.heads)]
-                source = layer.rows_of(
-                    [layer.start[s] for s in segments], [layer.room[s] for s in segments]
-                )
-                part.batch = len(rows)
-                part.key, part.value = layer.key[source], layer.value[source]
-                part.col = layer.col[source]
-                part.extras = {name: x[source] for name, x in layer.extras.items()}
-                part.state = [dict(layer.state[r]) for r in rows] if layer.state else []
-                part.room = [layer.room[s] for s in segments]
-                part.length = [layer.length[s] for s in segments]
-                part.start = starts(part.room)
-                part.forget_bounds()
-            elif part.is_initialized:
-                own = index.to(part.keys.device)
-                part.keys, part.values = part.keys[own], part.values[own]
-            layers.append(part)
-        out.layers = layers
-        return out
-
     def settle(self) -> None:
-        """Say that no further cut will come: what only cuts need is freed."""
+        """Free what only further cuts would need: no further cut will come."""
         self.upkeep, self.observers, self.token_observers = None, {}, {}
         for layer in self.ragged:
             layer.extras, layer.state = {}, []
-
-    def evict(self, keep: Sequence[Tensor], rows: Sequence[int] | None = None) -> None:
-        """Free entries of packed layers.
-
-        Args:
-            keep: What stays, per full-attention layer bool `[B, H, n]` in the order of the entries'
-                columns (`RaggedLayer.padded_rows`).
-            rows: Which sequences are cut; the others keep all. None: all.
-        """
-        for layer, stays in zip(self.ragged, keep, strict=True):
-            layer.evict(stays, rows)
 
 
 def _ragged(parts: list[RaggedLayer], shifts: list[int], seen: int) -> RaggedLayer:

@@ -1,4 +1,4 @@
-"""The decision of one compression: score, allocate, select, merge; exact to the entry."""
+"""The decision of one compression: score, allocate, select and merge, exact to the entry."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvbench.apportion import apportion
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.upkeep import goes_on
 from kvbench.errors import BudgetError
+from kvbench.parts import apportion
 from kvbench.plugin import (
     AttentionMass,
     ModelInfo,
@@ -32,7 +32,7 @@ from kvbench.plugin import (
 
 
 class Decision(NamedTuple):
-    """What one layer keeps: bool `[B, H, n]`, per-entry extras, K and V where they changed."""
+    """What one layer keeps: bool `[B, H, n]`, per-entry extras, and K and V if they changed."""
 
     keep: Tensor
     extras: dict[str | Need, Tensor]
@@ -41,7 +41,7 @@ class Decision(NamedTuple):
 
 
 class Known(NamedTuple):
-    """Scores of one layer that later cells may use, with the seconds that they took."""
+    """Scores of one layer that later cells can reuse, and the seconds that they took."""
 
     scores: Scores
     extras: dict[str, Tensor]
@@ -51,7 +51,7 @@ class Known(NamedTuple):
 
 @dataclass
 class Shared:
-    """Scores that several cells of one prefill share, by (layer, score)."""
+    """Scores that the cells of one prefill share, by (layer, score)."""
 
     scores: dict[tuple[int, Score], Known] = field(default_factory=dict)
 
@@ -64,9 +64,9 @@ def now(device: torch.device) -> float:
 
 
 def row_seeds(cache: RaggedCache, seed: int) -> Tensor:
-    """Noise seeds of the sequences, int64 `[B]`: from the run's seed and each one's own tokens.
+    """Noise seeds of the sequences, int64 `[B]`, from the run's seed and the sequence's tokens.
 
-    Padding does not count, so that a row has the same noise in every batch.
+    Padding does not count, so that a sequence has the same noise in every batch.
     """
     assert cache.valid is not None
     if cache.ids is None:
@@ -86,16 +86,16 @@ class Cut:
 
     Attributes:
         policy: The policy.
-        cache: What is cut (it is read only).
+        cache: The cache to cut; it is only read.
         info: The model.
-        moment: When.
-        budget: Mean entries per (layer, head) of every sequence that is cut, `b` (CPU).
+        moment: When it is cut.
+        budget: Mean entries per (layer, head) of every sequence that is cut, `b` (on the CPU).
         seeds: Noise seeds of all sequences of the cache, int64 `[B]`.
         shared: Scores of other cells on the same prefill.
-        rows: Which sequences are cut; None: all.
+        rows: Sequences to cut; None: all.
         final, coming: As in `View`.
-        saved: Seconds that shared scores have spared this cut.
-        states: What the merger keeps of every layer, for the rows of this cut.
+        saved: Seconds that this cut saved by reusing scores.
+        states: State of the merger in every layer, for the sequences of this cut.
     """
 
     policy: Policy
@@ -124,14 +124,14 @@ class Cut:
 
     @property
     def at_once(self) -> bool:
-        """Whether a layer can be decided on as soon as its own forward has ended."""
+        """Whether a layer can be decided as soon as its own forward has ended."""
         return self.by_layer and not any(need.of_tokens for need in self.policy.needs)
 
     @cached_property
     def shares(self) -> Tensor:
         """Entries of every layer, int64 `[B, L]` (scopes `head` and `layer`).
 
-        A layer that holds less than its share (at a later cut) gives the rest to the others.
+        At a later cut a layer can hold less than its share; the others get the rest.
 
         Raises:
             BudgetError: The allocator's shares do not sum to the budget.
@@ -153,22 +153,22 @@ class Cut:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether nothing has to go."""
+        """Whether everything is kept."""
         return self.policy.is_full or self.budget == self.length.tolist()
 
     def _own(self, x: Tensor) -> Tensor:
-        """The rows of this cut."""
+        """Select the sequences of this cut."""
         return x if self._index is None else x[self._index.to(x.device)]
 
     def view(self, layer: RaggedLayer, index: int) -> View:
-        """Show one layer as it is held now.
+        """Make the view of one layer as it is now.
 
         Args:
             layer: A dense or packed layer.
             index: Its index among the full-attention layers.
 
         Raises:
-            Exception: Whatever an observer that the policy needs has raised.
+            Exception: The error of a failed observer that the policy needs.
         """
         assert layer.key is not None and layer.value is not None and self.cache.valid is not None
         score = self.policy.score
@@ -190,7 +190,7 @@ class Cut:
             found = self._observed(need, layer, index, col, rows)
             if found is not None:
                 obs[need] = found
-        if not layer.packed:  # of a packed layer the view holds copies
+        if not layer.packed:  # views of packed layers hold copies
             shown = {"key": key, "value": value, **{f"obs[{need}]": x for need, x in obs.items()}}
             self._shown += [(name, x, versions(x)[0]) for name, x in shown.items()]
         return View(
@@ -216,7 +216,7 @@ class Cut:
     def _observed(
         self, need: Need, layer: RaggedLayer, index: int, col: Tensor, rows: Tensor | None
     ) -> Tensor | None:
-        """What is known of a need; None: it was observed during the prefill alone."""
+        """The observation of a need; None if it was only observed during the prefill."""
         if need in self.cache.broken:
             raise self.cache.broken[need]
         if need.of_tokens:
@@ -232,7 +232,7 @@ class Cut:
         return self._own(self.cache.observers[need].read(index))
 
     def _turns_ago(self, col: Tensor) -> Tensor | None:
-        """How many turns before the newest an entry came."""
+        """How many turns before the newest one every entry came."""
         starts = self.cache.turns
         if not any(starts):
             return None
@@ -244,7 +244,7 @@ class Cut:
         return ago
 
     def _extras(self, view: View) -> dict[str | Need, Tensor]:
-        """What is kept beside the entries, where another cut may come."""
+        """Per-entry state to keep beside the entries, if another cut can come."""
         if not goes_on(self.policy, self.moment):
             return {}
         extras: dict[str | Need, Tensor] = {}
@@ -257,7 +257,7 @@ class Cut:
         return extras
 
     def layer(self, view: View) -> Decision:
-        """Decide for one layer on its own (scopes `head` and `layer`)."""
+        """Decide for one layer (scopes `head` and `layer`)."""
         scores = self.policy.select.prepare(view, self._score(view))
         total = self.shares[:, view.layer].to(view.col.device)
         shares = self.policy.allocate.allocate([Scored(view, scores)], total)
@@ -277,20 +277,23 @@ class Cut:
         return decisions
 
     def whole(self, view: View) -> Decision:
-        """Keep everything that one layer holds; a policy with extras still starts them."""
+        """Keep everything in one layer; the policy still initialises its extras."""
         if self.policy.score is not None and self.policy.score.extras:
             self._score(view)
         self._untouched()
         return Decision(view.valid, self._extras(view))
 
     def check(self, held: list[int]) -> None:
-        """Compare what is held with what the budget allows, and read all that was flagged.
+        """Compare the held entries with the budget, and read the flags that were collected.
+
+        The flags are read once per cut, because reading one makes a GPU wait.
 
         Args:
             held: Entries of every sequence of this cut over all layers and heads.
 
         Raises:
-            BudgetError: They differ, a score was not finite, or a selector left its share.
+            BudgetError: The number differs, a score was not finite, or a selector did not keep
+                exactly its share.
         """
         if self._flags:
             where = self.length.device
@@ -320,13 +323,13 @@ class Cut:
             found = Scores(found, protect_nothing(view))
         if not isinstance(found, Scores):
             raise BudgetError(
-                f"{self.policy}: its score returned {type(found).__name__}; "
-                "a float tensor [B, H, n] or Scores would be right"
+                f"{self.policy}: the score returned {type(found).__name__}; "
+                "return a float tensor [B, H, n] or Scores"
             )
         if found.value.shape != view.shape or found.protect.shape != view.shape:
             raise BudgetError(
-                f"{self.policy}: scores of shape {list(found.value.shape)}, "
-                f"{list(view.shape)} would be right"
+                f"{self.policy}: the score returned shape {list(found.value.shape)}; "
+                f"return {list(view.shape)}"
             )
         found = Scores(found.value.float(), found.protect)
         finite = (found.value.isfinite() | ~view.valid).all()
@@ -358,26 +361,39 @@ class Cut:
         return Decision(keep, self._extras(view), key, value)
 
     def state_of(self, layer: int) -> list[dict[str, Tensor]]:
-        """What the merger keeps of a layer, for every row of this cut apart."""
+        """The merger's state in a layer, separately for every sequence of this cut."""
         state = self.states.get(layer, {})
         rows = range(len(self.budget))
         return [{name: x[row : row + 1] for name, x in state.items()} for row in rows]
 
+    def note_changes(self) -> str:
+        """Find out whether the policy has changed a tensor that other cells see.
+
+        Sets `cache.spoiled` if so, and also if that cannot be known.
+
+        Returns:
+            The name of a changed tensor, or an empty string.
+        """
+        changed = next((name for name, x, was in self._shown if versions(x) != (was,)), "")
+        # Tensors of inference mode have no version, so nobody can tell.
+        unknown = any(x.is_inference() for _, x, _ in self._shown)
+        self.cache.spoiled |= bool(changed) or unknown
+        return changed
+
     def _untouched(self) -> None:
-        """Other cells see the same tensors: whoever changes them in place fails.
+        """Check that the policy left its inputs alone: other cells see the same tensors.
 
         Raises:
-            BudgetError: A tensor of the view was changed; the prefill is spoiled.
+            BudgetError: The policy changed a tensor of the view in place.
         """
-        for name, x, version in self._shown:
-            if versions(x) != (version,):
-                self.cache.spoiled = True
-                raise BudgetError(f"{self.policy} changed {name} in place; a copy would be right")
+        if any(versions(x) != (was,) for _, x, was in self._shown):
+            name = self.note_changes()
+            raise BudgetError(f"{self.policy} changed {name} in place; change a copy instead")
         self._shown.clear()
 
 
 def _gathered(scored: list[Scored], device: torch.device) -> list[Scored]:
-    """The scores of all layers, and all but keys and values of their views, on one device."""
+    """Move scores and views of all layers, without keys and values, to one device."""
     if all(s.view.col.device == device for s in scored):
         return scored
     out = []
@@ -395,5 +411,5 @@ def _gathered(scored: list[Scored], device: torch.device) -> list[Scored]:
 
 
 def versions(*tensors: Tensor) -> tuple[int, ...]:
-    """How often tensors were written to; unknown (0) for those of inference mode."""
+    """How often tensors were written to; 0 (unknown) for tensors of inference mode."""
     return tuple(0 if x.is_inference() else x._version for x in tensors)

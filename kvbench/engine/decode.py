@@ -1,9 +1,9 @@
-"""Generation on compressed caches, many rows at a time, each from its own cell."""
+"""Decoding: when a response ends, greedy decoding on a prefix, and batches of compressed caches."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,23 +13,31 @@ from torch import Tensor, nn
 from kvbench.decoding import THOUGHT, Thinking
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.draw import Draw, choose
-from kvbench.engine.prefix import forward
+from kvbench.engine.driver import forward
+from kvbench.engine.prefix import Prefix
 
 BLOCK = 32
-"""Given tokens that are fed at once where nothing is cut between them."""
+"""Given tokens that are fed at once if nothing is cut between them."""
+
+
+def end_tokens(model: nn.Module, tokenizer: Any) -> list[int]:
+    """Token ids that end a response: those of the generation configuration and the tokenizer."""
+    config: Any = getattr(model, "generation_config", None)
+    configured = getattr(config, "eos_token_id", None)
+    listed = configured if isinstance(configured, list) else [configured]
+    return [token for token in (*listed, tokenizer.eos_token_id) if token is not None]
 
 
 class Stop:
-    """When a response ends: an end-of-sequence token, or a stop string in the decoded text.
+    """Decides when a response ends: at an end token, or at a stop string in the decoded text.
 
-    Thinking, open or closed, is not searched for stop strings, and neither is the white space that
-    follows it.
+    Stop strings are not looked for in thinking, open or closed, or in the white space after it.
 
     Args:
         tokenizer: Decodes tokens.
         eos: Token ids that end a response.
-        until: Strings that end it; the text is cut before the first.
-        thinking: The tokens around thinking, where the tokenizer has such.
+        until: Strings that end it; the text is cut before the first one.
+        thinking: The tokens around thinking, if the tokenizer has them.
         open: Whether the prompt has opened thinking.
     """
 
@@ -49,12 +57,12 @@ class Stop:
         self.open = open
 
     def start(self, start: int, token: int, count: int) -> int:
-        """Where what is searched for stop strings begins.
+        """Index of the first token to search for stop strings; -1 while thinking is open.
 
         Args:
-            start: What this gave before the token came; -1: thinking is open.
-            token: What has come.
-            count: Tokens that there are, this one included.
+            start: The result for the tokens before this one.
+            token: The new token.
+            count: Number of tokens, including this one.
         """
         if self.thinking is None:
             return start
@@ -63,19 +71,19 @@ class Stop:
         return -1 if token == self.thinking.open else start
 
     def reason(self, tokens: list[int], start: int = 0) -> str:
-        """Why the response ends here (`eos`, `stop`), or an empty string."""
+        """Why the response ends here: `eos`, `stop`, or an empty string if it does not."""
         if tokens and tokens[-1] in self.eos:
             return "eos"
         if self.until and start >= 0:
             tail = self._text(tokens[max(start, len(tokens) - self.tail) :])
-            if start:  # the white space after thinking is no part of the answer
+            if start:  # white space after thinking does not belong to the answer
                 tail = tail.lstrip()
             if any(u in tail for u in self.until):
                 return "stop"
         return ""
 
     def text(self, tokens: list[int]) -> str:
-        """The response: decoded, cut before the first stop string after the thinking."""
+        """The decoded response, cut before the first stop string after the thinking."""
         start = -1 if self.open else 0
         for count, token in enumerate(tokens, 1):
             start = self.start(start, token, count)
@@ -97,16 +105,16 @@ class Stop:
 
 @dataclass
 class Row:
-    """One response in the making.
+    """A response that is being generated.
 
     Attributes:
-        limit: New tokens at most.
-        stop: When it ends.
-        tokens: What was generated so far.
-        reason: Why it has ended; empty while it goes on.
+        limit: Most new tokens.
+        stop: Decides when it ends.
+        tokens: Tokens generated so far.
+        reason: Why it has ended; empty while it continues.
         draw: How its tokens are drawn; None: greedily.
         given: Tokens that are measured instead of generated.
-        nll: Negative log-likelihood of those of them that were fed, in nats.
+        nll: Negative log-likelihood of the given tokens so far, in nats.
     """
 
     limit: int
@@ -122,7 +130,7 @@ class Row:
         self._start = -1 if self.stop.open else 0
 
     def push(self, token: int) -> None:
-        """Take in the next token unless the response has ended."""
+        """Add the next token unless the response has ended."""
         if self.reason:
             return
         self.tokens.append(token)
@@ -132,10 +140,11 @@ class Row:
             self.reason = "length"
 
     def measure(self, logits: Tensor) -> None:
-        """Take in the next given tokens.
+        """Measure the next given tokens.
 
         Args:
-            logits: Before each of them, `[n, vocabulary]`; fewer are taken where fewer are left.
+            logits: Logits before each of them, `[n, vocabulary]`; only as many are used as given
+                tokens are left.
         """
         taken = self.given[len(self.tokens) : len(self.tokens) + len(logits)]
         if taken:
@@ -147,18 +156,46 @@ class Row:
             self.reason = "given"
 
     def text(self) -> str:
-        """The response, as it is stored."""
+        """The response as it is stored."""
         if self.given:
             return json.dumps({"nll": self.nll, "tokens": len(self.tokens)})
         return self.stop.text(self.tokens)
 
 
-class Batch:
-    """Compressed caches side by side.
+def greedy(
+    prefix: Prefix, logits: Tensor, limit: int, stop: Stop, *, feed_last: bool = False
+) -> Iterator[int]:
+    """Decode greedily on a full cache of one sequence.
 
-    The batch always has `slots` rows (the last one is repeated where there are fewer). With a
-    constant number the shapes of all matrix products, and so a row's bits, do not depend on its
-    company.
+    Args:
+        prefix: The prompt, prefilled; it is extended.
+        logits: Logits after the prompt, `[1, vocabulary]`.
+        limit: Most new tokens.
+        stop: Decides when the response ends.
+        feed_last: Whether the last token is fed as well, so that the prefix holds it.
+
+    Yields:
+        Each token before it is fed.
+    """
+    tokens: list[int] = []
+    while len(tokens) < limit:
+        token = int(logits[0].argmax())
+        tokens.append(token)
+        yield token
+        ended = len(tokens) == limit or bool(stop.reason(tokens))
+        if ended and not feed_last:
+            return
+        logits = prefix.extend(torch.tensor([[token]], device=prefix.device))
+        if ended:
+            return
+
+
+class Batch:
+    """A batch of compressed caches, each with a response of its own.
+
+    The batch always has `slots` rows (the last one is repeated if there are fewer). With a constant
+    number the shapes of all matrix products, and so the bits of a row, do not depend on the other
+    rows.
 
     Args:
         model: The model, inside `engine`.
@@ -178,8 +215,8 @@ class Batch:
         """Append tokens to every row.
 
         Args:
-            tokens: At most `width` tokens for each row; a row that gets none waits.
-            width: Columns of the forward; what a row has not is padded on the left.
+            tokens: At most `width` tokens for each row; a row without tokens waits.
+            width: Columns of the forward; shorter rows are padded on the left.
 
         Returns:
             Logits after the last token of every row, `[rows, vocabulary]`.
@@ -187,8 +224,8 @@ class Batch:
         return self._feed(tokens, width, 1)[:, -1]
 
     def _feed(self, tokens: Sequence[Sequence[int]], width: int, last: int) -> Tensor:
-        """The same; gives the logits after the last columns, `[rows, last, vocabulary]`."""
-        # Where rows are cut as they go a repeated one would be cut for nothing: it waits.
+        """Append tokens; return the logits after the last columns, `[rows, last, vocabulary]`."""
+        # If rows are cut as they grow, a repeated row would be cut for nothing: it waits.
         spare = () if self.cache.upkeep is not None else tokens[-1]
         own = [*tokens, *[spare] * (self.slots - self.rows)]
         ids = torch.tensor([[0] * (width - len(t)) + list(t) for t in own], device=self.device)
@@ -202,10 +239,10 @@ class Batch:
         """Generate until every row has ended.
 
         Args:
-            rows: One for each row of the batch.
-            logits: After the last prompt token of each, `[rows, vocabulary]`.
-            pause: Whether a row that has ended gets no further tokens, because its cache matters
-                to others or lives on.
+            rows: One response for each row of the batch.
+            logits: Logits after the last prompt token of each, `[rows, vocabulary]`.
+            pause: Whether a row that has ended gets no more tokens, because its cache is used
+                afterwards or counts in statistics.
         """
         while True:
             steps = [len(row.tokens) for row in rows]
@@ -220,17 +257,17 @@ class Batch:
     def measure(self, rows: Sequence[Row], logits: Tensor) -> None:
         """Feed every row its given tokens and sum up their negative log-likelihood.
 
-        Where the cache is cut while it grows, or a layer's window slides, they come one by one.
+        If the cache is cut while it grows, or has sliding windows, the tokens are fed one by one.
 
         Args:
-            rows: One for each row of the batch.
-            logits: After the last prompt token of each, `[rows, vocabulary]`.
+            rows: One response for each row of the batch.
+            logits: Logits after the last prompt token of each, `[rows, vocabulary]`.
         """
         width = 1 if self.cache.upkeep is not None or self.cache.slides else BLOCK
         for row, own in zip(rows, logits, strict=True):
             row.measure(own[None])
         while not all(row.reason for row in rows):
-            # The last given token need not be fed: nothing follows it.
+            # The last given token is not fed: nothing follows it.
             parts = [row.given[len(row.tokens) - 1 : -1][:width] for row in rows]
             after = self._feed(parts, width, width)
             for row, part, own in zip(rows, parts, after, strict=True):

@@ -1,11 +1,11 @@
-"""Drawing tokens: temperature, top-k and top-p, with noise that belongs to the response alone.
+"""Drawing tokens with temperature, top-k and top-p, and noise that depends on the response only.
 
-A token is drawn as the largest of `logit + Gumbel noise`, which is a draw from the softmax of the
-logits (the Gumbel-max trick). The noise is an integer hash of (the response's key, step, token): no
-generator has a state, so that a response does not depend on its batch, on resuming or on other
-cells. The key names neither policy nor budget: all cells of a comparison draw with the same noise,
-and where two caches agree on the logits their answers agree, which makes paired differences less
-noisy.
+The drawn token is the largest `logit + Gumbel noise`, which is a draw from the softmax of the
+logits (the Gumbel-max trick). The noise is an integer hash of the response's key, step and token.
+There is no generator with a state, so a response depends neither on its batch nor on resuming nor
+on other cells. The key contains neither policy nor budget: all cells of a comparison draw with the
+same noise, and two caches that agree on the logits give the same answer, which makes paired
+differences less noisy.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ class Draw:
     """How the tokens of one response are drawn.
 
     Attributes:
-        sampling: Which tokens, at which temperature.
-        key: Names the response, e.g. (seed, task, sample_id, question_id, repeat).
+        sampling: Temperature, top-k and top-p.
+        key: Identifies the response: (seed, task, sample_id, question_id, repeat).
     """
 
     sampling: Sampling
     key: tuple[int | str, ...]
 
     def state(self, step: int) -> int:
-        """What the noise of a step begins from: a signed 64-bit number."""
+        """The state that the noise of a step starts from, a signed 64-bit integer."""
         text = repr((*self.key, step)).encode()
         digest = hashlib.blake2b(text, digest_size=8).digest()
         return int.from_bytes(digest, "little", signed=True)
 
 
 def warped(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Logits `[N, V]` at the temperature, -inf for what top-k and then top-p drop.
+    """Logits `[N, V]` at the temperature, with -inf for tokens that top-k and then top-p drop.
 
-    As transformers' `TemperatureLogitsWarper`, `TopKLogitsWarper` and `TopPLogitsWarper`, in this
-    order: equal logits at the k-th place all stay, and at least one token does.
+    The same as transformers' `TemperatureLogitsWarper`, `TopKLogitsWarper` and `TopPLogitsWarper`
+    in this order: all logits equal to the k-th largest stay, and at least one token stays.
     """
     logits = logits.float() / sampling.temperature
     if 0 < sampling.top_k < logits.shape[-1]:
         least = logits.topk(sampling.top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)
     if sampling.top_p < 1:
-        # From the least: what together has no more than 1 - top_p goes, but for the last.
+        # Ascending: drop tokens while their total is at most 1 - top_p, but never the last one.
         ordered, order = logits.sort(dim=-1, stable=True)
         gone = ordered.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
         gone[:, -1] = False
@@ -61,7 +61,7 @@ def warped(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def gumbel(states: Sequence[int], tokens: int, device: torch.device) -> Tensor:
-    """Standard Gumbel noise `[N, tokens]`, float64, from a 64-bit state each.
+    """Standard Gumbel noise `[N, tokens]`, float64, from one 64-bit state per row.
 
     Token v of a row is output v of SplitMix64 from the row's state.
     """
@@ -81,7 +81,7 @@ def choose(logits: Tensor, draws: Sequence[Draw | None], steps: Sequence[int]) -
     Args:
         logits: `[N, V]`.
         draws: How each row is drawn; None: greedily.
-        steps: How many tokens each row has.
+        steps: Number of tokens that each row has.
     """
     chosen: list[int] = logits.argmax(-1).tolist()
     groups: dict[Sampling, list[int]] = {}
@@ -102,5 +102,5 @@ def _signed(word: int) -> int:
 
 
 def _right(value: Tensor, by: int) -> Tensor:
-    """Shift to the right with zeros; int64 alone would bring the sign."""
+    """Shift right and fill with zeros; a plain int64 shift would copy the sign."""
     return (value >> by) & ((1 << (64 - by)) - 1)

@@ -1,26 +1,27 @@
-"""Carries a compression out: packs a prefill into a cache, cuts packed rows back."""
+"""Carries compressions out: packs a prefill, cuts packed caches back, and keeps their state."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from kvbench.engine.cache import RaggedCache
-from kvbench.engine.decide import Cut, Decision
+from kvbench.engine.decide import Cut, Decision, now
 from kvbench.engine.layer import RaggedLayer
+from kvbench.engine.upkeep import Upkeep, goes_on, spare
 
 
-def cut_cache(cut: Cut, target: RaggedCache, reserve: int | None = None) -> None:
-    """Compress all layers of `cut.cache` into `target` (which may be the same cache).
+def compress_cache(cut: Cut, target: RaggedCache, reserve: int | None = None) -> None:
+    """Compress all layers of `cut.cache` into `target`, which can be the same cache.
 
     Args:
         cut: What to do.
-        target: Gets the packed layers, the counts and the observers.
-        reserve: Rows of room per segment.
+        target: Receives the packed layers and the counts.
+        reserve: Free rows behind every segment.
 
     Raises:
-        BudgetError: The policy did not meet its budget to the entry.
+        BudgetError: The policy did not keep exactly its budget.
     """
     full = cut.keeps_all
     layers = list(zip(cut.cache.ragged, target.ragged, strict=True))
@@ -33,11 +34,11 @@ def cut_cache(cut: Cut, target: RaggedCache, reserve: int | None = None) -> None
         else:
             view = cut.view(layer, i)
             decision = cut.whole(view) if full else cut.layer(view)
-        store(cut, i, layer, into, decision, reserve)
-    finish(cut, target)
+        pack_layer(cut, i, layer, into, decision, reserve)
+    record_counts(cut, target)
 
 
-def store(
+def pack_layer(
     cut: Cut,
     index: int,
     source: RaggedLayer,
@@ -45,15 +46,15 @@ def store(
     decision: Decision,
     reserve: int | None = None,
 ) -> None:
-    """Pack what was decided for one dense layer.
+    """Pack the entries of one dense layer that a decision keeps.
 
     Args:
-        cut: What it was decided in.
-        index: The layer's index among the full-attention layers.
+        cut: The compression that the decision belongs to.
+        index: Index of the layer among the full-attention layers.
         source: The dense layer.
-        target: Gets the entries; may be the same layer.
-        decision: What stays.
-        reserve: Rows of room per segment.
+        target: Receives the entries; can be the same layer.
+        decision: What to keep.
+        reserve: Free rows behind every segment.
     """
     assert source.key is not None and source.value is not None
     key = source.key if decision.key is None else decision.key
@@ -66,21 +67,123 @@ def store(
     target.pack(key, value, decision.keep, columns, decision.extras, reserve)
 
 
-def cut_back(cuts: Sequence[Cut], cache: RaggedCache) -> None:
-    """Cut some rows of a packed cache back; the others keep all that they hold.
-
-    Args:
-        cuts: With `rows` set, no row in two of them.
-        cache: The cache, the `cache` of every cut.
+def record_counts(cut: Cut, target: RaggedCache) -> None:
+    """Record how many entries are held after a compression, and check the number.
 
     Raises:
-        BudgetError: The policy did not meet its budget to the entry.
+        BudgetError: The policy did not keep exactly its budget.
     """
+    held = [target.live_entries(row) for row in range(cut.cache.batch)]
+    cut.check(held)
+    target.budget_entries, target.held_entries = cut.total, held
+
+
+# --- between cuts ---------------------------------------------------------------------------------
+
+
+def start_upkeep(cut: Cut, cache: RaggedCache, budget: list[int]) -> None:
+    """Give a cache that was just packed its state between cuts; free what the prefill needed.
+
+    Args:
+        cut: The first compression.
+        cache: The packed cache.
+        budget: Mean entries per (layer, head) that later cuts leave, for every sequence.
+    """
+    policy = cut.policy
+    if not goes_on(policy, cut.moment):
+        cache.observers, cache.token_observers = {}, {}
+        return
+    held = [cache.live_entries(row) for row in range(cache.batch)]
+    cache.upkeep = Upkeep(policy, cut.info, cut.moment, budget, cut.seeds, peak=held)
+    cache.observers = {
+        need: observer
+        for need, observer in cache.observers.items()
+        if need in policy.needs and not need.per_entry
+    }
+    cache.token_observers = {
+        need: observer for need, observer in cache.token_observers.items() if need in policy.needs
+    }
+
+
+def after_forward(cache: RaggedCache, tokens: int) -> None:
+    """Note what a cache holds after a forward, and cut the sequences that are due.
+
+    Args:
+        cache: A cache with an upkeep.
+        tokens: Columns of the forward. A chunk of a prefill has more than one.
+    """
+    upkeep = cache.upkeep
+    assert upkeep is not None
+    held = [cache.live_entries(row) for row in range(cache.batch)]
+    upkeep.peak = [max(p, h) for p, h in zip(upkeep.peak, held, strict=True)]
+    taken = [cache.allocated_bytes(row) for row in range(cache.batch)]
+    upkeep.room = [max(p, h) for p, h in zip(upkeep.room or taken, taken, strict=True)]
+    if upkeep.moment == "decode":
+        least = upkeep.heads * spare(upkeep.policy, upkeep.moment)
+        due = [r for r, h in enumerate(held) if h >= upkeep.heads * upkeep.budget[r] + least]
+        if due:
+            cut_back(cache, due)
+    elif upkeep.moment == "chunked" and tokens > 1:
+        restore(cache, range(cache.batch))
+
+
+def restore(cache: RaggedCache, rows: Iterable[int]) -> None:
+    """Cut those of the given sequences back that hold more than their budget."""
+    upkeep = cache.upkeep
+    if upkeep is None:
+        return
+    due = [row for row in rows if cache.live_entries(row) > upkeep.heads * upkeep.budget[row]]
+    if due:
+        cut_back(cache, due)
+
+
+def cut_back(cache: RaggedCache, rows: Sequence[int]) -> None:
+    """Cut sequences of a packed cache back to their budgets; the others keep all entries.
+
+    Raises:
+        BudgetError: The policy did not keep exactly its budget.
+    """
+    upkeep = cache.upkeep
+    assert upkeep is not None
+    began = now(upkeep.seeds.device)
+    # On a CPU every sequence is cut alone, so that its bits do not depend on its batch.
+    alone = cache.valid is not None and cache.valid.device.type == "cpu"
+    groups = [[row] for row in rows] if alone else _by_merger_state(cache, rows)
+    _cut_groups(
+        [
+            Cut(
+                upkeep.policy,
+                cache,
+                upkeep.info,
+                upkeep.moment,
+                [upkeep.budget[r] for r in group],
+                upkeep.seeds,
+                rows=group,
+                final=upkeep.final,
+                coming=upkeep.coming,
+            )
+            for group in groups
+        ],
+        cache,
+    )
+    upkeep.seconds += now(upkeep.seeds.device) - began
+
+
+def _by_merger_state(cache: RaggedCache, rows: Sequence[int]) -> list[list[int]]:
+    """Group sequences by whether they were cut before: only then does a merger have state."""
+    state = cache.ragged[0].state
+    begun = [r for r in rows if state and state[r]]
+    fresh = [r for r in rows if not (state and state[r])]
+    return [group for group in (begun, fresh) if group]
+
+
+def _cut_groups(cuts: Sequence[Cut], cache: RaggedCache) -> None:
+    """Carry out cuts of disjoint groups of sequences in one packing per layer."""
     made: list[list[Decision]] = []
     for cut in cuts:
         views = [cut.view(layer, i) for i, layer in enumerate(cache.ragged)]
         made.append([cut.layer(v) for v in views] if cut.by_layer else cut.model(views))
-    done = [row for cut in cuts for row in cut.rows or ()]
+    cut_rows = [row for cut in cuts for row in cut.rows or ()]
     for i, layer in enumerate(cache.ragged):
         _, keep = layer.padded_rows()
         layer.state = layer.state or [{} for _ in range(layer.batch)]
@@ -90,15 +193,15 @@ def cut_back(cuts: Sequence[Cut], cache: RaggedCache) -> None:
             rows, _ = layer.padded_rows(cut.rows)
             chosen = rows[decision.keep]
             for name, extra in decision.extras.items():
-                if isinstance(name, str):  # what is observed on and on is there already
+                if isinstance(name, str):  # ongoing observations are in the layer already
                     layer.extras[name][chosen] = extra[decision.keep]
             if decision.key is not None and decision.value is not None:
                 kept = decision.keep
                 layer.overwrite(chosen, decision.key[kept], decision.value[kept])
             keep[cut.rows, :, : rows.shape[2]] = decision.keep
-            for row, held in zip(cut.rows, state, strict=True):
-                layer.state[row] = held
-        layer.evict(keep, done)
+            for row, held_state in zip(cut.rows, state, strict=True):
+                layer.state[row] = held_state
+        layer.evict(keep, cut_rows)
     cache.budget_entries = [*(cache.budget_entries or [0] * cache.batch)]
     cache.held_entries = [*(cache.held_entries or [0] * cache.batch)]
     for cut in cuts:
@@ -106,10 +209,3 @@ def cut_back(cuts: Sequence[Cut], cache: RaggedCache) -> None:
         cut.check(held_now)
         for row, total, count in zip(cut.rows or (), cut.total, held_now, strict=True):
             cache.budget_entries[row], cache.held_entries[row] = total, count
-
-
-def finish(cut: Cut, target: RaggedCache) -> None:
-    """Record and check what is held after a compression."""
-    held = [target.live_entries(row) for row in range(cut.cache.batch)]
-    cut.check(held)
-    target.budget_entries, target.held_entries = cut.total, held

@@ -11,22 +11,22 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from kvbench.view_needs import Need
+from kvbench.view import Need
 
-_UNSUPPORTED = "a kvbench cache takes part in neither beam search nor assisted decoding"
+_UNSUPPORTED = "a kvbench cache does not support beam search or assisted decoding"
 
 
 class RaggedLayer(CacheLayerMixin):
     """K and V of one full-attention layer, dense while the context is prefilled, then packed.
 
     Attributes:
-        seen: Logical length: columns seen so far, padding and evicted ones counted.
-        start, length, room: First row, live rows and rows owned of every segment (CPU).
+        seen: Logical length: all columns so far, including padding and evicted ones.
+        start, length, room: First row, live rows and owned rows of every segment (on the CPU).
         key, value: `[B, H, S, d]` while dense, `[rows, d]` once packed.
         col: Logical column of every row, int32 `[rows]` (packed).
-        extras: Per-entry state: the policy's by name, `[rows]` each, and what is observed on and on
-            by its need, `[rows, G]` (packed).
-        state: What a merger keeps between cuts: for every sequence by name, `[1, ...]`; empty
+        extras: Per-entry state (packed): the policy's by name, `[rows]`, and ongoing observations
+            by need, `[rows, G]`.
+        state: State of a merger between cuts: for every sequence, tensors `[1, ...]` by name; empty
             before the first cut.
         scale: Factor of the attention logits.
     """
@@ -59,7 +59,7 @@ class RaggedLayer(CacheLayerMixin):
 
     # -- what transformers calls ------------------------------------------------------------------
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Take shapes, dtype and device from the first keys."""
+        """Read shapes, dtype and device from the first keys."""
         self.batch, self.heads, _, self.dim = key_states.shape
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
@@ -67,9 +67,9 @@ class RaggedLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Park the new K and V `[B, H, n, d]` for the attention function, which stores them."""
+        """Hold the new K and V `[B, H, n, d]` until the attention function stores them."""
         if self.closed or self.pending is not None:
-            raise ValueError("this cache can only be used inside its kvbench.attach(...) block")
+            raise ValueError("use this cache only inside its kvbench.attach(...) block")
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.pending = (key_states, value_states)
@@ -77,23 +77,23 @@ class RaggedLayer(CacheLayerMixin):
         return key_states, value_states
 
     def get_seq_length(self) -> int:
-        """Logical length, so that positions and chunked prefill stay right."""
+        """Logical length: positions and chunked prefill depend on it."""
         return self.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Columns and offset of a full mask."""
+        """Number of columns and offset of a full mask."""
         return self.seen + query_length, 0
 
     def get_max_length(self) -> int:
-        """No limit."""
+        """Return -1: there is no limit."""
         return -1
 
     def crop(self, tokens_to_remove: Any) -> None:
-        """Refuse: evicted entries cannot come back."""
+        """Refuse: evicted entries cannot be restored."""
         raise ValueError(_UNSUPPORTED)
 
     def reorder_cache(self, beam_idx: Any) -> None:
-        """Refuse: the rows of a beam search have different entries."""
+        """Refuse: sequences hold different entries, so that beams cannot be reordered."""
         raise ValueError(_UNSUPPORTED)
 
     batch_repeat_interleave = reorder_cache
@@ -101,14 +101,14 @@ class RaggedLayer(CacheLayerMixin):
 
     # -- storing ----------------------------------------------------------------------------------
     def extend(self) -> tuple[Tensor, Tensor]:
-        """Append what is pending to a dense layer; give all K and V, `[B, H, S, d]`."""
+        """Append the pending K and V to a dense layer; return all of them, `[B, H, S, d]`."""
         key, value = self.take_pending()
         self.key = key if self.key is None else torch.cat([self.key, key], dim=-2)
         self.value = value if self.value is None else torch.cat([self.value, value], dim=-2)
         return self.key, self.value
 
     def take_pending(self) -> tuple[Tensor, Tensor]:
-        """Hand over the new K and V of this forward."""
+        """Return the new K and V of this forward, once."""
         assert self.pending is not None
         pending, self.pending = self.pending, None
         return pending
@@ -122,14 +122,14 @@ class RaggedLayer(CacheLayerMixin):
         extras: Mapping[str | Need, Tensor],
         reserve: int | None = None,
     ) -> None:
-        """Replace what is held by the chosen entries; everything else is freed.
+        """Keep only the chosen entries and free everything else.
 
         Args:
             key, value: `[B, H, n, d]`.
-            keep: What stays, bool `[B, H, n]`.
-            col: Logical columns, `[B, H, n]`, rising along the last axis.
+            keep: Entries to keep, bool `[B, H, n]`.
+            col: Logical columns, `[B, H, n]`, ascending along the last axis.
             extras: Per-entry state, `[B, H, n, ...]` each.
-            reserve: Rows of room behind every segment; None sizes it to what is kept.
+            reserve: Free rows behind every segment; None derives a number from what is kept.
         """
         key, value = key.detach(), value.detach()
         self.batch, self.heads, n = keep.shape
@@ -138,7 +138,7 @@ class RaggedLayer(CacheLayerMixin):
         source = flat.reshape(-1).nonzero().squeeze(-1)
         target = self._layout(reserve)
         rows = sum(self.room)
-        with torch.inference_mode(False):  # later forwards write to them, in whatever mode
+        with torch.inference_mode(False):  # later forwards write to them in any mode
             self.key = torch.empty(rows, self.dim, dtype=key.dtype, device=key.device)
             self.value = torch.empty(rows, self.dim, dtype=value.dtype, device=key.device)
             self.col = torch.empty(rows, dtype=torch.int32, device=key.device)
@@ -154,13 +154,13 @@ class RaggedLayer(CacheLayerMixin):
         self.packed = True
 
     def append(self, rank: Tensor, valid: Tensor | None, added: Sequence[int], first: int) -> None:
-        """Store what is pending behind every segment of a packed layer.
+        """Store the pending K and V behind every segment of a packed layer.
 
         Args:
-            rank: Which of the new tokens of its row a column is, int64 `[B, n]`.
+            rank: Index of every column among the new tokens of its sequence, int64 `[B, n]`.
             valid: New columns that are tokens, bool `[B, n]`; None: all.
-            added: New tokens of every row (CPU).
-            first: Logical column of the first new one.
+            added: Number of new tokens of every sequence (on the CPU).
+            first: Logical column of the first new token.
         """
         key, value = (x.detach() for x in self.take_pending())
         assert self.key is not None and self.value is not None
@@ -190,8 +190,8 @@ class RaggedLayer(CacheLayerMixin):
         """Free entries of a packed layer.
 
         Args:
-            keep: What stays, bool `[B, H, n]`, as `padded_rows` shows the entries.
-            rows: Which sequences are cut; None: all.
+            keep: Entries to keep, bool `[B, H, n]`, in the layout of `padded_rows`.
+            rows: Sequences to cut; None: all.
         """
         assert self.key is not None and self.value is not None
         held, live = self.padded_rows()
@@ -204,12 +204,12 @@ class RaggedLayer(CacheLayerMixin):
         self.pack(self.key[held], self.value[held], keep, self.col[held], extras)
 
     def overwrite(self, rows: Tensor, key: Tensor, value: Tensor) -> None:
-        """Replace K and V `[m, d]` of some rows (int64 `[m]`), as a merger wants."""
+        """Replace K and V `[m, d]` of some rows, int64 `[m]` (for mergers)."""
         assert self.key is not None and self.value is not None
         self.key[rows], self.value[rows] = key.detach(), value.detach()
 
     def store_extras(self, extras: Mapping[str, Tensor]) -> None:
-        """Take over per-entry state, `[B, H, n, ...]` each, as `padded_rows` shows the entries."""
+        """Store per-entry state, `[B, H, n, ...]` each, in the layout of `padded_rows`."""
         width = max(self.length)
         first = [s * width for s in range(len(self.length))]
         source, target = _runs(first, self.length, self.col.device), self.rows()
@@ -219,7 +219,7 @@ class RaggedLayer(CacheLayerMixin):
     def bounds(self) -> tuple[Tensor, Tensor]:
         """Start and length of every segment on the layer's device, int64 `[B, H, 1]` each.
 
-        Kept from step to step, so that a decode step copies nothing from the CPU.
+        They are kept from step to step, so that a decode step copies nothing from the CPU.
         """
         if self._bounds is None:
             shape = (self.batch, self.heads, 1)
@@ -229,32 +229,32 @@ class RaggedLayer(CacheLayerMixin):
         return self._bounds
 
     def accumulate(self, need: Need, received: Tensor) -> None:
-        """Add what every live entry has received, `[entries, G]` in the order of `rows()`."""
+        """Add the attention that live entries received, `[entries, G]` in the order of `rows()`."""
         self.extras[need][self.rows()] += received
 
     def write_new(self, need: Need, values: Tensor) -> None:
-        """Keep a number beside every entry that was appended last, `[B, H, n]`."""
+        """Store a number beside every entry of the last append, `[B, H, n]`."""
         target, chosen = self._appended
         flat = values.detach().reshape(-1)
         self.extras[need][target] = flat if chosen is None else flat[chosen]
 
     def forget_bounds(self) -> None:
-        """Say that start and length were changed on the CPU."""
+        """Discard the device copy of start and length after they changed on the CPU."""
         self._bounds = None
 
     def rows(self) -> Tensor:
-        """Row of every live entry, segment by segment, int64 `[entries]`."""
+        """Rows of all live entries, segment by segment, int64 `[entries]`."""
         return _runs(self.start, self.length, self.col.device)
 
     def padded_rows(self, rows: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
         """Rows of the live entries as a rectangle.
 
         Args:
-            rows: Of which sequences; None: all.
+            rows: Sequences to return; None: all.
 
         Returns:
-            Row indices int64 `[B, H, n]` (a valid row where there is no entry) and which of them
-            are live, bool `[B, H, n]`; `n` is the longest segment of these sequences.
+            Row indices int64 `[B, H, n]` (any valid row in place of a missing entry) and a mask of
+            the live ones, bool `[B, H, n]`; `n` is the longest segment of these sequences.
         """
         start, length = self.bounds()
         longest = max(self.length)
@@ -268,7 +268,7 @@ class RaggedLayer(CacheLayerMixin):
         return found.clamp(max=max(len(self.col) - 1, 0)), live
 
     def _layout(self, reserve: int | list[int] | None) -> Tensor:
-        """Place the segments for the current lengths; give the row of every entry."""
+        """Place the segments for the current lengths; return the row of every entry."""
         if reserve is None:
             mean = sum(self.length) // max(1, len(self.length))
             reserve = min(64, max(8, mean // 8))
@@ -277,11 +277,7 @@ class RaggedLayer(CacheLayerMixin):
         self.room = [a + r for a, r in zip(self.length, reserve, strict=True)]
         self.start = starts(self.room)
         self._bounds = None
-        return self.rows_of(self.start, self.length)
-
-    def rows_of(self, start: list[int], length: list[int]) -> Tensor:
-        """Rows of the given segments, int64 `[entries]`, on the layer's device."""
-        return _runs(start, length, self.device)
+        return _runs(self.start, self.length, self.device)
 
     def _grow(self, n: int) -> None:
         source = self.rows()
@@ -300,7 +296,7 @@ class RaggedLayer(CacheLayerMixin):
 
     # -- copies and sizes -------------------------------------------------------------------------
     def fork(self) -> RaggedLayer:
-        """Give a layer that may go on alone; dense tensors are shared, packed ones copied."""
+        """Return an independent layer; dense tensors are shared, packed ones copied."""
         other = copy.copy(self)
         other.start, other.length, other.room = [*self.start], [*self.length], [*self.room]
         other.state = [dict(held) for held in self.state]
@@ -313,7 +309,7 @@ class RaggedLayer(CacheLayerMixin):
         return other
 
     def entries(self, row: int | None = None) -> int:
-        """Live entries of one sequence, or of all; a dense layer counts its columns."""
+        """Live entries of one sequence or of all; a dense layer counts its columns."""
         if not self.packed:
             dense = 0 if self.key is None else self.heads * self.key.shape[-2]
             return dense * (self.batch if row is None else 1)
@@ -322,14 +318,14 @@ class RaggedLayer(CacheLayerMixin):
         return sum(self.length[row * self.heads : (row + 1) * self.heads])
 
     def entry_bytes(self) -> int:
-        """Bytes of one entry: K, V and its extras."""
+        """Bytes of one entry: K, V and extras."""
         if self.key is None:
             return 0
         extras = sum(x.element_size() * x[0].numel() for x in self.extras.values() if len(x))
         return 2 * self.dim * self.key.element_size() + extras
 
     def allocated_bytes(self, row: int | None = None) -> int:
-        """Bytes of all tensors that the layer owns, room and columns included; of one sequence."""
+        """Bytes that the layer owns for one sequence or for all, free room and columns included."""
         if row is not None and self.packed:
             rows = sum(self.room[row * self.heads : (row + 1) * self.heads])
             return rows * (self.entry_bytes() + self.col.element_size())
@@ -340,7 +336,7 @@ class RaggedLayer(CacheLayerMixin):
 
 
 def starts(room: Sequence[int]) -> list[int]:
-    """First row of every segment when they lie one behind the other."""
+    """First row of every segment if the segments are adjacent."""
     return [0, *accumulate(room)][: len(room)]
 
 

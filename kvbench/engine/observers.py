@@ -1,6 +1,7 @@
-"""What is observed: the last queries, the attention that entries receive, the tokens' surprisal.
+"""Observers: the last queries, the attention that entries receive, the surprisal of tokens.
 
-Observers hold one state per layer and replace it, never write into it: a fork shares all states.
+An observer holds one state per layer. It replaces a state and never writes into it, so that a fork
+can share all states.
 """
 
 from __future__ import annotations
@@ -11,17 +12,28 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from kvbench.view_needs import ModelInfo, PerToken
+from kvbench.view import AttentionMass, ModelInfo, Need, Observer, PerToken, Queries
 
 _BLOCK = 1 << 22
-"""Attention weights held at once for each sequence when columns are summed, in float32."""
+"""Most float32 attention weights that are held at once per sequence while columns are summed."""
+
+
+def observer_for(need: Need, info: ModelInfo) -> Observer:
+    """Make the observer for a need; a need of a plugin brings its own."""
+    if isinstance(need, Queries):
+        return QueryObserver(need.window)
+    if isinstance(need, AttentionMass):
+        return MassObserver(need.observe, need.power)
+    if isinstance(need, PerToken):
+        return TokenObserver(need, info)
+    return need.observer(info)
 
 
 class _Last(NamedTuple):
     """The last queries of a layer.
 
     Attributes:
-        query: `[B, H_q, w, d]`, zeros in front where a sequence has fewer.
+        query: `[B, H_q, w, d]`, with zeros in front if a sequence has fewer.
         seen: Which of them exist, bool `[B, w]`.
     """
 
@@ -33,7 +45,7 @@ class QueryObserver:
     """Keeps the last `window` queries of every layer.
 
     Args:
-        window: How many queries of each sequence; padding is not counted, wherever it stands.
+        window: How many queries of each sequence to keep; padding never counts.
     """
 
     def __init__(self, window: int) -> None:
@@ -51,14 +63,14 @@ class QueryObserver:
         valid: Tensor,
         scale: float,
     ) -> None:
-        """Take in one forward of one layer (see `kvbench.plugin.Observer`)."""
+        """Observe one forward of one layer; see `kvbench.plugin.Observer`."""
         batch, heads, n, dim = q.shape
         last = self._last.get(layer)
         if last is None:
             empty = q.new_zeros(batch, heads, self.window, dim)
             last = _Last(empty, valid.new_zeros(batch, self.window))
-        # Padding may lie between old and new. A stable sort by existence brings the queries that
-        # exist to the end and keeps their order.
+        # There may be padding between old and new queries. A stable sort by existence moves the
+        # queries that exist to the end and keeps their order.
         seen = torch.cat([last.seen, valid[:, valid.shape[1] - n :]], 1)
         order = seen.long().argsort(dim=-1, stable=True)[:, -self.window :]
         seen = seen.gather(1, order)
@@ -69,18 +81,18 @@ class QueryObserver:
         self._last[layer] = _Last(query.masked_fill(~seen[:, None, :, None], 0.0), seen)
 
     def fork(self) -> Self:
-        """Give an observer that may go on without changing this one."""
+        """Return an observer that can continue without changing this one."""
         other = type(self)(self.window)
         other._last = dict(self._last)
         return other
 
     def read(self, layer: int) -> Tensor:
-        """Give the last queries, `[B, H_q, window, d]`, newest last, zeros where there is none."""
+        """Return the last queries, `[B, H_q, window, d]`, newest last; missing ones are zero."""
         return self._last[layer].query
 
     @classmethod
     def stack(cls, parts: Sequence[Self]) -> Self:
-        """Put the sequences of several observers side by side."""
+        """Join the sequences of several observers in one batch."""
         out = cls(parts[0].window)
         for layer in parts[0]._last:
             held = [p._last[layer] for p in parts]
@@ -89,35 +101,23 @@ class QueryObserver:
             )
         return out
 
-    def take(self, rows: Tensor) -> Self:
-        """Give an observer of some sequences (int64 `[b]`)."""
-        out = type(self)(self.window)
-        for i, x in self._last.items():
-            own = rows.to(x.seen.device)
-            out._last[i] = _Last(x.query[own], x.seen[own])
-        return out
-
 
 class _BesideEntries:
-    """What is observed per entry: once packed, it is the cache's own to stack and to take."""
+    """Base of per-entry observers: the cache itself keeps and stacks their values once packed."""
 
     @classmethod
     def stack(cls, parts: Sequence[Self]) -> Self:
-        """Refuse."""
+        """Refuse: there is nothing to join."""
         raise NotImplementedError("the cache stacks what it keeps beside its entries")
-
-    def take(self, rows: Tensor) -> Self:
-        """Refuse."""
-        raise NotImplementedError("the cache takes what it keeps beside its entries")
 
 
 class MassObserver(_BesideEntries):
-    """Sums the attention that every entry receives, per query head.
+    """Sums the attention that every entry receives from each query head.
 
     Args:
-        observe: How many of the last queries count, exactly, in however many chunks they came;
+        observe: Count exactly this many last queries, regardless of the chunks they came in;
             None: all.
-        power: Of the attention weights, 1 or 2.
+        power: Power of the attention weights, 1 or 2.
     """
 
     def __init__(self, observe: int | None, power: int = 1) -> None:
@@ -136,11 +136,12 @@ class MassObserver(_BesideEntries):
         valid: Tensor,
         scale: float,
     ) -> None:
-        """Take in one forward of one layer (see `kvbench.plugin.Observer`)."""
+        """Observe one forward of one layer; see `kvbench.plugin.Observer`."""
         position = (valid.long().cumsum(-1) - 1).masked_fill(~valid, -1)
         if self._queries is not None:
-            # The window moves on: what its oldest queries gave is not kept apart, so the sum over
-            # the window is made anew. It costs `observe` rows, less than a chunk's own attention.
+            # The window has moved, and the contribution of the queries that left it is not known
+            # separately. So the sum over the window is recomputed: `observe` rows, which is less
+            # than the chunk's own attention costs.
             self._queries.update(layer, q, k, v, hidden, valid, scale)
             last = self._queries._last[layer]
             behind = torch.arange(last.seen.shape[1] - 1, -1, -1, device=q.device)
@@ -155,7 +156,7 @@ class MassObserver(_BesideEntries):
         self._mass[layer] = mass
 
     def fork(self) -> Self:
-        """Give an observer that may go on without changing this one."""
+        """Return an observer that can continue without changing this one."""
         other = type(self)(self.observe, self.power)
         other._mass = dict(self._mass)
         if self._queries is not None:
@@ -163,16 +164,16 @@ class MassObserver(_BesideEntries):
         return other
 
     def read(self, layer: int) -> Tensor:
-        """Give the attention that every column received, float32 `[B, H_q, S]`."""
+        """Return the attention that every column received, float32 `[B, H_q, S]`."""
         return self._mass[layer]
 
 
 class TokenObserver(_BesideEntries):
-    """Keeps what a `PerToken` need says of every token, layer by layer.
+    """Keeps the number that a `PerToken` need gives every token, layer by layer.
 
     Args:
-        need: What is measured.
-        model: Of which model.
+        need: Measures the tokens.
+        model: The model.
     """
 
     def __init__(self, need: PerToken, model: ModelInfo) -> None:
@@ -190,20 +191,20 @@ class TokenObserver(_BesideEntries):
         valid: Tensor,
         scale: float,
     ) -> None:
-        """Take in one forward of one layer (see `kvbench.plugin.Observer`)."""
+        """Observe one forward of one layer; see `kvbench.plugin.Observer`."""
         n = hidden.shape[1]
         new = self.need.measure(layer, hidden, k[:, :, -n:], v[:, :, -n:], self.model)
         old = self._held.get(layer)
         self._held[layer] = new if old is None else torch.cat([old, new], -1)
 
     def fork(self) -> Self:
-        """Give an observer that may go on without changing this one."""
+        """Return an observer that can continue without changing this one."""
         other = type(self)(self.need, self.model)
         other._held = dict(self._held)
         return other
 
     def read(self, layer: int) -> Tensor:
-        """Give the numbers of all tokens, float32 `[B, H, S]`."""
+        """Return the numbers of all tokens, float32 `[B, H, S]`."""
         return self._held[layer]
 
 
@@ -218,18 +219,18 @@ class SurprisalObserver:
     def update(
         self, ids: Tensor, hidden: Tensor, head: Callable[[Tensor], Tensor], valid: Tensor
     ) -> None:
-        """Take in one forward.
+        """Observe one forward.
 
         Args:
             ids: New tokens, int64 `[B, n]`.
             hidden: Final hidden states of the new tokens, `[B, n, d_model]`.
-            head: Gives logits of hidden states.
+            head: Turns hidden states into logits.
             valid: Which columns so far are tokens, bool `[B, S]`.
         """
         batch, n = ids.shape
         new = valid[:, valid.shape[1] - n :]
-        # What predicts a token is the hidden state of the last token before it; padding may lie
-        # between. Index 0 is the state of the last token of all earlier forwards.
+        # A token is predicted by the hidden state of the last token before it, and padding may lie
+        # between the two. Index 0 is the last token of all earlier forwards.
         first = hidden.new_zeros(batch, 1, hidden.shape[-1]) if self._last is None else self._last
         states = torch.cat([first, hidden], 1)
         index = torch.where(new, torch.arange(1, n + 1, device=ids.device), 0)
@@ -248,7 +249,7 @@ class SurprisalObserver:
         if self._last is None:  # a sequence's first token has no prediction
             out = out.masked_fill(before == 0, float("nan"))
         else:
-            # A sequence of which nothing but padding was seen before starts here.
+            # A sequence that has had nothing but padding so far starts here.
             started = valid[:, : valid.shape[1] - n].any(-1, keepdim=True)
             out = out.masked_fill((before == 0) & ~started, float("nan"))
         end = running[:, -1:, None].expand(-1, -1, hidden.shape[-1])
@@ -257,21 +258,21 @@ class SurprisalObserver:
         self._surprisal = out if old is None else torch.cat([old, out], 1)
 
     def read(self, valid: Tensor) -> Tensor:
-        """Give every column's surprisal, float32 `[B, S]`; the first token's is the largest."""
+        """Return each column's surprisal, float32 `[B, S]`; a first token gets the largest."""
         assert self._surprisal is not None
         known = valid.to(self._surprisal.device) & ~self._surprisal.isnan()
         most = self._surprisal.masked_fill(~known, 0.0).amax(-1, keepdim=True)
         return torch.where(known, self._surprisal, most)
 
     def fork(self) -> Self:
-        """Give an observer that may go on without changing this one."""
+        """Return an observer that can continue without changing this one."""
         other = type(self)()
         other._surprisal, other._last = self._surprisal, self._last
         return other
 
     @classmethod
     def stack(cls, parts: Sequence[Self]) -> Self:
-        """Put sequences side by side, shorter ones padded on the left."""
+        """Join sequences in one batch; shorter ones are padded on the left."""
         out = cls()
         held = [p._surprisal for p in parts if p._surprisal is not None]
         width = max(x.shape[1] for x in held)
@@ -280,29 +281,22 @@ class SurprisalObserver:
         out._last = torch.cat([p._last for p in parts if p._last is not None])
         return out
 
-    def take(self, rows: Tensor) -> Self:
-        """Give an observer of some sequences (int64 `[b]`)."""
-        assert self._surprisal is not None and self._last is not None
-        out, rows = type(self)(), rows.to(self._last.device)
-        out._surprisal, out._last = self._surprisal[rows], self._last[rows]
-        return out
-
 
 def column_sums(
     q: Tensor, k: Tensor, at: Tensor, position: Tensor, scale: float, power: int = 1
 ) -> Tensor:
-    """Sum causal softmax attention over queries, by blocks of queries, each with all its keys.
+    """Sum causal softmax attention over queries, block of queries by block of queries.
 
-    Exact: a row's softmax is taken over all its keys at once. A block holds at most
-    `B * H_q * block * S` weights in float32; `H_q n S d` flops a sequence when `n = S`.
+    The sums are exact: the softmax of a query is over all its keys at once. A block holds at most
+    `B * H_q * block * S` float32 weights. Cost: `H_q n S d` flops per sequence if `n = S`.
 
     Args:
         q: Queries `[B, H_q, n, d]`, in the order of their tokens, the newest last.
         k: Keys `[B, H, S, d]`.
-        at: Logical position of every query, int64 `[B, n]`; -1: it does not exist.
-        position: Logical position of every key, int64 `[B, S]`; -1: it does not exist.
+        at: Logical position of every query, int64 `[B, n]`; -1 if it does not exist.
+        position: Logical position of every key, int64 `[B, S]`; -1 if it does not exist.
         scale: Factor of the logits.
-        power: Of the weights before they are summed, 1 or 2.
+        power: Power of the weights before they are summed, 1 or 2.
 
     Returns:
         float32 `[B, H_q, S]`.
@@ -321,7 +315,7 @@ def column_sums(
         logits = rows.unflatten(1, (heads, -1)).flatten(2, 3) @ transposed[..., :ahead]
         logits = logits.view(batch, heads, -1, stop - start, ahead)
         weights = logits.masked_fill_(hidden, float("-inf")).softmax(-1)
-        # A query that does not exist sees nothing, and its softmax is not a number.
+        # A query that does not exist sees no key, so its softmax is NaN.
         weights = weights.masked_fill_((mine < 0)[:, :, None], 0.0)
         total[..., :ahead] += weights.sum(3) if power == 1 else weights.square_().sum(3)
     return total.flatten(1, 2)

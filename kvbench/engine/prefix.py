@@ -2,89 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from kvbench.budget import Budget
-from kvbench.engine.attachment import Forward, Step, attached
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.decide import Cut, Shared, now, row_seeds
-from kvbench.engine.evict import cut_cache
-from kvbench.engine.layer import RaggedLayer
+from kvbench.engine.driver import forward, start_observers
+from kvbench.engine.evict import compress_cache, start_upkeep
 from kvbench.engine.models import decoder_of, model_info
-from kvbench.engine.observing import observe, start_observers, token_watcher
-from kvbench.engine.upkeep import Upkeep, first_budget
-from kvbench.plugin import ModelInfo, Moment, Need, Policy
-
-
-@contextmanager
-def engine(model: nn.Module) -> Iterator[None]:
-    """Put kvbench's attention into a model for as long as prefixes and their caches are used."""
-    watch = token_watcher(model)
-
-    def before(cache: RaggedCache, forward: Forward) -> None:
-        if cache.upkeep is not None:
-            cache.upkeep.before(forward)
-        else:
-            forward.on_layer = _observe_dense
-
-    def after(cache: RaggedCache, forward: Forward) -> None:
-        watch(cache, forward)
-        if cache.upkeep is not None:
-            cache.upkeep.after(cache)
-
-    with attached(model, before, after):
-        yield
-
-
-def _observe_dense(forward: Forward, layer: RaggedLayer, step: Step) -> None:
-    if not layer.packed:
-        observe(forward.cache, layer, step)
-
-
-def forward(
-    model: nn.Module,
-    cache: RaggedCache,
-    ids: Tensor,
-    mask: Tensor | None = None,
-    last: int | None = None,
-) -> Tensor:
-    """Run new tokens on a cache.
-
-    Args:
-        model: The model, inside `engine`.
-        cache: Where they are appended.
-        ids: New tokens `[B, n]`, padded on the left.
-        mask: Which of the new columns are tokens, `[B, n]`; None: all.
-        last: After how many of the last columns logits are wanted.
-
-    Returns:
-        Logits after the last token, `[B, vocabulary]`; with `last`, `[B, last, vocabulary]`.
-    """
-    if mask is not None and cache.valid is not None:
-        mask = torch.cat([cache.valid, mask.bool()], 1)
-    # Positions, and the mask of what is padded already, are the attachment's to give.
-    logits: Tensor = model(
-        input_ids=ids,
-        attention_mask=None if mask is None else mask.long(),
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=last or 1,
-    ).logits
-    return logits[:, -1] if last is None else logits
+from kvbench.engine.upkeep import first_budget
+from kvbench.moments import Moment
+from kvbench.plugin import Policy
+from kvbench.view import ModelInfo, Need
 
 
 @dataclass(frozen=True)
-class Request:
-    """One cell's wish: compress for this policy and budget at this moment.
+class Compression:
+    """The compression that one cell asks for.
 
     Attributes:
-        whole: Tokens of the whole prompt, where the prefix is only its first chunk.
-        tail: How many of these come after the last cut, and count in the budget.
+        policy: Chooses the entries.
+        budget: How many it keeps.
+        moment: When the cache is compressed.
+        seed: Noise seed of the run.
+        whole: Tokens of the whole prompt, if the prefix is only its first chunk.
+        tail: Tokens of the prompt that come after the last cut; they count in the budget.
     """
 
     policy: Policy
@@ -100,7 +45,7 @@ class Prefix:
 
     Args:
         model: The model, inside `engine`.
-        needs: What the cells' policies need observed.
+        needs: Observations that the policies of the cells need.
     """
 
     def __init__(self, model: nn.Module, needs: Iterable[Need]) -> None:
@@ -112,8 +57,13 @@ class Prefix:
         self.seconds = 0.0
         self._shared: dict[tuple[int, Moment, bool, int], Shared] = {}
 
+    @property
+    def spoiled(self) -> bool:
+        """Whether a failed policy may have changed the prefix in place."""
+        return self.cache.spoiled
+
     def extend(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Prefill further tokens `[B, n]`; give the logits after the last, `[B, vocabulary]`."""
+        """Prefill more tokens `[B, n]`; return the logits after the last, `[B, vocabulary]`."""
         begin = now(ids.device)
         logits = forward(self.model, self.cache, ids, mask)
         self._shared = {}
@@ -121,7 +71,7 @@ class Prefix:
         return logits
 
     def fork(self) -> Prefix:
-        """Give a prefix that may be extended alone (K/V so far are shared)."""
+        """Return a prefix that can be extended on its own; it shares the K/V so far."""
         other = object.__new__(Prefix)
         other.model, other.info, other.seconds = self.model, self.info, self.seconds
         other.device = self.device
@@ -129,48 +79,51 @@ class Prefix:
         other._shared = {}
         return other
 
-    def compress(self, cells: Sequence[Request], reserve: int | None = None) -> list[RaggedCache]:
-        """Make one packed cache per cell; `cache.seconds` is what it took.
+    def compress(
+        self, wanted: Sequence[Compression], reserve: int | None = None
+    ) -> list[RaggedCache]:
+        """Make one packed cache per compression; `cache.seconds` is the time that it took.
 
-        Scores that cells share are computed once; a score that reads the budget is not shared.
+        A score is computed once for all compressions, unless it reads the budget. If a policy
+        fails, `spoiled` tells whether it may have changed the prefix.
 
         Args:
-            cells: What to make.
-            reserve: Rows of room per segment for what will be appended.
+            wanted: The compressions.
+            reserve: Free rows behind every segment, for tokens that will be appended.
 
         Raises:
-            BudgetError: A policy did not meet its budget.
+            BudgetError: A policy did not keep exactly its budget.
         """
+        return [self._compress(one, reserve) for one in wanted]
+
+    def _compress(self, wanted: Compression, reserve: int | None) -> RaggedCache:
+        began = now(self.device)
         lengths = self.cache.lengths().tolist()
-        out = []
-        for cell in cells:
-            begin = now(self.device)
-            policy, moment = cell.policy, cell.moment
-            final = cell.whole is None or cell.whole - cell.tail <= min(lengths)
-            coming = cell.tail if final else 0
-            wish = (policy, cell.budget, moment)
-            budget = [first_budget(*wish, n, cell.whole, coming) for n in lengths]
-            seeds = row_seeds(self.cache, cell.seed)
-            shared = self._shared.setdefault((cell.seed, moment, final, coming), Shared())
-            cut = Cut(
-                policy,
-                self.cache,
-                self.info,
-                moment,
-                budget,
-                seeds,
-                shared,
-                final=final,
-                coming=coming,
-            )
-            made = self.cache.fork()
-            for layer in made.ragged:
-                layer.reset()
-            cut_cache(cut, made, reserve)
-            allowed = [cell.budget.per_head(cell.whole or n) for n in lengths]
-            if moment == "decode" and cell.budget.tokens is not None:
-                allowed = [cell.budget.tokens] * len(lengths)
-            Upkeep.start(cut, made, allowed)
-            made.seconds = now(self.device) - begin + cut.saved
-            out.append(made)
-        return out
+        policy, budget, moment = wanted.policy, wanted.budget, wanted.moment
+        final = wanted.whole is None or wanted.whole - wanted.tail <= min(lengths)
+        coming = wanted.tail if final else 0
+        cut = Cut(
+            policy,
+            self.cache,
+            self.info,
+            moment,
+            [first_budget(policy, budget, moment, n, wanted.whole, coming) for n in lengths],
+            row_seeds(self.cache, wanted.seed),
+            self._shared.setdefault((wanted.seed, moment, final, coming), Shared()),
+            final=final,
+            coming=coming,
+        )
+        made = self.cache.fork()
+        for layer in made.ragged:
+            layer.reset()
+        try:
+            compress_cache(cut, made, reserve)
+        except BaseException:
+            cut.note_changes()
+            raise
+        later = [budget.per_head(wanted.whole or n) for n in lengths]
+        if moment == "decode" and budget.tokens is not None:
+            later = [budget.tokens] * len(lengths)
+        start_upkeep(cut, made, later)
+        made.seconds = now(self.device) - began + cut.saved
+        return made

@@ -1,27 +1,97 @@
-"""Quantised weights: what transformers is told, and what a projection then multiplies by."""
+"""Quantised weights: the schemes, what transformers is told, and the matrices behind them."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 
-from kvbench.errors import UserError
+from kvbench.errors import UserError, unknown
+
+PACKAGES: dict[str, str] = {
+    "bnb-4bit": "bitsandbytes",
+    "bnb-8bit": "bitsandbytes",
+    "torchao-int8": "torchao",
+}
+"""Schemes that quantise weights while they are loaded, and the package that each needs.
+
+`bnb-4bit` is NF4 and computes in the model's dtype; `bnb-8bit` is LLM.int8() and computes in
+float16 and int8; `torchao-int8` stores weights as int8 and computes in the model's dtype.
+"""
+
+
+def scheme_name(value: object) -> str:
+    """Check the name of a scheme.
+
+    Raises:
+        UserError: There is no such scheme.
+    """
+    if value not in PACKAGES:
+        raise unknown("quantization", value, PACKAGES)
+    return str(value)
+
+
+def method_of(config: Any) -> str:
+    """How a model's weights are quantised on disk, such as `gptq`; "" if they are not."""
+    for part in (config, config.get_text_config()):
+        found = getattr(part, "quantization_config", None)
+        if found:
+            get = found.get if isinstance(found, Mapping) else vars(found).get
+            method = get("quant_method") or "unknown"
+            return str(getattr(method, "value", method))
+    return ""
+
+
+def check_quantization(name: str, config: Any, scheme: str | None, device_map: object) -> str:
+    """Check, before anything is computed, that a model can be loaded with these options.
+
+    Args:
+        name: The model.
+        config: Its configuration.
+        scheme: The scheme that quantises it while it is loaded; None: no scheme.
+        device_map: How it is spread over devices; None: it is not.
+
+    Returns:
+        How its weights will be quantised; "" if they will not be.
+
+    Raises:
+        UserError: The model is quantised already, or a package is missing.
+    """
+    method = method_of(config)
+    if scheme and method:
+        raise UserError(
+            f"model {name} is quantised already ({method}); leave out --quantization {scheme}"
+        )
+    flag = f"--quantization {scheme}" if scheme else "--device-map"
+    if method and not scheme and device_map is None:
+        flag = f"model {name} ({method})"
+    wanted = [PACKAGES[scheme]] if scheme else []
+    wanted += ["accelerate"] if scheme or method or device_map is not None else []
+    missing = [package for package in wanted if importlib.util.find_spec(package) is None]
+    if missing:
+        raise UserError(f"{flag} needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+    return scheme or method
+
+
+def quantization_packages(scheme: str | None) -> tuple[str, ...]:
+    """Packages whose versions can change a response."""
+    return () if scheme is None else (PACKAGES[scheme],)
 
 
 def scheme_config(scheme: str, dtype: torch.dtype) -> Any:
-    """The configuration that transformers takes for a scheme.
+    """The quantisation configuration that transformers needs for a scheme.
 
     Args:
-        scheme: One of `kvbench.quantization.PACKAGES`.
-        dtype: What is computed in.
+        scheme: One of `PACKAGES`.
+        dtype: The dtype of the computation.
     """
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it tells of every cast
-    import transformers
-
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it reports every cast
     if scheme == "bnb-4bit":
         return transformers.BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
@@ -34,28 +104,28 @@ def scheme_config(scheme: str, dtype: torch.dtype) -> Any:
 
 @torch.no_grad()
 def plain_weight(module: nn.Module, width: int, dtype: torch.dtype) -> Tensor:
-    """The matrix that a linear layer multiplies by, as plain numbers.
+    """The matrix that a linear layer multiplies by, in a floating dtype.
 
-    A plain weight is given as it is. bitsandbytes and the tensor classes of torchao and quanto
-    dequantise their own. Of any other layer what it does to the unit vectors is taken, which is
-    the same matrix.
+    A plain weight is returned as it is. The weights of bitsandbytes, torchao and quanto are
+    dequantised by their libraries. Any other layer is applied to the unit vectors, which gives the
+    same matrix.
 
     Args:
         module: A linear layer.
-        width: Its inputs.
-        dtype: What it computes in.
+        width: Its number of inputs.
+        dtype: The dtype that it computes in.
 
     Returns:
-        `[outputs, inputs]`, in a floating dtype.
+        `[outputs, inputs]`.
 
     Raises:
-        UserError: The layer does not tell.
+        UserError: The matrix cannot be found.
     """
     weight: Any = getattr(module, "weight", None)
     kind = type(weight)
     found: Tensor
     if kind in (Tensor, nn.Parameter):
-        # A float8 or packed weight has scales beside it.
+        # Float8 and packed weights have separate scales.
         if weight.is_floating_point() and weight.element_size() > 1 and weight.dim() == 2:
             found = weight
             return found
@@ -80,7 +150,7 @@ def _probed(module: nn.Module, width: int, dtype: torch.dtype) -> Tensor:
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise UserError(
-            f"the weights of a {type(module).__name__} cannot be read as numbers ({reason}): "
-            "policies that weigh values by the output projection, as criticalkv, cannot run"
+            f"the weights of {type(module).__name__} cannot be dequantised ({reason}); policies "
+            "that need the output projection cannot run on this model"
         ) from error
     return out.transpose(0, 1)

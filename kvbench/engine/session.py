@@ -10,28 +10,35 @@ import torch
 from torch import Tensor, nn
 
 from kvbench.budget import Budget
-from kvbench.engine.attachment import Forward, Step, attached
+from kvbench.engine.attachment import Forward, Step
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.decide import Cut, row_seeds
-from kvbench.engine.evict import cut_cache, finish, store
+from kvbench.engine.driver import Driver, start_observers
+from kvbench.engine.evict import (
+    compress_cache,
+    pack_layer,
+    record_counts,
+    restore,
+    start_upkeep,
+)
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.models import decoder_of, model_info
-from kvbench.engine.observing import observe, start_observers, token_watcher
-from kvbench.engine.upkeep import Upkeep, first_budget
+from kvbench.engine.upkeep import first_budget
 from kvbench.errors import UserError
 from kvbench.moments import LATER, Moment
-from kvbench.plugin import ModelInfo, Policy
+from kvbench.plugin import Policy
 from kvbench.spelling import policy as make_policy
+from kvbench.view import ModelInfo
 
 
 class AttachedCache(RaggedCache):
     """The cache that `kvbench.attach` gives: it compresses itself.
 
     Args:
-        model: The model, attached.
-        policy: How entries are chosen.
-        budget: How many stay.
-        moment: When it is cut, see `attach`.
+        model: The attached model.
+        policy: Chooses the entries.
+        budget: How many it keeps.
+        moment: When the cache is cut; see `attach`.
         auto: Whether the first forward is compressed when it ends.
         seed: Noise seed.
     """
@@ -55,8 +62,8 @@ class AttachedCache(RaggedCache):
     def _start(self) -> None:
         start_observers(self, self.policy.needs, self.info)
         self.upkeep = None
-        self._cut: Cut | None = None
-        self._first = self._running = False
+        self.first_cut: Cut | None = None
+        self.compressing = self.in_forward = False
 
     def reset(self) -> None:
         """Empty the cache for another sequence."""
@@ -66,24 +73,24 @@ class AttachedCache(RaggedCache):
     def compress(self) -> None:
         """Cut the cache back to its budget now.
 
-        With `compress="manual"` this ends the prefill. At moment `turns` it is called before every
-        new turn, as often as there are turns; the budget is of the tokens seen so far.
+        With `compress="manual"` this ends the prefill. At moment `turns` call it before every new
+        turn; the budget is a share of the tokens seen so far.
 
         Raises:
-            ValueError: Nothing was prefilled, or it is compressed already.
+            ValueError: Nothing was prefilled, or the cache is compressed already.
         """
         if self.closed:
-            raise ValueError("this cache can only be used inside its kvbench.attach(...) block")
+            raise ValueError("use this cache only inside its kvbench.attach(...) block")
         if self.valid is None:
-            raise ValueError("nothing was prefilled yet")
+            raise ValueError("nothing to compress: run the model on the cache first")
         if self.packed and self.moment != "turns":
             raise ValueError("the cache is compressed already")
         if not self.packed:
-            cut_cache(self._prefill_cut(), self)
-            self._done()
+            compress_cache(self.prefill_cut(), self)
+            self.end_prefill()
         elif self.upkeep is not None:
             self.upkeep.budget = [self.budget.per_head(n) for n in self.lengths().tolist()]
-            self.upkeep.restore(self, range(self.batch))
+            restore(self, range(self.batch))
         self.turns = [[*row, self.get_seq_length()] for row in self.turns or [[]] * self.batch]
 
     def close(self) -> None:
@@ -92,59 +99,69 @@ class AttachedCache(RaggedCache):
         for layer in self.ragged:
             layer.closed = True
 
-    # -- around a forward -------------------------------------------------------------------------
     def ready(self) -> None:
-        """Refuse a forward after one that has failed: the layers may be half compressed."""
-        if self._running:
-            raise ValueError("an earlier forward on this cache failed: cache.reset() starts anew")
+        """Refuse a forward after a failed one: the layers may be half compressed."""
+        if self.in_forward:
+            raise ValueError("an earlier forward on this cache failed; call cache.reset()")
 
-    def before(self, forward: Forward) -> None:
-        """Prepare one forward."""
-        self._running = True
-        if self.upkeep is not None:
-            self.upkeep.before(forward)
-        else:
-            forward.on_layer = self._on_layer
-        self._first = self.auto and not any(layer.packed for layer in self.ragged)
-
-    def _on_layer(self, forward: Forward, layer: RaggedLayer, step: Step) -> None:
-        if layer.packed:
-            return
-        observe(self, layer, step)
-        if self._first:
-            cut = self._prefill_cut()
-            if cut.at_once and not cut.keeps_all:
-                decision = cut.layer(cut.view(layer, step.index))
-                store(cut, step.index, layer, layer, decision)
-
-    def after(self, forward: Forward) -> None:
-        """Compress what this forward has made due."""
-        if self._first:
-            cut = self._prefill_cut()
-            if self.packed:
-                finish(cut, self)
-            else:
-                cut_cache(cut, self)
-            self._done()
-        elif self.upkeep is not None and (self.moment == "decode" or forward.n > 1):
-            self.upkeep.after(self)
-        self._running = False
-
-    def _done(self) -> None:
-        """Free what only the prefill needed, and start what goes on."""
-        cut, limit = self._prefill_cut(), self.budget.tokens
-        self._cut = self.ids = None
-        Upkeep.start(cut, self, cut.budget if limit is None else [limit] * self.batch)
-
-    def _prefill_cut(self) -> Cut:
-        if self._cut is None:
+    def prefill_cut(self) -> Cut:
+        """The compression of the prefill."""
+        if self.first_cut is None:
             lengths = self.lengths().tolist()
             # Between turns `compress` is only called when there is something to cut.
             moment = "context" if self.moment == "turns" else self.moment
             budget = [first_budget(self.policy, self.budget, moment, n) for n in lengths]
             seeds = row_seeds(self, self.seed)
-            self._cut = Cut(self.policy, self, self.info, self.moment, budget, seeds)
-        return self._cut
+            self.first_cut = Cut(self.policy, self, self.info, self.moment, budget, seeds)
+        return self.first_cut
+
+    def end_prefill(self) -> None:
+        """Free what only the prefill needed, and start the state between cuts."""
+        cut, limit = self.prefill_cut(), self.budget.tokens
+        self.first_cut = self.ids = None
+        start_upkeep(cut, self, cut.budget if limit is None else [limit] * self.batch)
+
+
+class _AttachDriver(Driver):
+    """Compresses one attached cache when its first forward ends.
+
+    A layer is compressed at once if its policy needs no other layer: the full K/V of all layers
+    never exist together.
+    """
+
+    def __init__(self, model: nn.Module, cache: AttachedCache) -> None:
+        super().__init__(model)
+        self.cache = cache
+
+    def before(self, cache: RaggedCache, forward: Forward) -> None:
+        """Prepare a forward; refuse any other cache."""
+        if cache is not self.cache:
+            raise ValueError("use the cache that this kvbench.attach(...) block gives")
+        self.cache.in_forward = True
+        packed = any(layer.packed for layer in cache.ragged)
+        self.cache.compressing = self.cache.auto and not packed
+        super().before(cache, forward)
+
+    def dense_layer(self, cache: RaggedCache, layer: RaggedLayer, step: Step) -> None:
+        """Compress a layer as soon as it can be decided."""
+        if not self.cache.compressing:
+            return
+        cut = self.cache.prefill_cut()
+        if cut.at_once and not cut.keeps_all:
+            decision = cut.layer(cut.view(layer, step.index))
+            pack_layer(cut, step.index, layer, layer, decision)
+
+    def after(self, cache: RaggedCache, forward: Forward) -> None:
+        """Compress what this forward has made due."""
+        super().after(cache, forward)
+        if self.cache.compressing:
+            cut = self.cache.prefill_cut()
+            if cache.packed:
+                record_counts(cut, cache)
+            else:
+                compress_cache(cut, cache)
+            self.cache.end_prefill()
+        self.cache.in_forward = False
 
 
 @contextmanager
@@ -159,22 +176,23 @@ def attach(
 ) -> Iterator[AttachedCache]:
     """Evict from a model's cache in its own forward and `generate`.
 
-    The first forward on the cache is the context; it is compressed when it ends (its own logits see
-    the full context). Later calls append: `model(tail, past_key_values=cache, attention_mask=<all
-    columns>)` or `model.generate(<context + question>, past_key_values=cache)`. `generate(prompt)`
-    alone compresses the prompt. With `compress="manual"` the prefill may come in chunks and
-    `cache.compress()` ends it (with `auto` only the first chunk would be compressed). Batches are
-    padded on the left.
+    The first forward on the cache is the context. The cache is compressed when that forward ends,
+    so its own logits see the full context. Later calls append: `model(tail, past_key_values=cache,
+    attention_mask=<all columns>)` or `model.generate(<context + question>, past_key_values=cache)`.
+    `generate(prompt)` alone compresses the prompt. With `compress="manual"` the prefill can come in
+    chunks, and `cache.compress()` ends it (`auto` would compress only the first chunk). Batches
+    must be padded on the left.
 
     Args:
         model: A causal language model of a supported family, in evaluation mode.
         policy: A policy or its spelling, as `"snapkv:window=64"`.
         budget: `"0.2"`, `0.2` (the fraction kept), `512` (tokens) or `"full"`.
-        moment: `context`: once. `decode`: an absolute budget holds during generation; what a head
-            holds beyond it is cut when the policy's buffer is full. `chunked`: an absolute budget
-            is restored after every forward of more than one token (for policies that treat the last
-            chunk apart, say `cache.upkeep.final = False` while more will come). `turns`: whenever
-            `cache.compress()` is called, which is before every new turn.
+        moment: `context`: compress once. `decode`: an absolute budget holds during generation;
+            the cache is cut when the policy's buffer beyond the budget is full. `chunked`: an
+            absolute budget is restored after every forward of more than one token (for policies
+            that treat the last chunk differently, set `cache.upkeep.final = False` while more
+            chunks will come). `turns`: compress whenever `cache.compress()` is called, which
+            belongs before every new turn.
         compress: `auto` or `manual`.
         seed: Seed of policies that draw noise.
 
@@ -185,32 +203,18 @@ def attach(
         ValueError: Unknown policy, budget out of range, a nested attachment, beam search.
     """
     if isinstance(seed, bool) or not isinstance(seed, int):
-        raise UserError(f"seed {seed!r}: a whole number would be right")
+        raise UserError(f"seed {seed!r} is not an integer")
     chosen, limit = make_policy(policy), Budget.parse(budget)
     if moment not in ("context", *LATER):
-        raise UserError(f"moment {moment!r}: context, {', '.join(LATER)} would be right for attach")
+        raise UserError(f"unknown moment {moment!r}; attach takes context, {', '.join(LATER)}")
     if compress not in ("auto", "manual"):
-        raise UserError(f"compress={compress!r}: auto or manual would be right")
+        raise UserError(f"unknown compress={compress!r}; use auto or manual")
     if moment in ("decode", "chunked") and limit.tokens is None and not chosen.is_full:
-        raise UserError(f"moment {moment} needs an absolute budget such as 512, not {limit}")
+        raise UserError(f"moment {moment} needs a budget in tokens such as 512, not {limit}")
     auto = compress == "auto" and moment != "turns"
     cache = AttachedCache(model, chosen, limit, moment, auto, seed)
-    watch = token_watcher(model)
-
-    def own(other: RaggedCache) -> AttachedCache:
-        if other is not cache:
-            raise ValueError("use the cache that this kvbench.attach gives")
-        return cache
-
-    def before(other: RaggedCache, forward: Forward) -> None:
-        own(other).before(forward)
-
-    def after(other: RaggedCache, forward: Forward) -> None:
-        watch(other, forward)
-        own(other).after(forward)
-
     try:
-        with attached(model, before, after):
+        with _AttachDriver(model, cache).running():
             yield cache
     finally:
         cache.close()
@@ -226,7 +230,7 @@ def kept(
     *,
     seed: int = 0,
 ) -> list[Tensor | None]:
-    """Which context entries a policy keeps.
+    """Tell which context entries a policy keeps.
 
     Args:
         model: A causal language model.
@@ -237,14 +241,14 @@ def kept(
         seed: Seed of policies that draw noise.
 
     Returns:
-        For every layer of the model bool `[B, H, T]` on `input_ids.device`, padding False; None for
-        sliding-window layers.
+        For every layer of the model, bool `[B, H, T]` on `input_ids.device`, False for padding;
+        None for sliding-window layers.
 
     Raises:
         ValueError: As `attach`.
     """
     if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.is_floating_point():
-        raise UserError("input_ids: an integer tensor [batch, tokens] would be right")
+        raise UserError("input_ids must be an integer tensor [batch, tokens]")
     with attach(model, policy, budget, seed=seed) as cache:
         arguments: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
         decoder_of(model)(input_ids=input_ids, attention_mask=attention_mask, **arguments)

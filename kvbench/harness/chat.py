@@ -1,11 +1,11 @@
-"""How a prompt's parts are joined to a text: with a chat template, or plainly."""
+"""Joins the parts of a prompt to one text, with a chat template or without."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kvbench.errors import UserError
+from kvbench.errors import UserError, reason_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 Message = dict[str, str]
 
 Render = Callable[..., str]
-"""`chat` for one tokenizer."""
+"""`chat` bound to one tokenizer."""
 
 
 def chat(
@@ -27,56 +27,71 @@ def chat(
     """Apply the tokenizer's chat template.
 
     Args:
-        tokenizer: It has the template.
-        tokenizer_id: What it is called in the message.
-        messages: Of the chat.
-        add_generation_prompt: Whether an answer is to be started; else the last message is one that
-            has been started, and is left open.
-        closed: The last message is an answer that is complete.
-        thinking: What the template is told as `enable_thinking`; None: nothing.
+        tokenizer: The tokenizer.
+        tokenizer_id: Its name in messages.
+        messages: Messages of the chat.
+        add_generation_prompt: Whether to start an answer; otherwise the last message is an answer
+            that was started, and is left open.
+        closed: Whether the last message is a complete answer.
+        thinking: Passed to the template as `enable_thinking`; None: not passed.
 
     Raises:
-        UserError: There is no chat template.
+        UserError: There is no chat template, or it fails.
     """
     if not tokenizer.chat_template:
-        raise UserError(f"{tokenizer_id} has no chat template; run with --no-chat-template")
-    told: Any = {} if thinking is None else {"enable_thinking": thinking}
-    text = tokenizer.apply_chat_template(
-        messages,
-        tokenize=False,
-        add_generation_prompt=add_generation_prompt and not closed,
-        continue_final_message=not add_generation_prompt and not closed,
-        **told,
-    )
+        raise UserError(f"{tokenizer_id} has no chat template; use --no-chat-template")
+    options: Any = {} if thinking is None else {"enable_thinking": thinking}
+    try:
+        text = tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt and not closed,
+            continue_final_message=not add_generation_prompt and not closed,
+            **options,
+        )
+    except Exception as error:  # a template is foreign code
+        raise UserError(
+            f"the chat template of {tokenizer_id} fails ({reason_of(error)}); use "
+            "--no-chat-template"
+        ) from error
     assert isinstance(text, str)
     return text
 
 
+def check_template(tokenizer: PreTrainedTokenizerBase, tokenizer_id: str) -> None:
+    """Try the chat template before any work is done.
+
+    Raises:
+        UserError: It does not compile, or fails on a single question.
+    """
+    chat(tokenizer, tokenizer_id, [{"role": "user", "content": "?"}])
+
+
 def check_thinking(tokenizer: PreTrainedTokenizerBase, tokenizer_id: str, used: bool) -> None:
-    """Refuse to switch thinking where there is no switch.
+    """Refuse the thinking flags if they would have no effect.
 
     Args:
-        tokenizer: Of the model.
-        tokenizer_id: What it is called in the message.
+        tokenizer: The tokenizer.
+        tokenizer_id: Its name in messages.
         used: Whether its chat template is applied.
 
     Raises:
-        UserError: No chat template is applied, or it does the same either way.
+        UserError: No chat template is applied, or it ignores `enable_thinking`.
     """
     if not used:
-        raise UserError("--thinking and --no-thinking are for chat templates, and none is applied")
+        raise UserError("--thinking and --no-thinking need a chat template, and none is applied")
     asked = [{"role": "user", "content": "?"}]
     if chat(tokenizer, tokenizer_id, asked, thinking=True) == chat(
         tokenizer, tokenizer_id, asked, thinking=False
     ):
         raise UserError(
-            f"the chat template of {tokenizer_id} does not read enable_thinking: neither "
-            "--thinking nor --no-thinking would be right"
+            f"the chat template of {tokenizer_id} ignores enable_thinking; leave out --thinking "
+            "and --no-thinking"
         )
 
 
 def prompt(text: str, gen_prefix: str, render: Render | None) -> str:
-    """A prompt without few-shot examples, as lm-eval joins it."""
+    """Join a prompt without few-shot examples as lm-eval does."""
     if render is not None:
         messages = [{"role": "user", "content": text}]
         if gen_prefix:

@@ -1,8 +1,8 @@
-"""lm-eval (0.4.13) as a harness: its YAML says what is asked and how an answer is scored.
+"""lm-eval (0.4.13) as a harness: its YAML defines what is asked and how answers are scored.
 
-Neither `simple_evaluate` (it reseeds global generators and starts processes) nor a model class of
-lm-eval is used. A task is built once from its YAML and our rows; its prompts go to the runner;
-responses are put back and go through the task's own filters, metric and aggregation.
+Neither `simple_evaluate` (which reseeds global generators and starts processes) nor a model class
+of lm-eval is used. A task is built once from its YAML and our rows. Its prompts go to the runner.
+The responses then go through the task's own filters, metric and aggregation.
 """
 
 from __future__ import annotations
@@ -12,21 +12,27 @@ import logging
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import datasets
+from lm_eval.api.instance import Instance
+from lm_eval.tasks import TaskManager
+from lm_eval.tasks._yaml_loader import load_yaml  # the only way to `include` and `!function`
+from lm_eval.utils import env
+
 from kvbench.benchmark import Benchmark, Doc
 from kvbench.data.sources import hinting
-from kvbench.decoding import Thinking, answer
+from kvbench.decoding import Thinking, scored_text
 from kvbench.errors import LeftOut, UserError
-from kvbench.harness import chat, dialogue
+from kvbench.harness import catalogue, chat, dialogue
 from kvbench.harness import rows as data
 from kvbench.harness.encode import count_tokens, tokenizer_hash
-from kvbench.harness.protocol import Key, LoadedTask, Request
+from kvbench.harness.protocol import Key, LoadedTask, Request, TaskSettings
 from kvbench.harness.requests import requests
-from kvbench.judge import choose, settle
+from kvbench.judge import Judge, choose, settle
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,91 +44,70 @@ class LmEvalHarness:
     name = "lm_eval"
 
     def load(
-        self,
-        task: str,
-        *,
-        length: int,
-        samples: int,
-        seed: int,
-        tokenizer: PreTrainedTokenizerBase,
-        tokenizer_id: str,
-        lexicon: str,
-        chat_template: bool,
-        cache_dir: Path,
-        thinking: bool | None = None,
-        benchmark: Benchmark | None = None,
+        self, task: str, settings: TaskSettings, benchmark: Benchmark | None = None
     ) -> LmEvalTask:
-        """Load a leaf task; see `Harness.load`.
-
-        Args:
-            benchmark: Where the task is from; None looks it up among the installed ones.
-        """
+        """Load a leaf task; see `Harness.load`."""
         leaf, bench = _find(task, benchmark)
-        if lexicon not in bench.lexicons:
-            raise LeftOut(_no_prompts(bench, lexicon))
-        if samples < 1:
-            raise UserError(f"samples must be at least 1, not {samples}")
-        chats = chat_template and leaf not in bench.plain
-        thinking = thinking if chats else None
-        render = partial(chat.chat, tokenizer, tokenizer_id, thinking=thinking) if chats else None
+        if settings.lexicon not in bench.lexicons:
+            raise LeftOut(_no_prompts(bench, settings.lexicon))
+        if settings.samples < 1:
+            raise UserError(f"samples must be at least 1, not {settings.samples}")
+        chats = settings.chat_template and leaf not in bench.plain
+        settings = replace(
+            settings,
+            chat_template=chats,
+            length=settings.length if bench.sized else 0,
+            thinking=settings.thinking if chats else None,
+        )
+        render = _render(settings)
         with hinting(leaf):
-            rows, data_hash = _rows(
-                bench,
-                leaf,
-                length,
-                samples,
-                seed,
-                tokenizer,
-                lexicon,
-                render,
-                thinking,
-                Path(cache_dir),
-            )
+            rows, data_hash = _rows(bench, leaf, settings, render)
         docs, places = dialogue.flat(rows, render is not None)
         with _quiet():
-            built = _build(bench, leaf, docs, seed)
+            built = _build(bench, leaf, docs, settings.seed)
             made = requests(built, leaf, docs, places, render)
-        loaded = _loaded(bench, leaf, length if bench.sized else 0, data_hash, built, rows, made)
-        loaded.thinks = Thinking.of(tokenizer) is not None
-        return loaded
+        return _loaded(bench, leaf, settings, data_hash, built, rows, made)
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class LmEvalTask(LoadedTask):
     """A task of lm-eval with its rows. See `LoadedTask`.
 
     Attributes:
-        built: lm-eval's task.
-        filter: Which of its filters counts.
-        thinks: Whether the model may think: what is scored is what follows that.
+        built: The task object of lm-eval.
+        filter: The filter whose output is scored.
+        thinks: Whether the model can think; only the text after the thinking is scored.
     """
 
     built: Any = None
     filter: str = "none"
     thinks: bool = False
-    _ids: dict[tuple[str, int], int] = field(default_factory=dict)
-    _instances: dict[int, Any] = field(default_factory=dict)
 
-    def score(self, responses: Mapping[Key, str]) -> tuple[dict[Key, float], float]:
+    def __post_init__(self) -> None:
+        instances = dict(enumerate(self.built.instances))
+        by_key = {(r.sample_id, r.question_id): instances[r.doc_id] for r in self.requests}
+        object.__setattr__(self, "_instances", by_key)
+
+    def score(
+        self, responses: Mapping[Key, str], judge: Judge | None = None
+    ) -> tuple[dict[Key, float], float]:
         """Score responses with lm-eval's filters, metric and aggregation; see `LoadedTask.score`.
 
-        Every repeat of a question counts as a response of its own.
+        Every repeat of a question counts as a separate response.
         """
-        from lm_eval.api.instance import Instance
-
-        keys = sorted(responses, key=lambda key: (self._ids[key[:2]], key[2]))
+        requests = {(r.sample_id, r.question_id): r for r in self.requests}
+        keys = sorted(responses, key=lambda key: (requests[key[:2]].doc_id, key[2]))
         if not keys:
             return {}, float("nan")
-        requests = {(r.sample_id, r.question_id): r for r in self.requests}
         instances = []
         for key in keys:
-            source = self._instances[self._ids[key[:2]]]
+            source = self._instances[key[:2]]  # type: ignore[attr-defined]
             instance = Instance(
                 source.request_type, source.doc, source.arguments, 0, (self.name, source.doc_id, 1)
             )
             asked, said = requests[key[:2]], responses[key]
-            if self.thinks and not asked.given:  # where text was given, the response is a record
-                said = answer(said, asked.until)
+            if self.thinks and not asked.given:  # the response to a given text is a record
+                said = scored_text(said, asked.until)
             instance.resps = [said]
             instances.append(instance)
         with _quiet():
@@ -130,7 +115,7 @@ class LmEvalTask(LoadedTask):
             try:
                 self.built.apply_filters()
                 names = [f"sample {key[0]}, question {key[1]}" for key in keys]
-                judge = self.judge or (choose() if self.rubric else None)
+                judge = judge or (choose() if self.rubric else None)
                 values = settle(judge, self._value, instances, names)
                 aggregate = self.built.aggregation()[self.metric]
                 alone = [v if isinstance(v, int | float) else aggregate([v]) for v in values]
@@ -140,19 +125,25 @@ class LmEvalTask(LoadedTask):
         return dict(zip(keys, map(float, alone), strict=True)), total
 
     def _value(self, instance: Any) -> Any:
-        return self.built.process_results(instance.doc, [instance.filtered_resps[self.filter]])[
-            self.metric
-        ]
+        results = [instance.filtered_resps[self.filter]]
+        return self.built.process_results(instance.doc, results)[self.metric]
+
+
+def _render(settings: TaskSettings) -> chat.Render | None:
+    """The chat template of the settings, or None if none is applied."""
+    if not settings.chat_template:
+        return None
+    return partial(chat.chat, settings.tokenizer, settings.tokenizer_id, thinking=settings.thinking)
 
 
 def _no_prompts(bench: Benchmark, lexicon: str) -> str:
     if lexicon == "reference":
         return (
-            f"the reference model knows 900 words of its own and cannot read {bench.name}; "
-            "--model with a real one would be right"
+            f"the reference model cannot read {bench.name} because it knows only its own 900 "
+            "words; use --model with a real model"
         )
-    there = ", ".join(bench.lexicons)
-    return f"{bench.name} has no prompts for the lexicon {lexicon!r}; it has {there}"
+    known = ", ".join(bench.lexicons)
+    return f"{bench.name} has no prompts in the lexicon {lexicon!r}; it has {known}"
 
 
 def _find(task: str, benchmark: Benchmark | None) -> tuple[str, Benchmark]:
@@ -160,65 +151,56 @@ def _find(task: str, benchmark: Benchmark | None) -> tuple[str, Benchmark]:
         if task not in benchmark.leaves:
             raise UserError(f"{benchmark.name} has no task {task!r}")
         return task, benchmark
-    from kvbench.harness.catalogue import resolve_task
-
-    found = resolve_task(task)
-    if len(found) != 1:
-        leaves = ", ".join(leaf for leaf, _ in found)
+    resolved = catalogue.resolve_task(task)
+    if len(resolved) != 1:
+        leaves = ", ".join(leaf for leaf, _ in resolved)
         raise UserError(f"{task!r} is a group; name one of its tasks: {leaves}")
-    return found[0]
+    return resolved[0]
 
 
 # --- rows -----------------------------------------------------------------------------------------
 
 
 def _rows(
-    bench: Benchmark,
-    leaf: str,
-    length: int,
-    samples: int,
-    seed: int,
-    tokenizer: PreTrainedTokenizerBase,
-    lexicon: str,
-    render: Any,
-    thinking: bool | None,
-    cache_dir: Path,
+    bench: Benchmark, leaf: str, settings: TaskSettings, render: chat.Render | None
 ) -> tuple[list[Doc], str]:
-    """The rows of a leaf, and the hash that names them."""
-    size = _Size(tokenizer, render)
+    """The rows of a leaf, and their hash."""
+    size = _Size(settings.tokenizer, render)
 
     def make(count: int) -> Any:
         return bench.docs(
             leaf,
-            length=length,
+            length=settings.length,
             samples=count,
-            seed=seed,
-            tokenizer=tokenizer,
-            lexicon=lexicon,
-            cache_dir=cache_dir,
+            seed=settings.seed,
+            tokenizer=settings.tokenizer,
+            lexicon=settings.lexicon,
+            cache_dir=settings.cache_dir,
             size=size,
         )
 
-    # What the rows depend on besides the generator: a file of this name is looked into first.
-    depends = [
-        bench.name,
-        leaf,
-        bench.version,
-        tokenizer_hash(tokenizer),
-        length,
-        seed,
-        lexicon,
-        render is not None,
-        *([] if thinking is None else [thinking]),
-    ]
-    name = f"{leaf}-{data.digest(depends)}.jsonl"
     if bench.sized:
-        rows = data.cached(cache_dir / "data" / bench.name / name, samples, make)
+        # Everything that the rows depend on besides the generator: it names the cached file.
+        depends = [
+            bench.name,
+            leaf,
+            bench.version,
+            tokenizer_hash(settings.tokenizer),
+            settings.length,
+            settings.seed,
+            settings.lexicon,
+            render is not None,
+            *([] if settings.thinking is None else [settings.thinking]),
+        ]
+        name = f"{leaf}-{data.digest(depends)}.jsonl"
+        file = settings.cache_dir / "data" / bench.name / name
+        rows = data.cached(file, settings.samples, make)
         data_hash = data.digest([*depends, rows[0]])
     else:
-        given = make(samples)
+        given = make(settings.samples)
         content = [row for _, row in data.read_rows(given)] if isinstance(given, Path) else given
-        rows, data_hash = content[:samples], data.digest([bench.version, content])
+        rows = content[: settings.samples]
+        data_hash = data.digest([bench.version, content])
     full = []
     for i, row in enumerate(rows):
         complete = dialogue.complete if dialogue.is_dialogue(row) else data.complete
@@ -228,7 +210,7 @@ def _rows(
 
 @dataclass(frozen=True)
 class _Size:
-    """Counts prompts as the model will see them; the `size` of `Benchmark.docs`."""
+    """Counts the tokens of prompts as the model sees them; the `size` of `Benchmark.docs`."""
 
     tokenizer: PreTrainedTokenizerBase
     render: chat.Render | None
@@ -239,7 +221,7 @@ class _Size:
         )
 
     def dialogue(self, row: Doc) -> int:
-        """Tokens of the last turn's prompt."""
+        """Tokens of the prompt of the last turn."""
         return count_tokens(self.tokenizer, dialogue.last_prompt(row, self.render))
 
 
@@ -248,10 +230,8 @@ class _Size:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep lm-eval and datasets silent, and Python's global generator, which lm-eval draws on."""
+    """Silence lm-eval and datasets, and preserve the global generator, which lm-eval uses."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    import datasets
-
     names = ("lm_eval", "lm-eval", "datasets")
     levels = [(logging.getLogger(name), logging.getLogger(name).level) for name in names]
     bars = datasets.utils.are_progress_bars_disabled()
@@ -270,18 +250,14 @@ def _quiet() -> Iterator[None]:
 
 
 def _build(bench: Benchmark, leaf: str, rows: Sequence[Doc], seed: int) -> Any:
-    """Build lm-eval's task from the benchmark's YAML over our rows."""
-    import datasets
-    from lm_eval.tasks import TaskManager
-    from lm_eval.tasks._yaml_loader import load_yaml  # the one way to `include` and `!function`
-
+    """Build the lm-eval task from the benchmark's YAML and our rows."""
     folder = Path(bench.yaml)
     files = [folder / f"{name}.yaml" for name in (leaf, bench.name)]
     path = next((file for file in files if file.is_file()), None)
     if path is None:
         raise UserError(f"{bench.name} has neither {files[0]} nor {files[1].name}")
     config = load_yaml(path, resolve_func=True)
-    # `extra` is ours; its fields differ from row to row, which Arrow would fill up with nulls.
+    # The fields of `extra` differ from row to row; Arrow would add nulls.
     plain = [{k: v for k, v in row.items() if k != "extra"} for row in rows]
     split = config.get("test_split") or "test"
     table = datasets.Dataset.from_list(plain)
@@ -302,9 +278,7 @@ def _build(bench: Benchmark, leaf: str, rows: Sequence[Doc], seed: int) -> Any:
 
 
 def _template(text: str) -> Callable[[Doc], str]:
-    """lm-eval's own template, compiled once instead of once a row."""
-    from lm_eval.utils import env
-
+    """The template as lm-eval renders it, compiled once instead of once per row."""
     compiled = env.from_string(text)
     return lambda row: compiled.render(**row)
 
@@ -312,7 +286,7 @@ def _template(text: str) -> Callable[[Doc], str]:
 def _loaded(
     bench: Benchmark,
     leaf: str,
-    length: int,
+    settings: TaskSettings,
     data_hash: str,
     built: Any,
     rows: Sequence[Doc],
@@ -333,10 +307,9 @@ def _loaded(
         rubric=bench.judge,
         higher_is_better=bool(built.higher_is_better()[metric]),
         chance=chance,
-        length=length,
-        requests=made,
+        length=settings.length,
+        requests=tuple(made),
         built=built,
         filter=wanted or filters[0],
-        _ids={(r.sample_id, r.question_id): r.doc_id for r in made},
-        _instances=dict(enumerate(built.instances)),
+        thinks=Thinking.of(settings.tokenizer) is not None,
     )

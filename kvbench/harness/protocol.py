@@ -1,7 +1,7 @@
-"""What a benchmark is, and what a harness gives the runner: prompts, and a scorer of responses.
+"""What a harness gives the runner: the prompts of a task, and a scorer of responses.
 
-A harness never sees a model. The runner takes `LoadedTask.requests`, has the engine answer them,
-and calls `LoadedTask.score` on the responses it has, at any time and as often as it likes.
+A harness never sees a model. The runner takes `LoadedTask.requests`, lets the engine answer them,
+and calls `LoadedTask.score` on the responses so far, at any time and any number of times.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from kvbench.benchmark import Benchmark
 from kvbench.decoding import Sampling
 
 if TYPE_CHECKING:
@@ -35,30 +36,31 @@ class Request:
         sample_id: Name of the sample, unique in the task together with `question_id`.
         doc_id: Index of the sample's row in the task's data.
         question_id: Counts the questions about one context, from 0.
-        context_id: Hash of the context; statistics cluster by it.
+        context_id: Hash of the context; statistics are clustered by it.
         context: The part of the prompt whose cache is compressed.
         question: The rest of the prompt.
         until: Strings that end the answer.
         max_new_tokens: Limit of the answer, in tokens.
         target: The reference answers.
-        extra: What a report may group by, e.g. `depth` (percent) of a needle.
-        dialogue: Names the dialogue that this question is a turn of; "" outside dialogues. The
+        extra: Facts that a report can group by, such as the `depth` (percent) of a needle.
+        dialogue: Name of the dialogue that this question belongs to; "" outside dialogues. The
             turns of a dialogue are adjacent and in order, and share `sample_id` and `context_id`.
-        turn: Number of the turn, from 0; it is the `question_id`.
-        delta: What this turn adds before its question: the new facts, and what opens a turn.
-        answer: The reference answer as it stands in the history that later turns are given.
-        answer_begin: What a history has between a question and the stripped answer: "" but for
-            chat templates that put white space there.
-        answer_end: What a history has after the stripped answer, before the next turn's `delta`.
+        turn: Number of the turn, from 0; the same as `question_id`.
+        delta: Text that this turn adds before its question: new facts, and the opening of the turn.
+        answer: The reference answer as later turns have it in their history.
+        answer_begin: Text between a question and the stripped answer in a history: white space
+            with some chat templates, otherwise "".
+        answer_end: Text between the stripped answer and the next turn's `delta` in a history.
         sampling: How the answer is drawn; None: greedily.
-        repeats: How many answers are drawn.
+        repeats: Number of answers to draw.
         given: A text that follows the prompt and is measured instead of an answer: its negative
             log-likelihood under the cell's cache. The response is then the JSON object
-            `{"nll": sum in nats, "tokens": how many}`.
+            `{"nll": sum in nats, "tokens": count}`.
 
-    A dialogue's history with reference answers is the joint text `delta + question + answer_begin +
-    answer + answer_end` of its turns; up to and with the question of turn j it is `context +
-    question` of that turn's request, to the character. A live dialogue puts its own answers there.
+    The history of a dialogue with reference answers is the concatenation of `delta + question +
+    answer_begin + answer + answer_end` over its turns. Up to the question of turn j it equals
+    `context + question` of that turn's request, character by character. A live dialogue has its own
+    answers in the history instead.
     """
 
     task: str
@@ -83,25 +85,49 @@ class Request:
     given: str = ""
 
 
-@dataclass
+@dataclass(frozen=True)
+class TaskSettings:
+    """Everything that a task's prompts depend on, besides the task itself.
+
+    Attributes:
+        length: Most tokens of context, question and answer together.
+        samples: Number of samples; the first of a larger number are the same.
+        seed: Seed of the data.
+        tokenizer: Sizes the prompts and applies the chat template.
+        tokenizer_id: The tokenizer's name in messages; its content is hashed.
+        lexicon: "natural" (real models) or "reference" (the shipped tiny model).
+        chat_template: Whether to apply the tokenizer's chat template.
+        cache_dir: Folder for generated data.
+        thinking: Passed to the chat template as `enable_thinking`; None: not passed.
+    """
+
+    length: int
+    samples: int
+    seed: int
+    tokenizer: PreTrainedTokenizerBase
+    tokenizer_id: str
+    lexicon: str
+    chat_template: bool
+    cache_dir: Path
+    thinking: bool | None = None
+
+
+@dataclass(frozen=True, eq=False)
 class LoadedTask(ABC):
     """The prompts of a leaf task at one length, and its scorer.
 
     Attributes:
         name: Leaf name.
         group: Name of the benchmark.
-        version: Version of the task; with the data hash it says what was asked.
-        data_hash: 16 hex digits over task version, tokenizer, length, seed and lexicon, or, for
-            data that is not generated, over the content. Never over the number of samples.
+        version: Version of the task; together with the data hash it identifies what was asked.
+        data_hash: 16 hex digits over task version, tokenizer, length, seed and lexicon, or over the
+            content if the data is not generated. The number of samples never counts.
         metric: Name of the metric.
-        higher_is_better: Whether more is better.
+        higher_is_better: Whether a higher score is better.
         chance: Score of a responder that has not seen the context.
-        length: Tokens that prompt and answer may take, or 0 where the data is not sized.
+        length: Tokens that prompt and answer can take, or 0 if the data is not sized.
         requests: Ordered by sample; those of one context are adjacent.
-        judge: Who judges the responses, where the metric asks for that; the planner sets it (None:
-            the environment says).
         rubric: See `Benchmark.judge`.
-        truncated: How many contexts were cut to fit the model; the planner sets it.
     """
 
     name: str
@@ -112,24 +138,25 @@ class LoadedTask(ABC):
     higher_is_better: bool
     chance: float
     length: int
-    requests: list[Request]
-    judge: Judge | None = field(default=None, kw_only=True)
+    requests: tuple[Request, ...]
     rubric: str = field(default="", kw_only=True)
-    truncated: int = field(default=0, kw_only=True)
 
     @abstractmethod
-    def score(self, responses: Mapping[Key, str]) -> tuple[dict[Key, float], float]:
-        """Score the responses that there are.
+    def score(
+        self, responses: Mapping[Key, str], judge: Judge | None = None
+    ) -> tuple[dict[Key, float], float]:
+        """Score the available responses.
 
         Args:
-            responses: Response text by (sample_id, question_id, repeat); any subset of the samples.
+            responses: Response text by (sample_id, question_id, repeat), for any samples.
+            judge: Judges the responses, if the metric needs that; None: the environment decides.
 
         Returns:
             The score of each response, and the harness's aggregate over them (NaN for none).
 
         Raises:
-            KeyError: A key that is not of this task.
-            JudgeError: A response was given no verdict.
+            KeyError: A key does not belong to this task.
+            JudgeError: A response got no verdict.
         """
 
 
@@ -139,35 +166,17 @@ class Harness(Protocol):
     name: str
 
     def load(
-        self,
-        task: str,
-        *,
-        length: int,
-        samples: int,
-        seed: int,
-        tokenizer: PreTrainedTokenizerBase,
-        tokenizer_id: str,
-        lexicon: str,
-        chat_template: bool,
-        cache_dir: Path,
-        thinking: bool | None = None,
+        self, task: str, settings: TaskSettings, benchmark: Benchmark | None = None
     ) -> LoadedTask:
         """Load a leaf task.
 
         Args:
             task: Leaf name, or the path of the user's own `.jsonl`.
-            length: Tokens of context + question + answer at most.
-            samples: How many samples; the first of a larger number are the same.
-            seed: Seed of the data.
-            tokenizer: Sizes the prompts and applies the chat template.
-            tokenizer_id: What the tokenizer is called in messages; its content is hashed.
-            lexicon: "natural" (real models) or "reference" (the shipped tiny model).
-            chat_template: Whether to apply the tokenizer's chat template.
-            cache_dir: Where generated data is kept.
-            thinking: What the chat template is told as `enable_thinking`; None: nothing.
+            settings: What the prompts depend on.
+            benchmark: The benchmark of the task; None looks it up among the installed ones.
 
         Raises:
-            NeedsHub: The data lies on the hub, which is not to be had.
-            UserError: The task is unknown, or does not fit into `length`.
+            NeedsHub: The data is on the hub and not available here.
+            UserError: The task is unknown, or does not fit into the length.
         """
         ...

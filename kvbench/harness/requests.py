@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvbench import decoding as generation
 from kvbench.benchmark import Doc
+from kvbench.decoding import from_yaml
 from kvbench.errors import UserError
 from kvbench.harness import chat, dialogue
 from kvbench.harness import rows as data
@@ -121,7 +121,7 @@ def _request(
         max_new_tokens=int(limit),
         target=tuple(row["outputs"]),
         extra=dict(row["extra"]),
-        sampling=None if given else generation.from_yaml(kwargs, leaf),
+        sampling=None if given else from_yaml(kwargs, leaf),
         repeats=1 if given else int(built.config.repeats or 1),
         given=given,
     )

@@ -1,21 +1,20 @@
-"""A task's rows: checked, generated once, and kept as content-hashed JSONL."""
+"""The rows of a task: checked, generated once, and kept as JSONL with a content hash."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from kvbench.benchmark import Doc
 from kvbench.errors import UserError
+from kvbench.files import replacing
 
 SENTINEL = "<|kvb_split|>"
-"""Parts context from question in a YAML's `doc_to_text`."""
+"""Separates context and question in the `doc_to_text` of a YAML."""
 
 
 def digest(value: object) -> str:
@@ -31,11 +30,11 @@ def read_rows(path: Path) -> list[tuple[int, Any]]:
         Line number (from 1) and value of every line that is not blank.
 
     Raises:
-        UserError: The file cannot be read, or a line is not JSON or not text; it names the line.
+        UserError: The file cannot be read, or a line is not valid JSON; the message names the line.
     """
     try:
-        # A byte order mark is no part of the data. Only line feeds end a line of JSONL:
-        # str.splitlines would also cut at a separator such as U+2028 within a string.
+        # utf-8-sig drops a byte order mark. Only line feeds end a line of JSONL: str.splitlines
+        # would also split at a separator such as U+2028 inside a string.
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
@@ -49,7 +48,9 @@ def read_rows(path: Path) -> list[tuple[int, Any]]:
 
 def _parsed(line: str, where: str) -> Any:
     try:
-        value = json.loads(line)
+        value = json.loads(line, object_pairs_hook=_unique)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
     except (ValueError, RecursionError) as error:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
         raise UserError(f"{where}: not JSON: {reason}") from None
@@ -58,19 +59,29 @@ def _parsed(line: str, where: str) -> Any:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             half = f"\\u{ord(error.object[error.start]):04x}"
-            raise UserError(f"{where}: {half} alone is no character (a lone surrogate)") from None
+            raise UserError(f"{where}: {half} is a lone surrogate, not a character") from None
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Refuse an object that has a key twice: Python would silently keep the last value."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise UserError(f"the key {twice!r} is given twice")
     return value
 
 
 def complete(doc: Mapping[str, Any], where: str) -> Doc:
-    """Check a row and fill in what it may leave out.
+    """Check a row and fill in its optional fields.
 
     Args:
         doc: A row as `Benchmark.docs` describes it.
-        where: Names the row in messages.
+        where: Name of the row in messages.
 
     Raises:
-        UserError: A field is missing or of the wrong type, or holds the sentinel.
+        UserError: A field is missing, has the wrong type or contains the sentinel.
     """
     for name, kind in (("context", str), ("question", str), ("outputs", list)):
         if not isinstance(doc.get(name), kind):
@@ -81,7 +92,7 @@ def complete(doc: Mapping[str, Any], where: str) -> Doc:
     if not full["outputs"] or not all(isinstance(o, str) for o in full["outputs"]):
         raise UserError(f"{where}: 'outputs' must be a list of at least one string")
     if any(SENTINEL in text for text in _strings(full)):
-        raise UserError(f"{where}: the data must not contain {SENTINEL}, which kvbench itself uses")
+        raise UserError(f"{where}: the data must not contain {SENTINEL}, which kvbench uses itself")
     return full
 
 
@@ -97,15 +108,16 @@ def _strings(value: object) -> Iterator[str]:
 
 
 def cached(path: Path, samples: int, make: Callable[[int], list[Doc]]) -> list[Doc]:
-    """Give the first `samples` rows, from the file if it holds them, else generated and kept.
+    """Return the first `samples` rows, from the file if it has them, otherwise generated and saved.
 
-    The file is used only if its content agrees with the hash in its first line, and its first row
-    with a row that is generated anew: what a changed generator left behind is never used.
+    The file is used only if its content agrees with the hash in its first line and its first row
+    equals a newly generated one. So rows of an older generator are never used.
 
     Args:
-        path: The file; its name says all that the rows depend on but the generator itself.
-        samples: How many rows.
-        make: Generates the first n rows; a larger n begins with the rows of a smaller one.
+        path: The file; its name identifies everything that the rows depend on, except the
+            generator itself.
+        samples: Number of rows.
+        make: Generates the first n rows; more rows begin with the same ones.
     """
     kept = load_hashed(path)
     first = make(1)
@@ -119,7 +131,7 @@ def cached(path: Path, samples: int, make: Callable[[int], list[Doc]]) -> list[D
 
 
 def load_hashed(path: Path) -> list[Doc]:
-    """Read rows that `save_hashed` wrote; none where the file is missing or damaged."""
+    """Read rows that `save_hashed` wrote; an empty list if the file is missing or damaged."""
     try:
         head, _, body = path.read_text(encoding="utf-8").partition("\n")
         if json.loads(head)["sha256"] != hashlib.sha256(body.encode()).hexdigest():
@@ -130,12 +142,10 @@ def load_hashed(path: Path) -> list[Doc]:
 
 
 def save_hashed(path: Path, rows: list[Doc]) -> None:
-    """Write rows below their hash, at once or not at all; where that fails, do without the file."""
+    """Write rows below their hash, all or nothing; do without the file if that fails."""
     body = "".join(json.dumps(row) + "\n" for row in rows)
     head = json.dumps({"sha256": hashlib.sha256(body.encode()).hexdigest()})
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, UserError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(f"{head}\n{body}")
-        os.replace(name, path)
+        with replacing(path) as part:
+            part.write_text(f"{head}\n{body}", encoding="utf-8")

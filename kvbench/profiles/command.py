@@ -71,7 +71,8 @@ def profiles(
     """Measure profiles of a model, all kinds in one pass; arguments as in `profile_heads`."""
     import kvbench
     from kvbench import reference
-    from kvbench.engine.models import check_single, load_model, model_info
+    from kvbench.engine.loading import load_model
+    from kvbench.engine.models import check_single, model_info
     from kvbench.profiles.measure import measure
     from kvbench.profiles.needles import find_needles
     from kvbench.runs.grid import Grid
@@ -81,7 +82,7 @@ def profiles(
     grid = Grid.from_dict(
         {"tasks": TASK, "samples": 33, **known, "models": model, "policies": "full"}
     )
-    (stage,) = plan(grid, reporter.message)
+    (stage,) = plan(grid, reporter.message).stages
     needles = [n for job in stage.jobs for n in find_needles(stage.tokenizer, job.prompts)]
     network = load_model(
         model,

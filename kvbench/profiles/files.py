@@ -266,7 +266,7 @@ def _fits(folder: Path, path: Path) -> bool:
 @functools.lru_cache(maxsize=64)
 def _compared(folder: Path, path: Path, changed: int) -> bool:
     from kvbench import reference
-    from kvbench.runs.planning import model_digest
+    from kvbench.engine.loading import model_digest
 
     if path.parent == SHIPPED and folder.parent == reference.path().parent:
         return True  # weights never change under the same name

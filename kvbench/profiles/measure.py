@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from kvbench.engine.attachment import Forward, Step, attached
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.decode import Stop
+from kvbench.engine.driver import forward
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.models import decoder_of, model_info
-from kvbench.engine.prefix import forward
 from kvbench.profiles.files import Kind
 from kvbench.profiles.needles import Needle
 from kvbench.progress import Reporter
@@ -92,7 +92,7 @@ def _answer(
     device: torch.device,
 ) -> bool:
     """Answer one prompt; whether the needle's value stands in the response."""
-    question = needle.prompt.question
+    question = needle.prompt.request
     value = question.target[0]
     stop = Stop(tokenizer, ends, [*question.until, value])
     ids = torch.tensor([*needle.prompt.context_ids, *needle.prompt.question_ids], device=device)

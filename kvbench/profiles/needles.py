@@ -50,14 +50,14 @@ def find_needles(tokenizer: Any, prompts: Sequence[Prompt]) -> list[Needle]:
         UserError: There are several answers, or one stands nowhere in its context, so the task is
             no needle task; or the tokenizer does not say where the needle is.
     """
-    spans = [_span(prompt.question) for prompt in prompts]
-    texts = [p.question.context[a:b] for p, (a, b) in zip(prompts, spans, strict=True)]
+    spans = [_span(prompt.request) for prompt in prompts]
+    texts = [p.request.context[a:b] for p, (a, b) in zip(prompts, spans, strict=True)]
     usual = Counter(text.split(maxsplit=1)[0] for text in texts).most_common(1)[0][0]
     found = []
     for prompt, (start, stop), text in zip(prompts, spans, texts, strict=True):
-        answer = prompt.question.context.rindex(prompt.question.target[0], start, stop) - start
+        answer = prompt.request.context.rindex(prompt.request.target[0], start, stop) - start
         at = [m.start() for m in re.finditer(rf"(?<!\S){re.escape(usual)}(?!\S)", text[:answer])]
-        if at and "needle" not in prompt.question.extra:
+        if at and "needle" not in prompt.request.extra:
             start += at[-1]
         found.append(Needle(prompt, *token_span(tokenizer, prompt, start, stop)))
     return found
@@ -109,10 +109,10 @@ def token_span(tokenizer: Any, prompt: Prompt, start: int, stop: int) -> tuple[i
     Raises:
         UserError: The tokens there do not read as the text does.
     """
-    context = prompt.question.context
+    context = prompt.request.context
     ids = [*prompt.context_ids, *prompt.question_ids]
     if tokenizer.is_fast:
-        text = context + prompt.question.question
+        text = context + prompt.request.question
         encoded = tokenizer(
             text, add_special_tokens=False, verbose=False, return_offsets_mapping=True
         )
@@ -126,9 +126,9 @@ def token_span(tokenizer: Any, prompt: Prompt, start: int, stop: int) -> tuple[i
         same, length = _common(tokenizer, context[:stop], plain)
         span = (first + before, first + same + (same < length))
     read = _letters(tokenizer.decode(ids[span[0] : span[1]]))
-    if _letters(prompt.question.target[0]) not in read:
+    if _letters(prompt.request.target[0]) not in read:
         raise UserError(
-            f"{prompt.question.task}, {prompt.question.sample_id}: the tokenizer does not say "
+            f"{prompt.request.task}, {prompt.request.sample_id}: the tokenizer does not say "
             "which tokens are the needle"
         )
     return span

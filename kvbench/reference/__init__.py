@@ -10,6 +10,11 @@ card in that folder says how well it does and what its figures can and cannot pr
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+from kvbench.errors import UserError
+from kvbench.named import NamedModel
+from kvbench.reference.grammar import VOCABULARY
 
 NAME = "reference-1"
 
@@ -17,3 +22,23 @@ NAME = "reference-1"
 def path() -> Path:
     """Return the folder with the weights, configuration and tokenizer of the reference model."""
     return Path(__file__).resolve().parent / NAME
+
+
+def _folder() -> Path:
+    if not (path() / "config.json").is_file():
+        raise UserError(f"the files of the reference model are missing from {path()}")
+    return path()
+
+
+def _reads(tokenizer: Any) -> bool:
+    vocabulary = tokenizer.get_vocab()
+    return len(vocabulary) == len(VOCABULARY) and all(word in vocabulary for word in VOCABULARY)
+
+
+MODEL = NamedModel(
+    name="reference",
+    summary="ships with kvbench, needs no network and no GPU; its scores are about policies only",
+    folder=_folder,
+    lexicon="reference",
+    reads=_reads,
+)

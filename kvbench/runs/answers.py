@@ -1,4 +1,4 @@
-"""Responses in the making: what the executors share."""
+"""Prompts with token ids, and responses while they are generated."""
 
 from __future__ import annotations
 
@@ -10,46 +10,51 @@ from torch import Tensor
 
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.decode import Row
-from kvbench.harness.protocol import Request as Question
+from kvbench.harness.protocol import Request
 from kvbench.runs.cell import Cell
-from kvbench.runs.store import Response
+from kvbench.runs.store import Key, Response
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A question with its token ids, once for each repeat.
+    """A request with its token ids, once for each repeat.
 
     Attributes:
-        question: What is asked.
-        context_ids: Of the context.
-        question_ids: Of the rest of the prompt.
-        given_ids: Of what is measured instead of an answer.
-        repeat: Which answer to the question it is, from 0.
+        request: What is asked.
+        context_ids: Tokens of the context.
+        question_ids: Tokens of the rest of the prompt.
+        given_ids: Tokens that are measured instead of an answer.
+        repeat: Index of the answer among the answers to this request, from 0.
     """
 
-    question: Question
+    request: Request
     context_ids: tuple[int, ...]
     question_ids: tuple[int, ...]
     given_ids: tuple[int, ...] = ()
     repeat: int = 0
 
     @property
+    def ids(self) -> tuple[int, ...]:
+        """Tokens of the whole prompt."""
+        return (*self.context_ids, *self.question_ids)
+
+    @property
     def limit(self) -> int:
-        """Tokens that may follow the prompt."""
-        return len(self.given_ids) or self.question.max_new_tokens
+        """Most tokens that can follow the prompt."""
+        return len(self.given_ids) or self.request.max_new_tokens
 
 
 @dataclass
 class Answer:
-    """A row to be decoded and the response that it becomes.
+    """A row to decode, and the response that it becomes.
 
     Attributes:
-        cell: For which cell.
-        prompt: What was asked.
-        row: Its tokens and its end.
-        cache: Its compressed cache.
-        response: All that is known before the decoding.
-        logits: After the prompt, `[1, vocabulary]`; None where the question is still to be fed.
+        cell: The cell that answers.
+        prompt: What is asked.
+        row: Tokens and stop condition.
+        cache: The compressed cache.
+        response: Everything that is known before decoding.
+        logits: Logits after the prompt, `[1, vocabulary]`; None if the question is still to be fed.
     """
 
     cell: Cell
@@ -62,7 +67,7 @@ class Answer:
 
 @dataclass
 class Lane:
-    """Answers that may be decoded in one batch.
+    """Answers that can be decoded in one batch.
 
     Attributes:
         asked: Whether the questions are in the caches already.
@@ -81,31 +86,37 @@ _Row = TypeVar("_Row", bound=_OfCell)
 
 
 def by_cell(rows: Sequence[_Row]) -> list[list[_Row]]:
-    """Rows of one batch apart, cell by cell."""
-    found: dict[str, list[_Row]] = {}
+    """Group the rows of one batch by cell."""
+    groups: dict[str, list[_Row]] = {}
     for row in rows:
-        found.setdefault(row.cell.cell, []).append(row)
-    return list(found.values())
+        groups.setdefault(row.cell.cell, []).append(row)
+    return list(groups.values())
 
 
-def alike(wanted: Iterable[tuple[Cell, Prompt]]) -> list[tuple[Cell, list[Prompt]]]:
-    """The prompts of a cell that differ in nothing but `repeat` together: one cache serves them."""
-    found: dict[tuple[str, str, int], tuple[Cell, list[Prompt]]] = {}
+def by_request(wanted: Iterable[tuple[Cell, Prompt]]) -> list[tuple[Cell, list[Prompt]]]:
+    """Group prompts of a cell that differ only in `repeat`: one cache serves them all."""
+    groups: dict[tuple[str, str, int], tuple[Cell, list[Prompt]]] = {}
     for cell, prompt in wanted:
-        found.setdefault(key_of(cell, prompt)[:3], (cell, []))[1].append(prompt)
-    return list(found.values())
+        groups.setdefault(key_of(cell, prompt)[:3], (cell, []))[1].append(prompt)
+    return list(groups.values())
 
 
 def forks(count: int, cache: RaggedCache) -> Iterator[RaggedCache]:
-    """A cache for each of several that go on from one; the last one is the cache itself."""
+    """A cache for each of several continuations; the last one is the cache itself."""
     for left in reversed(range(count)):
         yield cache.fork() if left else cache
+
+
+def key_of(cell: Cell, prompt: Prompt) -> Key:
+    """The key that a response is stored under."""
+    request = prompt.request
+    return (cell.cell, request.sample_id, request.question_id, prompt.repeat)
 
 
 def begun(
     cell: Cell, prompt: Prompt, cache: RaggedCache, prefill_s: float, compress_s: float
 ) -> Response:
-    """What a response says before it is generated."""
+    """The response of a cell with everything that is known before decoding."""
     return replace(
         empty(cell, prompt),
         context_tokens=len(prompt.context_ids),
@@ -121,15 +132,15 @@ def begun(
 
 
 def finished(answers: Sequence[Answer], cache: RaggedCache, seconds: float) -> list[Response]:
-    """The responses of a batch that was decoded.
+    """The responses of a decoded batch.
 
-    Where the cache was cut while it grew (moment `decode`) the entries and bytes are those of the
-    peak, the buffer included.
+    If the cache was cut while it grew (moment `decode`), entries and bytes are those of the peak,
+    including the buffer.
 
     Args:
         answers: The rows of the batch.
         cache: Its cache.
-        seconds: What decoding it took.
+        seconds: Time that decoding took.
     """
     out = []
     cuts = 0.0 if cache.upkeep is None else cache.upkeep.seconds
@@ -144,13 +155,12 @@ def finished(answers: Sequence[Answer], cache: RaggedCache, seconds: float) -> l
         )
         if cache.upkeep is not None:
             taken = cache.upkeep.room[i : i + 1] or [response.kv_bytes_allocated]
-            peak, info = cache.upkeep.peak[i], cache.upkeep.info
             entry = sum(layer.entry_bytes() for layer in cache.ragged) / len(cache.ragged)
             response = replace(
                 response,
-                budget_entries=info.layers * info.kv_heads * cache.upkeep.budget[i],
-                held_entries=peak,
-                kv_bytes_live=round(peak * entry),
+                budget_entries=cache.upkeep.heads * cache.upkeep.budget[i],
+                held_entries=cache.upkeep.peak[i],
+                kv_bytes_live=round(cache.upkeep.peak[i] * entry),
                 kv_bytes_allocated=taken[0],
                 kv_bytes_full=cache.full_bytes(i),
             )
@@ -158,34 +168,14 @@ def finished(answers: Sequence[Answer], cache: RaggedCache, seconds: float) -> l
     return out
 
 
-def key_of(cell: Cell, prompt: Prompt) -> tuple[str, str, int, int]:
-    """What a response is stored under."""
-    question = prompt.question
-    return (cell.cell, question.sample_id, question.question_id, prompt.repeat)
-
-
 def empty(cell: Cell, prompt: Prompt) -> Response:
-    """A response that says nothing yet."""
-    question = prompt.question
+    """A response with its key and nothing else."""
+    request = prompt.request
     return Response(
         cell=cell.cell,
-        sample_id=question.sample_id,
-        question_id=question.question_id,
+        sample_id=request.sample_id,
+        question_id=request.question_id,
         repeat=prompt.repeat,
-        doc_id=question.doc_id,
-        context_id=question.context_id,
-        response="",
-        stop="",
-        error="",
-        context_tokens=0,
-        question_tokens=0,
-        generated_tokens=0,
-        budget_entries=0,
-        held_entries=0,
-        kv_bytes_live=0,
-        kv_bytes_allocated=0,
-        kv_bytes_full=0,
-        prefill_s=0.0,
-        compress_s=0.0,
-        decode_s=0.0,
+        doc_id=request.doc_id,
+        context_id=request.context_id,
     )

@@ -4,51 +4,86 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 
 from kvbench import registry
+from kvbench.budget import Budget
 from kvbench.files import digest_of
+from kvbench.moments import Moment, Timing
+from kvbench.plugin import Policy
+from kvbench.spelling import exchanged_parts
+
+FULL_BUDGET = Budget.parse("full")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What varies between the cells of one task: a policy at a budget and a moment.
+
+    The full cache has neither budget nor moment, except at moment `turns`, where the answers of
+    the full cache are part of its history.
+
+    Attributes:
+        policy: Chooses the entries.
+        budget: How many it keeps.
+        timing: When the cache is compressed; None for the full cache.
+    """
+
+    policy: Policy
+    budget: Budget
+    timing: Timing | None
+
+    def __post_init__(self) -> None:
+        if self.is_full:
+            object.__setattr__(self, "budget", FULL_BUDGET)
+            if self.timing is not None and self.timing.moment != "turns":
+                object.__setattr__(self, "timing", None)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether this is the uncompressed cache."""
+        return self.policy.is_full
+
+    @property
+    def moment(self) -> Moment:
+        """When the cache is compressed; the full cache counts as `context`."""
+        return "context" if self.timing is None else self.timing.moment
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One row of the results: a policy at a budget on a leaf task, and all that can change it.
-
-    The policy `full` has neither budget nor moment: they are set to "full" and "". Only at moment
-    `turns` it keeps it: there the answers of the full cache are part of its history.
+    """One row of the results: a variant on a leaf task, and everything that can change it.
 
     Attributes:
+        variant: Policy, budget and moment.
         model: As the user names it: `reference`, a path or a hub id.
-        model_revision: Commit of the hub, or digest of the local weights.
+        model_revision: Commit of a hub model, or digest of a local one.
         task: Leaf name.
-        group: Benchmark; a label, in neither hash.
-        length: Tokens of prompt and answer (0 where the task is not sized).
-        policy: Canonical spelling.
-        budget: Canonical spelling of what is kept.
-        moment: When the cache is compressed.
-        seed: Of data and policy noise.
-        dtype: Of weights and cache, e.g. "float32", and in brackets how weights are quantised:
-            "bfloat16 (bnb-4bit)".
+        group: Benchmark; a label that is in neither hash.
+        length: Tokens of prompt and answer (0 if the task is not sized).
+        seed: Seed of data and policy noise.
+        dtype: Dtype of weights and cache such as "float32", and in brackets how the weights are
+            quantised: "bfloat16 (bnb-4bit)".
         device: Device type; an index ("cuda:1") is dropped.
         attention: Attention implementation of the prefill.
-        chat_template: "" for none, else whatever identifies the template that is applied.
-        data_hash: Of the task's data.
-        task_version: Of the task.
+        chat_template: Identifies the chat template that is applied; "" for none.
+        data_hash: Hash of the task's data.
+        task_version: Version of the task.
         prompts: Digest of how the task asks.
-        versions: JSON object of the versions that responses depend on, see `versions`.
-        generation: JSON object of how answers are made, where not greedily and as the task says;
-            "" where so. See `kvbench.decoding.Settings.record`.
+        generation: JSON object of how answers are generated; "" for greedy answers as the task
+            defines them. See `kvbench.runs.generation.GenerationFlags.record`.
+        files: Digest of the files that the policy reads for the model (`Policy.fingerprint`).
+        packages: More packages whose versions can change a response.
     """
 
+    variant: Variant
     model: str
     model_revision: str
     task: str
     group: str
     length: int
-    policy: str
-    budget: str
-    moment: str
     seed: int
     dtype: str
     device: str
@@ -57,51 +92,127 @@ class Cell:
     data_hash: str
     task_version: str
     prompts: str
-    versions: str
     generation: str = ""
+    files: str = ""
+    packages: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "device", self.device.partition(":")[0])
-        if self.is_full:
-            object.__setattr__(self, "budget", "full")
-            object.__setattr__(self, "moment", "turns" if self.moment == "turns" else "")
+
+    def of(self, variant: Variant, files: str) -> Cell:
+        """The cell of another variant of the same task."""
+        return replace(self, variant=variant, files=files)
+
+    @property
+    def policy(self) -> Policy:
+        """Chooses the entries."""
+        return self.variant.policy
+
+    @property
+    def budget(self) -> Budget:
+        """How many entries are kept."""
+        return self.variant.budget
 
     @property
     def is_full(self) -> bool:
         """Whether this is the uncompressed cache."""
-        return self.policy == "full"
+        return self.variant.is_full
+
+    @property
+    def moment(self) -> Moment:
+        """When the cache is compressed; the full cache counts as `context`."""
+        return self.variant.moment
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of a chunk at moment `chunked`; 0 at all others."""
+        return 0 if self.variant.timing is None else self.variant.timing.chunk
+
+    def __str__(self) -> str:
+        return f"{self.task}, {self.policy} at {self.budget}"
+
+    @functools.cached_property
+    def labels(self) -> dict[str, str | int]:
+        """What the cell is, as the columns of `cells.parquet` spell it."""
+        timing = self.variant.timing
+        return {
+            "model": self.model,
+            "model_revision": self.model_revision,
+            "task": self.task,
+            "group": self.group,
+            "length": self.length,
+            "policy": str(self.policy),
+            "budget": str(self.budget),
+            "moment": "" if timing is None else str(timing),
+            "seed": self.seed,
+            "dtype": self.dtype,
+            "device": self.device,
+            "attention": self.attention,
+            "data_hash": self.data_hash,
+            "task_version": self.task_version,
+        }
+
+    @functools.cached_property
+    def versions(self) -> dict[str, str]:
+        """The versions that responses depend on, by package, policy, exchanged part and files."""
+        return versions(self.policy, self.files, self.packages)
 
     @functools.cached_property
     def cell(self) -> str:
-        """16 hex digits over everything that can change a response: the key of resuming."""
-        own = asdict(self)
-        del own["group"]
-        if not self.generation:
-            del own["generation"]
-        return digest_of(own)
+        """16 hex digits over everything that can change a response: the key for resuming."""
+        counted = {key: value for key, value in self.labels.items() if key != "group"}
+        counted |= {"chat_template": self.chat_template, "prompts": self.prompts}
+        # A string in the string: so were the cells of the first runs hashed.
+        counted["versions"] = json.dumps(self.versions, sort_keys=True)
+        if self.generation:
+            counted["generation"] = self.generation
+        return digest_of(counted)
 
     @functools.cached_property
     def match(self) -> str:
-        """16 hex digits over what is asked, not over how it is computed: the key of comparing."""
-        asked = ("model", "task", "length", "policy", "budget", "moment", "seed", "data_hash")
-        own = {name: getattr(self, name) for name in asked}
-        return digest_of(own | ({"generation": self.generation} if self.generation else {}))
+        """16 hex digits over the question, not over how it is computed: the key for comparing."""
+        keys = ("model", "task", "length", "policy", "budget", "moment", "seed", "data_hash")
+        counted = {key: self.labels[key] for key in keys}
+        return digest_of(counted | ({"generation": self.generation} if self.generation else {}))
 
     def row(self, **more: int) -> dict[str, str | int]:
-        """The columns of `cells.parquet` that say what the cell is, hashes included.
+        """The columns of `cells.parquet` that identify the cell, including its hashes.
 
         Args:
-            more: What else is recorded of how its answers were made.
+            more: Further facts about how its answers were generated.
         """
-        own = asdict(self)
-        recorded = json.loads(self.versions)
-        if made := json.loads(own.pop("generation") or "{}") | more:
-            recorded["generation"] = made
-        for name in ("chat_template", "prompts"):
-            if value := own.pop(name):
-                recorded[name] = value
-        own["versions"] = json.dumps(recorded, sort_keys=True)
-        return {"cell": self.cell, "match": self.match, **own}
+        recorded: dict[str, object] = dict(self.versions)
+        if generation := json.loads(self.generation or "{}") | more:
+            recorded["generation"] = generation
+        if self.chat_template:
+            recorded["chat_template"] = self.chat_template
+        if self.prompts:
+            recorded["prompts"] = self.prompts
+        text = json.dumps(recorded, sort_keys=True)
+        return {"cell": self.cell, "match": self.match, **self.labels, "versions": text}
+
+
+def versions(policy: Policy, files: str = "", packages: Sequence[str] = ()) -> dict[str, str]:
+    """What the responses of a policy depend on besides the flags.
+
+    Args:
+        policy: The digest of its file, or the package and version that registers it, is part of
+            the answer, and so are those of exchanged parts.
+        files: Digest of the files that the policy reads for the model.
+        packages: More packages that responses depend on.
+
+    Returns:
+        Versions by name, in the order of the names.
+    """
+    always = ("kvbench", "torch", "transformers", "lm_eval")
+    known = {name: _installed(name) for name in (*always, *packages)}
+    known["policy"] = policy.origin
+    for kind, part in exchanged_parts(policy).items():
+        if part is not None and (name := f"{kind}.{part.name}") in registry.names(registry.PARTS):
+            known[kind] = registry.origin(registry.PARTS, name)
+    if files:
+        known["files"] = files
+    return dict(sorted(known.items()))
 
 
 @functools.cache
@@ -110,30 +221,3 @@ def _installed(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
-
-
-def versions(policy: str, files: str = "", packages: tuple[str, ...] = ()) -> str:
-    """What the responses of a policy depend on beside the flags.
-
-    Args:
-        policy: Spelling of the policy. The digest of its file, or the package and version that
-            registers its name, is part of the answer, and so are those of exchanged parts.
-        files: Digest of the files that the policy reads for the model (`Policy.fingerprint`).
-        packages: Further ones that it depends on.
-
-    Returns:
-        A JSON object with sorted keys.
-    """
-    always = ("kvbench", "torch", "transformers", "lm_eval")
-    found = {name: _installed(name) for name in (*always, *packages)}
-    if registry.split_file(policy):
-        found["policy"] = registry.file_digest(policy)
-    else:
-        found["policy"] = registry.origin(registry.POLICIES, policy.partition(":")[0])
-    for item in policy.split(":"):
-        kind, _, name = item.partition("=")
-        if (part := f"{kind}.{name}") in registry.names(registry.PARTS):
-            found[kind] = registry.origin(registry.PARTS, part)
-    if files:
-        found["files"] = files
-    return json.dumps(found, sort_keys=True)

@@ -1,7 +1,8 @@
 """Live dialogues: the cache grows over turns and is cut back to budget before each new one.
 
-The model's own answers stay in the history. The first turn is prefilled once for all cells; from
-then on a dialogue's cache belongs to its cell, and the dialogues of one policy go on side by side.
+The model's own answers stay in the history. The first turn is prefilled once for all cells. From
+then on the cache of a dialogue belongs to its cell, and the dialogues of one policy run in one
+batch.
 """
 
 from __future__ import annotations
@@ -9,33 +10,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kvbench.budget import Budget
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.decide import now
 from kvbench.engine.decode import Batch, Row
-from kvbench.errors import reason_of
+from kvbench.engine.evict import restore
+from kvbench.errors import PluginError, plugin_call
 from kvbench.harness.protocol import Request
-from kvbench.plugin import Policy
-from kvbench.runs.answers import (
-    Prompt,
-    begun,
-    by_cell,
-    empty,
-    forks,
-    key_of,
-)
+from kvbench.runs.answers import Prompt, begun, by_cell, empty, forks, key_of
 from kvbench.runs.cell import Cell
-from kvbench.runs.store import Response
-
-if TYPE_CHECKING:
-    from kvbench.runs.worker import Executor
-
-Done = set[tuple[str, str, int, int]]
+from kvbench.runs.store import Key, Response
+from kvbench.runs.worker import Worker
 
 
 @dataclass
@@ -49,144 +37,133 @@ class Dialogue:
     prefill_s: float
 
 
-def run_dialogues(
-    executor: Executor,
-    prompts: Sequence[Prompt],
-    cells: Sequence[Cell],
-    policies: dict[str, Policy],
-    done: Done,
-) -> None:
-    """Hold every dialogue of which a turn is still open, for every cell.
+@torch.no_grad()
+def answer_dialogues(worker: Worker, prompts: Sequence[Prompt], cells: Sequence[Cell]) -> None:
+    """Hold every dialogue that has an open turn, for every cell.
 
     Args:
-        executor: Whose model talks.
-        prompts: The turns of all dialogues, those of one adjacent and in order, repeat by repeat.
-        cells: At moment `turns`.
-        policies: Of the cells.
-        done: Keys of the responses that are there.
+        worker: The model.
+        prompts: The turns of all dialogues; those of one dialogue are adjacent and in order, one
+            repeat after the other.
+        cells: Cells at moment `turns`.
     """
+    done = worker.store.keys()
     lanes: dict[str, list[Dialogue]] = {}
-    width = max(_longest(executor, list(g)) for _, g in groupby(prompts, _name))
-    for _, group in groupby(prompts, lambda p: p.question.dialogue):
+    width = max(_longest(worker, list(g)) for _, g in groupby(prompts, _name))
+    for _, group in groupby(prompts, lambda p: p.request.dialogue):
         repeats = [list(g) for _, g in groupby(group, _name)]
         wanted = [
-            (c, missing)
-            for c in cells
-            if c.cell not in executor.failed
-            and (missing := [t for t in repeats if any(key_of(c, p) not in done for p in t)])
+            (cell, missing)
+            for cell in cells
+            if cell.cell not in worker.failed
+            and (missing := [t for t in repeats if any(key_of(cell, p) not in done for p in t)])
         ]
         if not wanted:
             continue
-        needs = {need for c, _ in wanted for need in policies[c.cell].needs}
+        needs = frozenset(need for cell, _ in wanted for need in cell.policy.needs)
         first = repeats[0][0]
-        ids = (*first.context_ids, *first.question_ids)
-        prefix, logits = executor.prefill(ids, needs)
+        prefix, logits = worker.prefill(first.ids, needs)
         for cell, missing in wanted:
-            cache = executor.compress(prefix, cell, policies[cell.cell], first)
+            cache = worker.compress(prefix, cell, first)
             if cache is None:
-                del prefix
-                prefix, logits = executor.prefill(ids, needs)
+                if prefix.spoiled:
+                    prefix, logits = worker.prefill(first.ids, needs)
                 continue
-            for turns, own in zip(missing, forks(len(missing), cache), strict=True):
-                held = lanes.setdefault(cell.policy, [])
-                held.append(Dialogue(cell, turns, own, logits, prefix.seconds))
+            policy = str(cell.policy)
+            for turns, copy in zip(missing, forks(len(missing), cache), strict=True):
+                lane = lanes.setdefault(policy, [])
+                lane.append(Dialogue(cell, turns, copy, logits, prefix.seconds))
                 waiting = (d.cache for lane in lanes.values() for d in lane)
-                if cache.slides or not executor.room(len(held), waiting):
-                    _hold(executor, lanes.pop(cell.policy), width, done)
-    for held in lanes.values():
-        _hold(executor, held, width, done)
+                # Padding would push tokens out of sliding windows: there a dialogue goes alone.
+                if cache.slides or not worker.has_room(len(lane), waiting):
+                    _hold(worker, lanes.pop(policy), width, done)
+    for lane in lanes.values():
+        _hold(worker, lane, width, done)
 
 
 def _name(prompt: Prompt) -> tuple[str, int]:
-    return prompt.question.dialogue, prompt.repeat
+    return prompt.request.dialogue, prompt.repeat
 
 
-def _hold(executor: Executor, dialogues: list[Dialogue], width: int, done: Done) -> None:
-    """Carry dialogues of one policy through, side by side, and store what was said."""
+def _hold(worker: Worker, dialogues: list[Dialogue], width: int, done: set[Key]) -> None:
+    """Run dialogues of one policy to their end in one batch, and store the answers."""
     try:
-        said = list(_turns(executor, dialogues, width))
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # a policy that is asked again is foreign code
-        apart = by_cell(dialogues)
-        if len(apart) == 1:
+        with plugin_call():  # the policy runs again before every turn
+            responses = list(_turns(worker, dialogues, width))
+    except PluginError as error:
+        groups = by_cell(dialogues)
+        if len(groups) == 1:
             for d in dialogues:
-                executor.fail(d.cell, d.turns[0], reason_of(error))
-        else:  # whose fault it was shows when each goes alone
-            for own in apart:
-                _hold(executor, own, width, done)
+                worker.fail(d.cell, d.turns[0], str(error))
+        else:
+            for group in groups:  # run each cell alone to find out which one fails
+                _hold(worker, group, width, done)
         return
-    executor.done([r for r in said if r.key not in done])
+    worker.done([r for r in responses if r.key not in done])
 
 
-def _turns(executor: Executor, dialogues: list[Dialogue], width: int) -> Iterator[Response]:
-    batch = Batch(executor.model, [d.cache for d in dialogues], executor.slots(len(dialogues)))
+def _turns(worker: Worker, dialogues: list[Dialogue], width: int) -> Iterator[Response]:
+    batch = Batch(worker.model, [d.cache for d in dialogues], worker.slots(len(dialogues)))
     cache, upkeep = batch.cache, batch.cache.upkeep
-    open_rows: list[Row] = []
+    last_rows: list[Row] = []
     for turn in range(max(len(d.turns) for d in dialogues)):
         alive = [turn < len(d.turns) for d in dialogues]
         cuts = 0.0 if upkeep is None else upkeep.seconds
-        began = now(executor.device)
+        began = now(worker.device)
         if turn == 0:
             logits = torch.cat([d.logits for d in dialogues])
-            held = [begun(d.cell, d.turns[0], d.cache, d.prefill_s, 0.0) for d in dialogues]
+            states = [begun(d.cell, d.turns[0], d.cache, d.prefill_s, 0.0) for d in dialogues]
         else:
             _cut(cache, dialogues, alive)
-            held = [_state(cache, i, d, turn) for i, d in enumerate(dialogues)]
+            states = [_state(cache, i, d, turn) for i, d in enumerate(dialogues)]
             more = [
-                _next(executor, d, turn, row) if ok else []
-                for d, ok, row in zip(dialogues, alive, open_rows, strict=True)
+                _next(worker, d, turn, row) if ok else []
+                for d, ok, row in zip(dialogues, alive, last_rows, strict=True)
             ]
             most = max(len(m) for m in more)
-            # Padding would push tokens out of sliding windows: there a dialogue goes alone.
             logits = batch.feed(more, most if cache.slides else max(width, most))
-        rows = [executor.row(d.cell, d.turns[min(turn, len(d.turns) - 1)]) for d in dialogues]
+        rows = [worker.row(d.cell, d.turns[min(turn, len(d.turns) - 1)]) for d in dialogues]
         for row, ok in zip(rows, alive, strict=True):
             row.reason = "" if ok else "over"
         batch.answer(rows, logits, pause=True)
         cuts = (0.0 if upkeep is None else upkeep.seconds) - cuts
-        each = (now(executor.device) - began - cuts) / max(1, sum(alive))
-        for i, (row, ok) in enumerate(zip(rows, alive, strict=True)):
+        each = (now(worker.device) - began - cuts) / max(1, sum(alive))
+        for state, row, ok in zip(states, rows, alive, strict=True):
             if ok:
                 yield replace(
-                    held[i],
+                    state,
                     response=row.text(),
                     stop=row.reason,
                     generated_tokens=len(row.tokens),
                     compress_s=cuts / sum(alive),
                     decode_s=each,
                 )
-        open_rows = rows
+        last_rows = rows
 
 
 def _cut(cache: RaggedCache, dialogues: list[Dialogue], alive: list[bool]) -> None:
-    """Cut every dialogue that goes on back to its share of the tokens seen so far."""
-    upkeep = cache.upkeep
-    if upkeep is None:
+    """Cut every dialogue that continues back to its share of the tokens seen so far."""
+    if cache.upkeep is None:
         return
     seen = cache.lengths().tolist()
     for i, d in enumerate(dialogues):
-        upkeep.budget[i] = Budget.parse(d.cell.budget).per_head(seen[i])
-    upkeep.restore(cache, [i for i, ok in enumerate(alive) if ok])
-    # What comes from now on is the new turn.
+        cache.upkeep.budget[i] = d.cell.budget.per_head(seen[i])
+    restore(cache, [i for i, ok in enumerate(alive) if ok])
+    # Everything from here on belongs to the new turn.
     width = cache.get_seq_length()
     cache.turns = [[*starts, width] for starts in cache.turns or [[]] * cache.batch]
 
 
 def _state(cache: RaggedCache, row: int, dialogue: Dialogue, turn: int) -> Response:
     """What a dialogue holds when a turn begins."""
-    upkeep = cache.upkeep
     prompt = dialogue.turns[min(turn, len(dialogue.turns) - 1)]
     held = cache.live_entries(row)
-    allowed = held
-    if upkeep is not None:
-        allowed = upkeep.info.layers * upkeep.info.kv_heads * upkeep.budget[row]
-    seen = int(cache.lengths()[row])
+    upkeep = cache.upkeep
     return replace(
         empty(dialogue.cell, prompt),
-        context_tokens=seen,
+        context_tokens=int(cache.lengths()[row]),
         question_tokens=len(prompt.question_ids),
-        budget_entries=allowed,
+        budget_entries=held if upkeep is None else upkeep.heads * upkeep.budget[row],
         held_entries=held,
         kv_bytes_live=cache.live_bytes(row),
         kv_bytes_allocated=cache.allocated_bytes(row),
@@ -194,30 +171,29 @@ def _state(cache: RaggedCache, row: int, dialogue: Dialogue, turn: int) -> Respo
     )
 
 
-def _next(executor: Executor, dialogue: Dialogue, turn: int, row: Row) -> list[int]:
+def _next(worker: Worker, dialogue: Dialogue, turn: int, row: Row) -> list[int]:
     """Tokens from the end of the last answer to the end of the next question."""
-    last, new = dialogue.turns[turn - 1].question, dialogue.turns[turn].question
+    last, new = dialogue.turns[turn - 1].request, dialogue.turns[turn].request
     if row.reason == "length":
-        return row.tokens[-1:] + _added(executor, last.answer_end, new)
-    # The last token, which has ended the answer, is not in the cache and stays out: the history
-    # closes an answer in its own way. What of the answer came with that token is said again; what
-    # of the closing is in the cache already (a stop string of several tokens) is not.
+        return row.tokens[-1:] + _added(worker, last.answer_end, new)
+    # The token that ended the answer is not in the cache and stays out: the history closes an
+    # answer in its own way. Text of the answer that came with that token is fed again. Text of the
+    # closing that is in the cache already (a stop string of several tokens) is not.
     said = row.stop.text(row.tokens)
-    cached = executor.tokenizer.decode(row.tokens[:-1], skip_special_tokens=True)
+    cached = worker.tokenizer.decode(row.tokens[:-1], skip_special_tokens=True)
     if cached.startswith(said):
-        return _added(executor, last.answer_end.removeprefix(cached[len(said) :]), new)
+        return _added(worker, last.answer_end.removeprefix(cached[len(said) :]), new)
     missing = said[len(cached) :] if said.startswith(cached) else ""
-    return _added(executor, missing + last.answer_end, new)
+    return _added(worker, missing + last.answer_end, new)
 
 
-def _added(executor: Executor, closing: str, new: Request) -> list[int]:
+def _added(worker: Worker, closing: str, new: Request) -> list[int]:
     text = closing + new.delta + new.question
-    ids: list[int] = executor.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    ids: list[int] = worker.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return ids
 
 
-def _longest(executor: Executor, turns: list[Prompt]) -> int:
-    asked = [t.question for t in turns]
-    pairs = pairwise(asked)
-    # An answer's last token may have to be said again, in other pieces.
-    return 8 + max((len(_added(executor, a.answer_end, b)) for a, b in pairs), default=1)
+def _longest(worker: Worker, turns: list[Prompt]) -> int:
+    pairs = pairwise([t.request for t in turns])
+    # An answer's last token may have to be fed again, in other pieces.
+    return 8 + max((len(_added(worker, a.answer_end, b)) for a, b in pairs), default=1)

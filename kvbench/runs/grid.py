@@ -1,27 +1,28 @@
-"""What to run: a grid, the product of all flags, and its cells."""
+"""A grid: the product of all flags, and the variants that it runs."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvbench import registry
+from kvbench.benchmark import Benchmark
 from kvbench.budget import Budget
-from kvbench.decoding import Settings
-from kvbench.errors import UserError, nearest
+from kvbench.errors import UserError, unknown
 from kvbench.files import digest_of
 from kvbench.harness import catalogue
-from kvbench.runs.cell import Cell, versions
+from kvbench.moments import Moment, Timing
+from kvbench.plugin import Policy
+from kvbench.runs.cell import FULL_BUDGET, Variant
+from kvbench.runs.generation import GenerationFlags
 from kvbench.runs.values import READERS, read_yaml
-
-if TYPE_CHECKING:
-    from kvbench.benchmark import Benchmark
+from kvbench.spelling import policy as kvbench_policy
 
 ALL = "all"
-"""Names every installed policy."""
+"""Stands for every installed policy."""
 
 _LISTS = ("policies", "budgets", "models", "tasks", "moments", "lengths")
 _SINGULAR = {
@@ -33,7 +34,9 @@ _SINGULAR = {
     "length": "lengths",
 }
 _NOT_IN_DIGEST = ("samples", "repeats", "out", "batch_size", "device_map", "judge")
-"""What extends, moves, speeds up or scores a run, and changes no response of it."""
+"""Fields that extend, move, speed up or score a run without changing a response."""
+_RETIRED = {"attn": "auto"}
+"""Fields of earlier versions: they are in the digest, and a file can still have them."""
 
 
 @dataclass(frozen=True)
@@ -47,30 +50,29 @@ class Grid:
         tasks: Groups, leaves or `.jsonl` files.
         moments: When the cache is compressed.
         lengths: Tokens of prompt and answer.
-        samples: Per task.
-        seed: Of data and policy noise.
+        samples: Samples per task.
+        seed: Seed of data and policy noise.
         out: Folder of the run; None for `results/<digest>`.
         device: A torch device or "auto".
         dtype: "auto", "float32", "bfloat16" or "float16".
-        attn: Attention implementation of the prefill, or "auto".
         batch_size: Rows decoded together, or "auto".
-        revision: Of a hub model.
-        chat_template: Whether to apply it; None applies it where the tokenizer has one.
-        full: Whether the full cache is run too.
-        judge: Who judges responses where a task needs that: "auto" (the environment says),
+        revision: Revision of a hub model.
+        chat_template: Whether to apply it; None applies it if the tokenizer has one.
+        full: Whether to run the full cache, too.
+        judge: Who judges responses, for tasks that need it: "auto" (the environment decides),
             "endpoint" or "local".
-        temperature: Of drawn answers; 0 is greedy. This and what follows go before what a task
-            says; None leaves it to the task.
+        temperature: Temperature of drawn answers; 0 is greedy. This and the following fields take
+            precedence over the task; None leaves them to the task.
         top_p: See `kvbench.decoding.Sampling`.
-        top_k: See there.
-        repeats: Answers to each question, where they are drawn.
+        top_k: See `kvbench.decoding.Sampling`.
+        repeats: Answers to each question, if they are drawn.
         max_new_tokens: Limit of an answer.
-        thinking: What a chat template is told as `enable_thinking`.
-        truncate: "middle" or "middle:4096": see `kvbench.decoding.Truncation`.
-        device_map: As transformers takes it, "auto" or names of modules to devices; `device` is
-            then left at "auto".
-        quantization: How weights are quantised as they are loaded: a name of
-            `kvbench.quantization.PACKAGES`.
+        thinking: Passed to the chat template as `enable_thinking`.
+        truncate: "middle" or "middle:4096"; see `kvbench.runs.generation.Truncation`.
+        device_map: As transformers takes it, "auto" or module names to devices; `device` must then
+            be "auto".
+        quantization: How weights are quantised while they are loaded; a name from
+            `kvbench.engine.quantization.PACKAGES`.
     """
 
     policies: tuple[str, ...]
@@ -84,7 +86,6 @@ class Grid:
     out: str | None = None
     device: str = "auto"
     dtype: str = "auto"
-    attn: str = "auto"
     batch_size: int | str = "auto"
     revision: str | None = None
     chat_template: bool | None = None
@@ -103,24 +104,24 @@ class Grid:
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             object.__setattr__(self, name, READERS[name](value))
-        shares = [b for b in self.budgets if Budget.parse(b).tokens is None and b != "full"]
-        if "decode" in self.moments and shares:
+        shares = [str(b) for b in self.parsed_budgets if b.tokens is None and not b.is_full]
+        if self.has_moment("decode") and shares:
             raise UserError(
-                f"moment decode needs budgets in tokens, as 128, not {', '.join(shares)}: "
-                "nobody knows beforehand how long a response will be"
+                f"moment decode needs budgets in tokens such as 128, not {', '.join(shares)}: the "
+                "length of a response is not known in advance"
             )
         if self.temperature == 0 and (self.top_p, self.top_k) != (None, None):
-            raise UserError("temperature 0 is greedy: top_p and top_k would do nothing")
+            raise UserError("temperature 0 is greedy; leave out top_p and top_k")
         if self.device_map is not None and self.device != "auto":
-            raise UserError("device and device_map both say where the model goes: give one")
+            raise UserError("device and device_map exclude each other; give only one")
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Grid:
         """Read a grid.
 
         Args:
-            data: Names of the attributes, or of the flags (`policy` for `policies`), to a value, a
-                list, or a comma-separated string.
+            data: Attribute or flag names (`policy` for `policies`) with a value, a list, or a
+                comma-separated string.
 
         Raises:
             UserError: A key is unknown, missing or given twice, or a value is wrong.
@@ -133,7 +134,7 @@ class Grid:
 
         Args:
             path: A YAML mapping, as `from_dict` takes it.
-            override: Values that go before the file's.
+            override: Values that take precedence over the file.
 
         Raises:
             UserError: As `from_dict`, naming file and line.
@@ -155,10 +156,11 @@ class Grid:
         known = [field.name for field in fields(cls)]
         for key, value in data.items():
             target = _SINGULAR.get(key, key)
+            if target in _RETIRED:
+                continue
             try:
                 if target not in known:
-                    hint = nearest(str(key), [*known, *_SINGULAR])
-                    raise UserError(f"unknown key {key!r}{hint or f'; there are {known}'}")
+                    raise unknown("key", key, [*known, *_SINGULAR])
                 if target in values:
                     raise UserError(f"{key!r} is given twice")
                 values[target] = READERS[target](value)
@@ -166,7 +168,7 @@ class Grid:
                 raise UserError(f"{where(key)}{error}") from None
         for target, flag in (("policies", "--policy"), ("tasks", "--task")):
             if target not in values:
-                raise UserError(f"{name} names no {target}; give {flag} or the key {target}")
+                raise UserError(f"{name} has no {target}; give {flag} or the key {target}")
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
@@ -175,23 +177,24 @@ class Grid:
 
     @functools.cached_property
     def digest(self) -> str:
-        """16 hex digits over all that changes a response or adds a cell, in whatever order.
+        """16 hex digits over everything that changes a response or adds a cell, in any order.
 
-        Not over `samples`, `repeats`, `batch_size`, `device_map`, `judge` and `out`: with others
-        of these the same run goes on.
+        `samples`, `repeats`, `batch_size`, `device_map`, `judge` and `out` do not count: a run
+        continues if they change.
         """
         own = {k: v for k, v in self.to_dict().items() if k not in _NOT_IN_DIGEST}
-        for name in ("quantization", *(setting.name for setting in fields(Settings))):
+        for name in ("quantization", *(flag.name for flag in fields(GenerationFlags))):
             if own.get(name) is None:
                 own.pop(name, None)
         for name in _LISTS:
             own[name] = sorted(own[name])
-        return digest_of(own)
+        return digest_of(own | _RETIRED)
 
     @property
-    def generation(self) -> Settings:
-        """What it says about how answers are made."""
-        return Settings(**{field.name: getattr(self, field.name) for field in fields(Settings)})
+    def generation(self) -> GenerationFlags:
+        """The flags about how answers are generated."""
+        names = [field.name for field in fields(GenerationFlags)]
+        return GenerationFlags(**{name: getattr(self, name) for name in names})
 
     @property
     def path(self) -> Path:
@@ -199,22 +202,41 @@ class Grid:
         return Path(self.out) if self.out else Path("results") / self.digest
 
     @functools.cached_property
-    def canonical_policies(self) -> tuple[str, ...]:
-        """The policies as `str(kvbench.policy(spec))`, once each; `all` is every installed one.
+    def built_policies(self) -> tuple[Policy, ...]:
+        """The policies, once each; `all` stands for every installed one.
 
         Raises:
             UserError: A policy is unknown or has a parameter that is unknown or ill-typed.
         """
-        named = [
-            name
+        built = [
+            self._built[name]
             for spec in self.policies
             for name in (registry.names(registry.POLICIES) if spec == ALL else [spec])
         ]
-        return tuple(dict.fromkeys(_canonical(spec) for spec in named))
+        return tuple({str(policy): policy for policy in built}.values())
 
-    def names(self, policy: str) -> bool:
-        """Whether a policy (canonical) is asked for by its own name, and not by `all` alone."""
-        return any(_canonical(spec) == policy for spec in self.policies if spec != ALL)
+    @functools.cached_property
+    def named_policies(self) -> frozenset[str]:
+        """Canonical spellings of the policies that are named, and not only included in `all`."""
+        return frozenset(str(self._built[spec]) for spec in self.policies if spec != ALL)
+
+    @functools.cached_property
+    def _built(self) -> _Builder:
+        return _Builder()
+
+    @functools.cached_property
+    def parsed_budgets(self) -> tuple[Budget, ...]:
+        """The budgets as values."""
+        return tuple(Budget.parse(budget) for budget in self.budgets)
+
+    @functools.cached_property
+    def timings(self) -> tuple[Timing, ...]:
+        """The moments as values."""
+        return tuple(Timing.parse(moment) for moment in self.moments)
+
+    def has_moment(self, moment: Moment) -> bool:
+        """Whether the caches of some cells are compressed at this moment."""
+        return any(timing.moment == moment for timing in self.timings)
 
     def leaves(self) -> list[tuple[str, Benchmark]]:
         """The leaf tasks of all `tasks`, once each, in the order given.
@@ -222,91 +244,42 @@ class Grid:
         Raises:
             UserError: A task is unknown, or two have the same name.
         """
-        found: dict[str, Benchmark] = {}
+        chosen: dict[str, Benchmark] = {}
         for spec in self.tasks:
             for leaf, group in catalogue.resolve_task(spec):
-                same = found.setdefault(leaf, group)
+                same = chosen.setdefault(leaf, group)
                 if (same.name, same.source) != (group.name, group.source):
                     raise UserError(
                         f"two tasks are called {leaf!r}: {same.name} ({same.source}) "
                         f"and {group.name} ({group.source})"
                     )
-        return list(found.items())
+        return list(chosen.items())
 
-    def variants(self, without: Container[str] = ()) -> list[tuple[str, str, str]]:
-        """Policy, budget and moment of every cell of one model, task and length; `full` first.
-
-        Args:
-            without: Policies (canonical) that are left out.
+    def variants(self) -> list[Variant]:
+        """The variants of each task, model and length; the full cache comes first.
 
         Raises:
             UserError: A policy is unknown or has a parameter that is unknown or ill-typed.
         """
+        full = kvbench_policy("full")
+        variants = []
         # At the budget `full` every policy is the full cache.
-        wanted = self.full or self.names("full") or "full" in self.budgets
-        whole = dict.fromkeys("turns" if m == "turns" else "" for m in self.moments)
-        found = [("full", "full", moment) for moment in whole] if wanted else []
-        for policy in self.canonical_policies:
-            if policy != "full" and policy not in without:
-                kept = [b for b in self.budgets if b != "full"]
-                found += [(policy, b, moment) for b in kept for moment in self.moments]
-        return found
-
-    def cells_for(
-        self,
-        *,
-        model: str,
-        model_revision: str,
-        task: str,
-        group: str,
-        length: int,
-        dtype: str,
-        device: str,
-        attention: str,
-        chat_template: str,
-        data_hash: str,
-        task_version: str,
-        prompts: str,
-        generation: str = "",
-        packages: tuple[str, ...] = (),
-        fingerprint: Callable[[str], str] = lambda policy: "",
-        without: Container[str] = (),
-    ) -> list[Cell]:
-        """The cells of one model, leaf task and length, each once, `full` first.
-
-        Args are the attributes of `Cell`; dtype, device and attention are those really used, never
-        "auto". `packages` are further ones whose versions count; `fingerprint` gives the digest of
-        the files that a policy reads for the model; policies in `without` are left out.
-
-        Raises:
-            UserError: A policy is unknown or has a parameter that is unknown or ill-typed.
-        """
-        return [
-            Cell(
-                model=model,
-                model_revision=model_revision,
-                task=task,
-                group=group,
-                length=length,
-                policy=policy,
-                budget=budget,
-                moment=moment,
-                seed=self.seed,
-                dtype=dtype,
-                device=device,
-                attention=attention,
-                chat_template=chat_template,
-                data_hash=data_hash,
-                task_version=task_version,
-                prompts=prompts,
-                versions=versions(policy, fingerprint(policy), packages),
-                generation=generation,
-            )
-            for policy, budget, moment in self.variants(without)
-        ]
+        if self.full or str(full) in self.named_policies or "full" in self.budgets:
+            variants += [Variant(full, FULL_BUDGET, timing) for timing in self.timings]
+        for policy in self.built_policies:
+            if not policy.is_full:
+                variants += [
+                    Variant(policy, budget, timing)
+                    for budget in self.parsed_budgets
+                    if not budget.is_full
+                    for timing in self.timings
+                ]
+        return list(dict.fromkeys(variants))
 
 
-def _canonical(spec: str) -> str:
-    import kvbench
+class _Builder(dict[str, Policy]):
+    """Policies by spelling, each built once."""
 
-    return str(kvbench.policy(spec))
+    def __missing__(self, spec: str) -> Policy:
+        self[spec] = kvbench_policy(spec)
+        return self[spec]

@@ -1,48 +1,69 @@
-"""From a grid to jobs: tasks loaded, prompts tokenised, cells named, without any model weight."""
+"""From a grid to jobs: tasks loaded, prompts tokenised, cells named, without any model weights."""
 
 from __future__ import annotations
 
-import gc
 import hashlib
-import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kvbench import quantization
+import torch
+from transformers.utils import logging as transformers_logging
+
+from kvbench.benchmark import Benchmark
 from kvbench.decoding import Thinking
-from kvbench.errors import UserError
+from kvbench.engine.loading import (
+    load_config,
+    load_tokenizer,
+    model_digest,
+    pick_device,
+    pick_dtype,
+    resolve_model,
+)
+from kvbench.engine.quantization import check_quantization, quantization_packages
+from kvbench.errors import LeftOut, UserError
 from kvbench.files import cache_dir
+from kvbench.harness.chat import check_template, check_thinking
+from kvbench.harness.encode import tokenizer_hash
+from kvbench.harness.lm_eval import LmEvalHarness
+from kvbench.harness.protocol import Harness, LoadedTask, TaskSettings
+from kvbench.judge.base import Judge
 from kvbench.judge.choosing import Judges
-from kvbench.moments import split_moment
-from kvbench.runs.cell import Cell
+from kvbench.named import lexicon_of
+from kvbench.plugin import Policy
+from kvbench.runs.answers import Prompt
+from kvbench.runs.cell import Cell, Variant
 from kvbench.runs.grid import Grid
 from kvbench.runs.prompts import Window, prompts_of
 
-if TYPE_CHECKING:
-    import torch
+Say = Callable[[str], None]
 
-    from kvbench.benchmark import Benchmark
-    from kvbench.harness.protocol import LoadedTask
-    from kvbench.runs.answers import Prompt
-
-_MODEL_FILES = frozenset({".json", ".safetensors", ".jinja", ".model", ".txt"})
+HARNESSES: dict[str, Harness] = {LmEvalHarness.name: LmEvalHarness()}
 
 
-@dataclass
+@dataclass(frozen=True)
 class Job:
-    """One task at one length on one model: its prompts and its cells."""
+    """One task at one length on one model.
+
+    Attributes:
+        task: The task.
+        prompts: Its prompts.
+        cells: The cells that answer them.
+        judge: Judges the responses; None if the metric needs no judge.
+        truncated: How many contexts were cut to fit the model.
+    """
 
     task: LoadedTask
     prompts: list[Prompt]
     cells: list[Cell]
+    judge: Judge | None = None
+    truncated: int = 0
 
 
-@dataclass
+@dataclass(frozen=True)
 class Stage:
     """One model and all its jobs."""
 
@@ -53,183 +74,269 @@ class Stage:
     jobs: list[Job]
 
 
-def plan(grid: Grid, message: Callable[[str], None]) -> list[Stage]:
-    """Load the tasks and name the cells, without any model weight.
+@dataclass(frozen=True)
+class Plan:
+    """Everything to run.
+
+    Attributes:
+        stages: The models with their jobs.
+        left_out: Why tasks and policies are left out, by name.
+    """
+
+    stages: list[Stage]
+    left_out: dict[str, str]
+
+
+def plan(grid: Grid, say: Say) -> Plan:
+    """Load the tasks and name the cells, without any model weights.
 
     Args:
         grid: What to run.
-        message: Told of tasks that cannot be had here.
+        say: Told of tasks and policies that are left out.
 
     Raises:
         UserError: A policy, task, model or option is unknown or out of range, or a prompt is longer
             than the model's window.
     """
-    with _importing():
-        variants = grid.variants()
+    _quiet_libraries()
+    variants = grid.variants()
     leaves = grid.leaves()
     if not variants:
         raise UserError("nothing to run: no policy is left after --no-full")
-    judges = Judges(grid.judge, message)
-    stages = [_stage(grid, name, leaves, judges, message) for name in grid.models]
+    planner = _Planner(grid, say, leaves, variants, Judges(grid.judge, say))
+    stages = [planner.stage(name) for name in grid.models]
     if not any(stage.jobs for stage in stages):
-        raise UserError("nothing to run: none of the tasks can be had here")
-    return stages
+        raise UserError("nothing to run: none of the tasks is available here")
+    return Plan(stages, planner.left_out)
 
 
-def _stage(
-    grid: Grid,
-    name: str,
-    leaves: Sequence[tuple[str, Benchmark]],
-    judges: Judges,
-    message: Callable[[str], None],
-) -> Stage:
-    with _importing():
-        _quiet_libraries()
-        import datasets  # noqa: F401
-        import lm_eval.tasks  # noqa: F401
-        import transformers.modeling_utils  # noqa: F401
+@dataclass(frozen=True)
+class _Model:
+    """What planning needs to know of a model.
 
-        from kvbench.engine.models import (
-            load_config,
-            load_tokenizer,
-            pick_device,
-            pick_dtype,
-            resolve_model,
+    Attributes:
+        name: As the user names it.
+        tokenizer: Its tokenizer.
+        device: Where it runs.
+        dtype: Its dtype.
+        dtype_label: The dtype, with the quantisation in brackets.
+        revision: Commit of a hub model, or digest of a local one.
+        window: How many tokens it takes.
+        template: Whether its chat template is applied.
+        thinks: Whether its tokenizer has a token that ends thinking.
+    """
+
+    name: str
+    tokenizer: Any
+    device: torch.device
+    dtype: torch.dtype
+    dtype_label: str
+    revision: str
+    window: Window
+    template: bool
+    thinks: bool
+
+
+@dataclass
+class _Planner:
+    grid: Grid
+    say: Say
+    leaves: list[tuple[str, Benchmark]]
+    variants: list[Variant]
+    judges: Judges
+
+    def __post_init__(self) -> None:
+        self.left_out: dict[str, str] = {}
+        self._said: set[str] = set()
+
+    def stage(self, name: str) -> Stage:
+        """Plan everything for one model."""
+        model = _model_facts(self.grid, name)
+        files = self._policy_files(name)
+        jobs = [
+            job
+            for leaf, benchmark in self.leaves
+            for length in (self.grid.lengths if benchmark.sized else (0,))
+            if (job := self._job(model, leaf, benchmark, length, files)) is not None
+        ]
+        self._say_left_out()
+        return Stage(name, model.device, model.dtype, model.tokenizer, jobs)
+
+    def _policy_files(self, model: str) -> dict[Policy, str]:
+        """Digests of the files that policies read for a model, by policy.
+
+        A policy that only `all` includes is left out if the model has no files for it.
+
+        Raises:
+            UserError: A policy that is named has no files for the model.
+        """
+        source = resolve_model(model)
+        files = {}
+        for policy in dict.fromkeys(variant.policy for variant in self.variants):
+            try:
+                files[policy] = policy.fingerprint(source)
+            except UserError as missing:
+                if str(policy) in self.grid.named_policies:
+                    raise
+                self.left_out[str(policy)] = str(missing)
+        return files
+
+    def _job(
+        self, model: _Model, leaf: str, benchmark: Benchmark, length: int, files: dict[Policy, str]
+    ) -> Job | None:
+        """Plan one task; None if it is left out."""
+        grid = self.grid
+        model.window.check(length, leaf)
+        try:
+            judge = self.judges.of(benchmark)
+            task = self._load(model, leaf, benchmark, length)
+        except LeftOut as missing:
+            self.left_out[leaf] = str(missing)
+            return None
+        self.judges.announce(benchmark)
+        prompts, truncated = prompts_of(
+            task, model.tokenizer, model.window, grid.truncate, self.say
         )
-        from kvbench.errors import LeftOut
-        from kvbench.harness.chat import check_thinking
-        from kvbench.harness.encode import tokenizer_hash
+        self._check_moments(leaf, prompts, truncated)
+        template = Cell(
+            variant=self.variants[0],
+            model=model.name,
+            model_revision=model.revision,
+            task=leaf,
+            group=benchmark.name,
+            length=task.length,
+            seed=grid.seed,
+            dtype=model.dtype_label,
+            device=model.device.type,
+            attention="sdpa",
+            chat_template=self._template_hash(model, leaf, benchmark),
+            data_hash=task.data_hash,
+            task_version=task.version,
+            prompts=_prompt_digest(task),
+            generation=self._generation(model, leaf, benchmark, task),
+            packages=quantization_packages(grid.quantization),
+        )
+        cells = [template.of(v, files[v.policy]) for v in self.variants if v.policy in files]
+        return Job(task, prompts, cells, judge, truncated)
 
-    if grid.attn not in ("auto", "sdpa"):
-        raise UserError(f"--attn {grid.attn}: auto or sdpa would be right")
+    def _load(self, model: _Model, leaf: str, benchmark: Benchmark, length: int) -> LoadedTask:
+        """Load a task, and apply the flags about its answers."""
+        if benchmark.harness not in HARNESSES:
+            known = ", ".join(HARNESSES)
+            raise UserError(
+                f"{benchmark.name} needs the harness {benchmark.harness!r}, which does not exist; "
+                f"choose from {known}"
+            )
+        task = HARNESSES[benchmark.harness].load(
+            leaf,
+            TaskSettings(
+                length=length,
+                samples=self.grid.samples,
+                seed=self.grid.seed,
+                tokenizer=model.tokenizer,
+                tokenizer_id=model.name,
+                lexicon=lexicon_of(model.tokenizer),
+                chat_template=model.template,
+                thinking=self.grid.generation.thinking,
+                cache_dir=cache_dir(),
+            ),
+            benchmark,
+        )
+        requests = self.grid.generation.applied(task.requests, self.say)
+        return replace(task, requests=tuple(requests))
+
+    def _check_moments(self, leaf: str, prompts: list[Prompt], truncated: int) -> None:
+        """Check that the task can run at all moments, and say where nothing would be cut.
+
+        Raises:
+            UserError: Moment `turns` needs dialogues that fit.
+        """
+        grid = self.grid
+        if grid.has_moment("turns"):
+            if not all(prompt.request.dialogue for prompt in prompts):
+                raise UserError(
+                    f"{leaf} has no turns; moment turns needs dialogues such as --task dialogue"
+                )
+            if truncated:
+                raise UserError(
+                    f"{leaf}: a live dialogue is never truncated; use another --moment, or "
+                    "dialogues that fit"
+                )
+        if grid.has_moment("decode"):
+            self._say_idle_buffers(leaf, max(prompt.limit for prompt in prompts))
+        longest = max(len(prompt.ids) for prompt in prompts)
+        for timing in grid.timings:
+            if timing.chunk and longest <= timing.chunk:
+                self.say(
+                    f"{leaf}: no prompt is longer than a chunk of {timing.chunk} tokens, so the "
+                    f"cache is cut only once; use --moment chunked:{max(1, longest // 4)}"
+                )
+
+    def _say_idle_buffers(self, leaf: str, longest: int) -> None:
+        """Say where nothing can be cut while an answer is generated."""
+        idle = [p for p in self.grid.built_policies if not p.is_full and p.buffer >= longest]
+        if idle:
+            self.say(
+                f"{leaf}: no answer is longer than the buffer of {', '.join(map(str, idle[:3]))}"
+                f"{' and others' * (len(idle) > 3)}, so nothing is cut while it is generated; use "
+                f"{idle[0].name}:buffer={max(1, longest // 8)}"
+            )
+
+    def _template_hash(self, model: _Model, leaf: str, benchmark: Benchmark) -> str:
+        used = model.template and leaf not in benchmark.plain
+        return tokenizer_hash(model.tokenizer) if used else ""
+
+    def _generation(self, model: _Model, leaf: str, benchmark: Benchmark, task: LoadedTask) -> str:
+        flags = self.grid.generation
+        if leaf in benchmark.plain:  # no template is told whether to think
+            flags = replace(flags, thinking=None)
+        return flags.record(task.requests[0], model.thinks)
+
+    def _say_left_out(self) -> None:
+        """Say what is left out, once for each reason."""
+        by_reason: dict[str, list[str]] = {}
+        for name, reason in self.left_out.items():
+            if name not in self._said:
+                by_reason.setdefault(reason, []).append(name)
+        self._said.update(self.left_out)
+        for reason, names in by_reason.items():
+            verb = "is" if len(names) == 1 else "are"
+            self.say(f"{', '.join(names)} {verb} left out: {reason}")
+
+
+def _model_facts(grid: Grid, name: str) -> _Model:
+    """Read a model's configuration and tokenizer, and check the options against them."""
     config = load_config(name, grid.revision)
-    text = config.get_text_config()
     tokenizer = load_tokenizer(name, grid.revision)
     device = pick_device(grid.device, grid.device_map)
-    quantised = quantization.check(name, config, grid.quantization, grid.device_map)
     dtype = pick_dtype(grid.dtype, device)
+    quantised = check_quantization(name, config, grid.quantization, grid.device_map)
+    if grid.revision is not None and Path(resolve_model(name)).is_dir():
+        raise UserError(
+            f"model {name} is a folder and has no revisions; leave out --revision {grid.revision}"
+        )
     template = grid.chat_template
     if template is None:
         template = tokenizer.chat_template is not None
     elif template and tokenizer.chat_template is None:
-        raise UserError(f"model {name} has no chat template; --no-chat-template would be right")
-    window = Window(name, int(getattr(text, "max_position_embeddings", 0) or 0))
-    settings = grid.generation
-    unasked = replace(settings, thinking=None)  # where no template is told of it
-    if settings.thinking is not None:
+        raise UserError(f"model {name} has no chat template; use --no-chat-template")
+    if template:
+        check_template(tokenizer, name)
+    if grid.thinking is not None:
         check_thinking(tokenizer, name, template)
-    revision = model_digest(name) or str(getattr(config, "_commit_hash", None) or "")
-    if grid.revision is not None and Path(resolve_model(name)).is_dir():
-        raise UserError(
-            f"--revision {grid.revision}: model {name} is a folder and has no revisions"
-        )
-    thinks = Thinking.of(tokenizer) is not None
-    stage = Stage(name, device, dtype, tokenizer, [])
-    without = _without(grid, name, message)
-    for leaf, benchmark in leaves:
-        plain = leaf in benchmark.plain
-        left_out: set[str] = set()
-        for length in grid.lengths if benchmark.sized else (0,):
-            window.check(length, leaf)
-            try:
-                judge = judges.of(benchmark)
-                task = _harness(benchmark).load(
-                    leaf,
-                    length=length,
-                    samples=grid.samples,
-                    seed=grid.seed,
-                    tokenizer=tokenizer,
-                    tokenizer_id=name,
-                    lexicon=_lexicon(tokenizer),
-                    chat_template=template,
-                    thinking=settings.thinking,
-                    cache_dir=cache_dir(),
-                    benchmark=benchmark,
-                )
-            except LeftOut as missing:
-                if str(missing) not in left_out:  # once for all lengths
-                    message(f"{leaf} is left out: {missing}")
-                left_out.add(str(missing))
-                continue
-            task.judge = judge
-            judges.announce(benchmark)
-            if "turns" in grid.moments and not all(r.dialogue for r in task.requests):
-                raise UserError(
-                    f"{leaf} has no turns: moment turns is for dialogues, as --task dialogue"
-                )
-            task.requests = settings.applied(task.requests, message)
-            prompts = prompts_of(task, tokenizer, window, grid.truncate, message)
-            if "turns" in grid.moments and task.truncated:
-                raise UserError(
-                    f"{leaf}: a dialogue that is held live is never truncated: another "
-                    "--moment, or dialogues that fit, would be right"
-                )
-            if "decode" in grid.moments:
-                _say_buffers(grid, leaf, max(p.limit for p in prompts), message)
-            for moment in grid.moments:
-                size = split_moment(moment)[1]
-                longest = max(len(p.context_ids) + len(p.question_ids) for p in prompts)
-                if size and longest <= size:
-                    message(
-                        f"{leaf}: no prompt is longer than a chunk of {size} tokens: cut once, "
-                        f"at its end; --moment chunked:{max(1, longest // 4)} would cut it often"
-                    )
-            cells = grid.cells_for(
-                model=name,
-                model_revision=revision,
-                task=leaf,
-                group=benchmark.name,
-                length=task.length,
-                dtype=str(dtype).removeprefix("torch.") + (f" ({quantised})" if quantised else ""),
-                device=device.type,
-                attention="sdpa",
-                chat_template=tokenizer_hash(tokenizer) if template and not plain else "",
-                data_hash=task.data_hash,
-                task_version=task.version,
-                prompts=_prompt_digest(task),
-                generation=(unasked if plain else settings).record(task.requests[0], thinks),
-                packages=quantization.packages(grid.quantization),
-                fingerprint=lambda policy: _fingerprint(policy, name),
-                without=without,
-            )
-            stage.jobs.append(Job(task, prompts, cells))
-    return stage
-
-
-def _say_buffers(grid: Grid, leaf: str, longest: int, message: Callable[[str], None]) -> None:
-    """Say where nothing can be cut while an answer is generated."""
-    from kvbench.spelling import policy as make_policy
-
-    policies = [make_policy(spec) for spec in grid.canonical_policies]
-    idle = [p for p in policies if not p.is_full and p.buffer >= longest]
-    if idle:
-        message(
-            f"{leaf}: no answer is longer than the buffer of {', '.join(map(str, idle[:3]))}"
-            f"{' and others' * (len(idle) > 3)}: nothing is cut while it is generated; "
-            f"{idle[0].name}:buffer={max(1, longest // 8)} would cut often"
-        )
-
-
-def _without(grid: Grid, model: str, message: Callable[[str], None]) -> set[str]:
-    """Policies that `all` names and that cannot run on this model, for want of a file."""
-    found = set()
-    for policy in grid.canonical_policies:
-        try:
-            _fingerprint(policy, model)
-        except UserError as missing:
-            if grid.names(policy):
-                raise
-            message(f"{policy} is left out: {missing}")
-            found.add(policy)
-    return found
-
-
-def _fingerprint(policy: str, model: str) -> str:
-    """Digest of the files that a policy reads for a model."""
-    from kvbench.engine.models import resolve_model
-    from kvbench.spelling import policy as make_policy
-
-    return make_policy(policy).fingerprint(resolve_model(model))
+    text = config.get_text_config()
+    label = str(dtype).removeprefix("torch.")
+    return _Model(
+        name=name,
+        tokenizer=tokenizer,
+        device=device,
+        dtype=dtype,
+        dtype_label=f"{label} ({quantised})" if quantised else label,
+        revision=model_digest(name) or str(getattr(config, "_commit_hash", None) or ""),
+        window=Window(name, int(getattr(text, "max_position_embeddings", 0) or 0)),
+        template=template,
+        thinks=Thinking.of(tokenizer) is not None,
+    )
 
 
 def _prompt_digest(task: LoadedTask) -> str:
@@ -239,70 +346,9 @@ def _prompt_digest(task: LoadedTask) -> str:
     return hashlib.sha256(repr(asked).encode()).hexdigest()[:16]
 
 
-def _harness(benchmark: Benchmark) -> Any:
-    if benchmark.harness != "lm_eval":
-        raise UserError(f"{benchmark.name}: there is no harness {benchmark.harness!r}; lm_eval is")
-    from kvbench.harness.lm_eval import LmEvalHarness
-
-    return LmEvalHarness()
-
-
-def _lexicon(tokenizer: Any) -> str:
-    """The reference model's tokenizer knows only the reference lexicon's words."""
-    from kvbench.reference.grammar import VOCABULARY
-
-    vocabulary = tokenizer.get_vocab()
-    own = len(vocabulary) == len(VOCABULARY) and all(word in vocabulary for word in VOCABULARY)
-    return "reference" if own else "natural"
-
-
-def model_digest(name: str) -> str:
-    """Digest of all of a local model that can change a response; "" for one of the hub.
-
-    Large files are read once: their digests are kept by path, size and time of change.
-    """
-    from kvbench.engine.models import resolve_model
-
-    folder = Path(resolve_model(name))
-    if not folder.is_dir():
-        return ""
-    kept = cache_dir() / "digests.json"
-    known: dict[str, str] = {}
-    with suppress(OSError, ValueError):
-        known = json.loads(kept.read_text())
-    digest = hashlib.sha256()
-    for path in sorted(p for p in folder.iterdir() if p.suffix in _MODEL_FILES):
-        state = path.stat()
-        key = f"{path.resolve()}|{state.st_size}|{state.st_mtime_ns}"
-        if key not in known:
-            with path.open("rb") as file:
-                known[key] = hashlib.file_digest(file, "sha256").hexdigest()
-        digest.update(f"{path.name}|{known[key]}|".encode())
-    with suppress(OSError):
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        part = kept.with_suffix(f".{os.getpid()}")
-        part.write_text(json.dumps(known))
-        part.replace(kept)
-    return digest.hexdigest()[:16]
-
-
-@contextmanager
-def _importing() -> Iterator[None]:
-    """Keep the garbage collector off: it costs a seventh of the time that large imports take."""
-    on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if on:
-            gc.enable()
-
-
 def _quiet_libraries() -> None:
-    """transformers says much on import that is no user's concern here."""
+    """Silence what transformers reports to developers."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from transformers.utils import logging as hf_logging
-
-    hf_logging.set_verbosity_error()
-    hf_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
     logging.getLogger("transformers").setLevel(logging.ERROR)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kvbench.decoding import Truncation
 from kvbench.errors import UserError
-
-if TYPE_CHECKING:
-    from kvbench.harness.protocol import LoadedTask, Request
-    from kvbench.runs.answers import Prompt
+from kvbench.harness.encode import split_encode
+from kvbench.harness.protocol import LoadedTask, Request
+from kvbench.runs.answers import Prompt
+from kvbench.runs.generation import Truncation
 
 
 @dataclass(frozen=True)
@@ -20,8 +19,8 @@ class Window:
     """How many tokens a model takes.
 
     Attributes:
-        model: Its name.
-        tokens: Prompt and answer together; 0: nobody knows.
+        model: Name of the model.
+        tokens: Limit of prompt and answer together; 0: unknown.
     """
 
     model: str
@@ -31,12 +30,12 @@ class Window:
         """Refuse what does not fit.
 
         Raises:
-            UserError: It does not; the message says that `advice` would be right.
+            UserError: It does not fit; the message recommends `advice`.
         """
         if self.tokens and length > self.tokens:
             raise UserError(
                 f"{what}: {length} tokens do not fit into the {self.tokens} of model {self.model}; "
-                f"nothing is truncated: {advice} would be right"
+                f"nothing is truncated, so use {advice}"
             )
 
 
@@ -46,24 +45,25 @@ def prompts_of(
     window: Window,
     truncate: str | None,
     say: Callable[[str], None],
-) -> list[Prompt]:
+) -> tuple[list[Prompt], int]:
     """Tokenise a task's requests.
 
     Args:
-        task: Its `truncated` is set.
-        tokenizer: Of the model.
-        window: Of the model.
-        truncate: Spelling of a `Truncation`; None refuses what does not fit.
-        say: Told of contexts that were truncated.
+        task: The task.
+        tokenizer: Tokenizer of the model.
+        window: Window of the model.
+        truncate: Spelling of a `Truncation`; None refuses prompts that do not fit.
+        say: Receives a line if contexts were truncated.
 
     Returns:
-        A prompt for each request and repeat; the turns of a dialogue go through repeat by repeat.
+        A prompt for each request and repeat (a dialogue passes through once per repeat), and the
+        number of contexts that were truncated.
 
     Raises:
         UserError: A context is empty, or a prompt is longer than the model's window.
     """
     made = []
-    task.truncated = 0
+    truncated = 0
     cut = Truncation.parse(truncate) if truncate is not None else None
     limit = min(filter(None, (window.tokens, cut.tokens if cut else 0)), default=0)
     for request in task.requests:
@@ -74,41 +74,39 @@ def prompts_of(
         if cut is not None and limit and len(prompt.context_ids) > room:
             if room < 1:
                 raise UserError(
-                    f"{name}: question and answer alone have {rest} tokens, of {limit} that there "
-                    "are; a smaller --max-new-tokens or another --truncate would be right"
+                    f"{name}: question and answer alone have {rest} tokens and only {limit} fit; "
+                    "use a smaller --max-new-tokens or another --truncate"
                 )
             prompt = replace(prompt, context_ids=tuple(cut.cut([*prompt.context_ids], room)))
-            task.truncated += 1
+            truncated += 1
         advice = "a smaller --length"
         if not task.length:
-            advice = "a shorter context or --truncate middle"
+            advice = "--truncate middle, a smaller --max-new-tokens or a shorter context"
         window.check(len(prompt.context_ids) + rest, name, advice)
         made.append(prompt)
-    if task.truncated:
+    if truncated:
         say(
-            f"{task.name}: {task.truncated} of {len(made)} contexts were cut in the middle, "
-            f"so that prompt and answer fit into {limit} tokens"
+            f"{task.name}: {truncated} of {len(made)} contexts were cut in the middle, so that "
+            f"prompt and answer fit into {limit} tokens"
         )
-    return list(_repeated(made))
+    return list(_repeated(made)), truncated
 
 
 def _prompt(request: Request, tokenizer: Any) -> Prompt:
-    from kvbench.harness.encode import split_encode
-    from kvbench.runs.answers import Prompt
-
     parts = [request.context, request.question, *filter(None, [request.given])]
     head, tail, *more = split_encode(tokenizer, *parts)
     given = tuple(more[0]) if more else ()
-    if not tail:  # the model needs a token to start the answer from
+    if not tail:  # the answer needs a token to start from
         head, tail = head[:-1], head[-1:]
     if not head:
-        raise UserError(f"{request.task}, {request.sample_id}: the context is empty")
+        raise UserError(f"{request.task}, {request.sample_id}: the context has no tokens")
     return Prompt(request, tuple(head), tuple(tail), given)
 
 
 def _repeated(prompts: Sequence[Prompt]) -> Iterator[Prompt]:
-    apart = enumerate(prompts)
-    for _, group in groupby(apart, lambda item: item[1].question.dialogue or item[0]):
-        own = [prompt for _, prompt in group]
-        for repeat in range(own[0].question.repeats):
-            yield from (replace(prompt, repeat=repeat) for prompt in own)
+    """Repeat prompts; the turns of a dialogue are repeated together."""
+    numbered = enumerate(prompts)
+    for _, group in groupby(numbered, lambda item: item[1].request.dialogue or item[0]):
+        together = [prompt for _, prompt in group]
+        for repeat in range(together[0].request.repeats):
+            yield from (replace(prompt, repeat=repeat) for prompt in together)

@@ -1,49 +1,57 @@
-"""From a grid to results: plan, execute, score. `kvbench.run` and `kvbench.load` live here."""
+"""From a grid to results: plan, execute, score. Home of `kvbench.run` and `kvbench.load`."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kvbench.errors import UserError, reason_of
+import pandas as pd
+from rich.console import Console
+
+from kvbench.errors import UserError, out_of_memory, reason_of
 from kvbench.judge.choosing import check_judges
 from kvbench.progress import Reporter, Silent, duration
+from kvbench.progress import reporter as terminal_reporter
+from kvbench.runs.answers import Prompt, key_of
 from kvbench.runs.cell import Cell
+from kvbench.runs.contexts import answer_contexts
+from kvbench.runs.dialogues import answer_dialogues
 from kvbench.runs.grid import Grid
-from kvbench.runs.planning import Job, Stage, plan
+from kvbench.runs.planning import Job, Say, Stage, plan
+from kvbench.runs.results import frames
 from kvbench.runs.store import GRID, RunStore, load_frames
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-    from kvbench.runs.answers import Prompt
+from kvbench.runs.worker import Worker, loaded_model
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run's results.
+    """The results of a run.
 
     Attributes:
         path: Its folder.
-        cells: A row per cell, as `cells.parquet` (see docs/results.md).
-        samples: A row per response, as `samples.parquet`.
-        failed: Cells that have no score, with the reason.
+        cells: A row per cell, as in `cells.parquet` (see docs/results.md).
+        samples: A row per response, as in `samples.parquet`.
+        failed: Why cells have no score, by cell.
+        left_out: Why tasks and policies were left out, by name.
     """
 
     path: Path
     cells: pd.DataFrame
     samples: pd.DataFrame
     failed: Mapping[str, str] = field(default_factory=dict)
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
 
-def run(grid: Grid | Mapping[str, Any] | str | Path) -> Run:
-    """Run a grid, or go on with it where an earlier call stopped.
+def run(grid: Grid | Mapping[str, Any] | str | Path, *, progress: bool = True) -> Run:
+    """Run a grid, or continue it where an earlier call stopped.
 
     Args:
         grid: A `Grid`, its dictionary, or the path of its YAML file.
+        progress: Whether to show the progress on stderr.
 
     Raises:
         UserError: Something in the grid is unknown or out of range.
@@ -53,174 +61,169 @@ def run(grid: Grid | Mapping[str, Any] | str | Path) -> Run:
     elif isinstance(grid, Mapping):
         grid = Grid.from_dict(grid)
     elif not isinstance(grid, Grid):
-        raise UserError(f"{type(grid).__name__} is no grid; a Grid, a dict or a YAML file is")
-    return execute(grid)
+        raise UserError(
+            f"{type(grid).__name__} is not a grid; give a Grid, a dict or the path of a YAML file"
+        )
+    reporter = terminal_reporter(Console(stderr=True)) if progress else Silent()
+    try:
+        return execute(grid, reporter)
+    finally:
+        reporter.stop()
 
 
 def load(paths: str | Path | Iterable[str | Path]) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Read the results of one run or several as the data frames (cells, samples)."""
+    """Read the results of one run or several as data frames: cells and samples."""
     return load_frames(paths)
 
 
-def execute(grid: Grid, *, reporter: Reporter | None = None, fresh: bool = False) -> Run:
+def execute(grid: Grid, reporter: Reporter | None = None, *, fresh: bool = False) -> Run:
     """Carry out a grid.
 
     Args:
         grid: What to run.
-        reporter: Told of the progress.
-        fresh: Throw away what an earlier run of the same folder left.
+        reporter: Told of the progress; None: nobody is.
+        fresh: Whether to discard what an earlier run left in the same folder.
 
     Raises:
         UserError: Something in the grid is unknown or out of range, and nothing was run; or the
-            device's memory does not suffice.
+            memory of the device is not sufficient.
     """
-    from torch import OutOfMemoryError
-
-    from kvbench.runs.worker import Executor, pending
-
     reporter = Silent() if reporter is None else reporter
-    stages = plan(grid, reporter.message)
+    planned = plan(grid, reporter.message)
     with RunStore(grid.path, fresh=fresh) as store:
-        _same_grid(grid)
+        _check_same_grid(grid)
         store.save_grid(grid.to_dict())
-        left = [
-            sum(1 for job in stage.jobs for _ in pending(store, job.prompts, job.cells))
-            for stage in stages
-        ]
+        left = [len(_pending(stage, store)) for stage in planned.stages]
+        jobs = [job for stage in planned.stages for job in stage.jobs]
         if any(left):
-            check_judges(job.task.judge for stage in stages for job in stage.jobs)
-        for stage, count in zip(stages, left, strict=True):
-            if not count:
-                continue
-            with _loaded(stage, grid) as model:
-                reporter.start(count, stage.model)
-                try:
-                    executor = Executor(model, stage.tokenizer, store, reporter, grid.batch_size)
-                    for job in stage.jobs:
-                        executor.run(job.task, job.prompts, job.cells)
-                except OutOfMemoryError as error:
-                    raise UserError(
-                        f"model {stage.model}: {reason_of(error)}; a smaller --batch-size or "
-                        "shorter prompts would be right, and the same command goes on from here"
-                    ) from error
-                finally:
-                    reporter.stop()
-        from kvbench.runs.results import frames
-
-        jobs = [(job.task, job.cells) for stage in stages for job in stage.jobs]
+            check_judges(job.judge for job in jobs)
+        for stage, count in zip(planned.stages, left, strict=True):
+            if count:
+                _run_stage(stage, count, grid, store, reporter)
         cells, samples = frames(jobs, store.responses())
         store.write(cells, samples)
     failed = {str(r.cell): str(r.error) for r in cells.itertuples() if r.status != "ok"}
-    return Run(grid.path, cells, samples, failed)
+    return Run(grid.path, cells, samples, failed, planned.left_out)
 
 
-def _same_grid(grid: Grid) -> None:
-    """Refuse a folder in which another grid has run: its tables would be lost."""
+def _run_stage(stage: Stage, count: int, grid: Grid, store: RunStore, reporter: Reporter) -> None:
+    """Answer everything that is open on one model: `count` responses."""
+    reporter.message(f"loading model {stage.model}")
+    with loaded_model(stage, grid, reporter.message) as model:
+        reporter.start(count, stage.model)
+        try:
+            worker = Worker(model, stage.tokenizer, store, reporter, grid.batch_size)
+            for job in stage.jobs:
+                answer(worker, job.prompts, job.cells)
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+            raise UserError(
+                f"model {stage.model}: {reason_of(error)}; use a smaller --batch-size or shorter "
+                "prompts (the same command continues from here)"
+            ) from error
+        finally:
+            reporter.stop()
+
+
+def answer(worker: Worker, prompts: Sequence[Prompt], cells: Sequence[Cell]) -> None:
+    """Answer the prompts of one task for cells at any moment."""
+    live = [cell for cell in cells if cell.moment == "turns"]
+    if live:
+        answer_dialogues(worker, prompts, live)
+    others = [cell for cell in cells if cell.moment != "turns"]
+    if others:
+        answer_contexts(worker, prompts, others)
+
+
+def _pending(stage: Stage, store: RunStore | None) -> list[tuple[Job, Cell, Prompt]]:
+    """What has no response yet."""
+    done = store.keys() if store is not None else set()
+    return [
+        (job, cell, prompt)
+        for job in stage.jobs
+        for cell in job.cells
+        for prompt in job.prompts
+        if key_of(cell, prompt) not in done
+    ]
+
+
+def _check_same_grid(grid: Grid) -> None:
+    """Refuse the folder of another grid, whose tables would be lost."""
     file = grid.path / GRID
-    if not file.exists():
-        return
-    if Grid.from_yaml(file).digest != grid.digest:
+    if file.exists() and Grid.from_yaml(file).digest != grid.digest:
         raise UserError(
-            f"{grid.path} holds the results of another grid ({file}); another --out, or --fresh to "
-            "throw them away, would be right"
+            f"{grid.path} holds the results of another grid ({file}); choose another --out, or "
+            "discard them with --fresh"
         )
 
 
-def describe(grid: Grid, message: Callable[[str], None], *, fresh: bool = False) -> list[str]:
-    """What `--dry-run` says: cells, samples, what is there already, and an estimate.
+# --- dry run --------------------------------------------------------------------------------------
 
-    The estimate times the first context that is still to do, with its first cell, on the real
-    model.
+
+def describe(grid: Grid, say: Say, *, fresh: bool = False) -> list[str]:
+    """What `--dry-run` shows: cells, samples, what exists already, and an estimate.
+
+    The estimate measures a context that is still to do, with all its cells, on the real model.
 
     Args:
         grid: What would be run.
-        message: Told of tasks that cannot be had here.
-        fresh: Whether what is there already would be thrown away.
+        say: Told of tasks that are left out.
+        fresh: Whether existing results would be discarded.
 
     Returns:
         Lines to print.
     """
-    from kvbench.runs.worker import pending
-
-    _writable(grid.path)
-    stages = plan(grid, message)
+    _check_writable(grid.path)
+    planned = plan(grid, say)
     lines = []
-    there = not fresh and (grid.path / "responses.jsonl").exists()
-    store = RunStore(grid.path) if there else None
+    exists = not fresh and (grid.path / "responses.jsonl").exists()
+    store = RunStore(grid.path) if exists else None
     try:
-        for stage in stages:
+        for stage in planned.stages:
             cells = sum(len(job.cells) for job in stage.jobs)
             total = sum(len(job.cells) * len(job.prompts) for job in stage.jobs)
-            todo = []
-            for job in stage.jobs:
-                if store is None:
-                    todo += [(job, c, p) for c in job.cells for p in job.prompts]
-                else:
-                    todo += [(job, c, p) for c, p in pending(store, job.prompts, job.cells)]
+            todo = _pending(stage, store)
             tasks = ", ".join(dict.fromkeys(job.task.name for job in stage.jobs))
             lines.append(f"{stage.model}: {cells} cells over {tasks}")
             lines.append(f"  {total} responses, {len(todo)} still to generate")
             if todo:
-                lines.append(f"  estimate: {duration(_estimate(stage, grid, todo))}")
+                lines.append(f"  estimate: {duration(_estimate(stage, grid, todo, say))}")
     finally:
         if store is not None:
             store.close()
     return [*lines, f"into {grid.path}"]
 
 
-def _writable(path: Path) -> None:
-    """Refuse a folder that could not be made or written to.
+def _check_writable(path: Path) -> None:
+    """Refuse a folder that cannot be created or written.
 
     Raises:
-        UserError: It could not.
+        UserError: It cannot.
     """
-    there = next(p for p in (path, *path.absolute().parents) if p.exists())
-    if not there.is_dir():
-        raise UserError(f"cannot write {path}: {there} is a file, not a folder")
-    if not os.access(there, os.W_OK):
-        raise UserError(f"cannot write {path}: permission denied in {there}")
+    nearest_folder = next(p for p in (path, *path.absolute().parents) if p.exists())
+    if not nearest_folder.is_dir():
+        raise UserError(f"cannot write {path}: {nearest_folder} is a file, not a folder")
+    if not os.access(nearest_folder, os.W_OK):
+        raise UserError(f"cannot write {path}: permission denied in {nearest_folder}")
 
 
-def _estimate(stage: Stage, grid: Grid, todo: Sequence[tuple[Job, Cell, Prompt]]) -> float:
-    """Seconds for what is to do: measured on one context and one full batch of it, scaled up."""
-    import tempfile
-
-    from kvbench.runs.worker import Executor
-
+def _estimate(
+    stage: Stage, grid: Grid, todo: Sequence[tuple[Job, Cell, Prompt]], say: Say
+) -> float:
+    """Seconds for what is left: measured on one context with all its cells, scaled up."""
     job, _, prompt = todo[len(todo) // 2]
     contexts = {(j.task.name, j.task.length, p.context_ids) for j, _, p in todo}
     tokens = sum(len(ids) for _, _, ids in contexts)
     steps = sum(p.limit for _, _, p in todo)
-    with tempfile.TemporaryDirectory() as folder, _loaded(stage, grid) as model:
+    with tempfile.TemporaryDirectory() as folder, loaded_model(stage, grid, say) as model:
         for i in range(2):  # the first pass warms up
             with RunStore(Path(folder) / str(i)) as scratch:
-                executor = Executor(model, stage.tokenizer, scratch, Silent(), grid.batch_size)
-                executor.run(job.task, [prompt], job.cells)
-                done = scratch.responses()
-    prefill = done[0].prefill_s / max(1, len(prompt.context_ids))
-    compress = sum(r.compress_s for r in done) / len(done)
-    generated = sum(max(1, r.generated_tokens) for r in done)
-    decode = sum(r.decode_s for r in done) / generated
+                worker = Worker(model, stage.tokenizer, scratch, Silent(), grid.batch_size)
+                answer(worker, [prompt], job.cells)
+                responses = scratch.responses()
+    prefill = responses[0].prefill_s / max(1, len(prompt.context_ids))
+    compress = sum(r.compress_s for r in responses) / len(responses)
+    generated = sum(max(1, r.generated_tokens) for r in responses)
+    decode = sum(r.decode_s for r in responses) / generated
     return prefill * tokens + compress * len(todo) + decode * steps
-
-
-def _loaded(stage: Stage, grid: Grid) -> Any:
-    from contextlib import contextmanager
-
-    from kvbench.engine.models import load_model
-    from kvbench.engine.prefix import engine
-
-    @contextmanager
-    def loaded() -> Any:
-        model = load_model(
-            stage.model,
-            grid.revision,
-            stage.device,
-            stage.dtype,
-            device_map=grid.device_map,
-            quantization=grid.quantization,
-        )
-        with engine(model):
-            yield model
-
-    return loaded()

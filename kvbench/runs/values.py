@@ -1,4 +1,4 @@
-"""Reads the values of a grid, from flags, a caller or a YAML file, and says what is wrong where."""
+"""Reads the values of a grid from flags, a caller or a YAML file, and locates errors."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from typing import Any
 import yaml
 
 from kvbench.budget import Budget
-from kvbench.decoding import Truncation
-from kvbench.errors import UserError
-from kvbench.moments import CHUNK, split_moment
+from kvbench.engine.quantization import scheme_name
+from kvbench.errors import UserError, unknown
+from kvbench.judge.choosing import judge_name
+from kvbench.moments import Timing
+from kvbench.runs.generation import Truncation
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -28,10 +30,10 @@ def read_yaml(path: str | Path) -> tuple[dict[Any, Any], dict[Any, int]]:
         path: The file.
 
     Returns:
-        The mapping, and the line of each key, from 1.
+        The mapping, and the line of each key, counted from 1.
 
     Raises:
-        UserError: The file cannot be read, is not YAML, holds no mapping, or has a key twice.
+        UserError: The file cannot be read, is not a YAML mapping, or has a key twice.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -39,28 +41,42 @@ def read_yaml(path: str | Path) -> tuple[dict[Any, Any], dict[Any, int]]:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise UserError(f"cannot read {path}: it is not UTF-8 (byte {error.start})") from None
-    loader = yaml.SafeLoader(text)
+    except ValueError as error:  # a path with a NUL byte
+        raise UserError(f"cannot read {path!r}: {error}") from None
+    try:
+        return _mapping(yaml.SafeLoader(text), path)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = mark.line + 1 if mark else text.count("\n", 0, getattr(error, "position", 0)) + 1
+        what = getattr(error, "problem", None) or getattr(error, "reason", None)
+        raise UserError(f"{path}:{line}: {what or str(error).splitlines()[0]}") from None
+    except RecursionError:
+        raise UserError(f"{path}: it is nested too deeply") from None
+
+
+def _mapping(loader: yaml.SafeLoader, path: str | Path) -> tuple[dict[Any, Any], dict[Any, int]]:
+    """The mapping of a document, and the line of each key."""
+    data: dict[Any, Any] = {}
+    lines: dict[Any, int] = {}
     try:
         node = loader.get_single_node()
         if not isinstance(node, yaml.MappingNode):
-            raise UserError(f"{path}:1: a grid is a mapping of keys to values")
-        data: dict[Any, Any] = {}
-        lines: dict[Any, int] = {}
+            raise UserError(f"{path}:1: a grid must be a mapping of keys to values")
         for key_node, value_node in node.value:
             line = key_node.start_mark.line + 1
-            key = loader.construct_object(key_node, deep=True)
+            try:
+                key = loader.construct_object(key_node, deep=True)
+                value = loader.construct_object(value_node, deep=True)
+            except ValueError as error:  # such as a date that does not exist
+                raise UserError(f"{path}:{line}: {error}") from None
             if not isinstance(key, Hashable):
-                raise UserError(f"{path}:{line}: {key!r} is no key")
+                raise UserError(f"{path}:{line}: {key!r} cannot be a key")
             if key in data:
                 raise UserError(
                     f"{path}:{line}: {key!r} is given twice, first in line {lines[key]}"
                 )
             lines[key] = line
-            data[key] = loader.construct_object(value_node, deep=True)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        what = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise UserError(f"{path}:{mark.line + 1 if mark else 1}: {what}") from None
+            data[key] = value
     finally:
         loader.dispose()
     return data, lines
@@ -74,7 +90,7 @@ def _items(value: Any, what: str) -> list[Any]:
     else:
         found = [value]
     if not found or any(v is None or isinstance(v, (Mapping, list, tuple)) for v in found):
-        raise UserError(f"{what} wants a value or a list of values, not {value!r}")
+        raise UserError(f"{what} must be a value or a list of values, not {value!r}")
     return found
 
 
@@ -82,7 +98,7 @@ def _names(what: str) -> Callable[[Any], tuple[str, ...]]:
     def read(value: Any) -> tuple[str, ...]:
         found = _items(value, what)
         if wrong := [v for v in found if not isinstance(v, str)]:
-            raise UserError(f"{what} wants names, not {wrong[0]!r}")
+            raise UserError(f"{what} must be names, not {wrong[0]!r}")
         return tuple(dict.fromkeys(found))
 
     return read
@@ -94,11 +110,8 @@ def _budgets(value: Any) -> tuple[str, ...]:
 
 
 def _moments(value: Any) -> tuple[str, ...]:
-    found = []
-    for spelling in _names("moments")(value):
-        moment, size = split_moment(spelling)
-        found.append(f"chunked:{size}" if size not in (0, CHUNK) else moment)
-    return tuple(dict.fromkeys(found))
+    parsed = [Timing.parse(spelling) for spelling in _names("moments")(value)]
+    return tuple(dict.fromkeys(str(timing) for timing in parsed))
 
 
 def _integer(what: str, low: int, high: int = _INT32) -> Callable[[Any], int]:
@@ -106,7 +119,7 @@ def _integer(what: str, low: int, high: int = _INT32) -> Callable[[Any], int]:
         if isinstance(value, str) and value.strip().isdecimal():
             value = int(value)
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            raise UserError(f"{what} wants a whole number from {low} to {high}, not {value!r}")
+            raise UserError(f"{what} must be an integer from {low} to {high}, not {value!r}")
         return value
 
     return read
@@ -123,7 +136,7 @@ def _batch_size(value: Any) -> int | str:
 def _text(what: str) -> Callable[[Any], str]:
     def read(value: Any) -> str:
         if not isinstance(value, str) or not value.strip():
-            raise UserError(f"{what} wants a name, not {value!r}")
+            raise UserError(f"{what} must be a name, not {value!r}")
         return value.strip()
 
     return read
@@ -131,13 +144,13 @@ def _text(what: str) -> Callable[[Any], str]:
 
 def _folder(value: Any) -> str:
     if not str(value).strip():
-        raise UserError("out wants a folder, not an empty name")
+        raise UserError("out must be a folder, not an empty name")
     return str(value)
 
 
 def _dtype(value: Any) -> str:
     if value not in _DTYPES:
-        raise UserError(f"unknown dtype {value!r}; there are {', '.join(_DTYPES)}")
+        raise unknown("dtype", value, _DTYPES)
     return str(value)
 
 
@@ -148,26 +161,15 @@ def _device_map(value: Any) -> str | dict[str, str | int]:
     elif value in _DEVICE_MAPS:
         return str(value)
     raise UserError(
-        f"device_map wants {', '.join(_DEVICE_MAPS)} or names of modules to devices, not {value!r}"
+        f"device_map must be {', '.join(_DEVICE_MAPS)} or a mapping of module names to devices, "
+        f"not {value!r}"
     )
-
-
-def _quantization(value: Any) -> str:
-    from kvbench.quantization import scheme_name
-
-    return scheme_name(value)
-
-
-def _judge(value: Any) -> str:
-    from kvbench.judge.choosing import judge_name
-
-    return judge_name(value)
 
 
 def _truth(what: str) -> Callable[[Any], bool]:
     def read(value: Any) -> bool:
         if not isinstance(value, bool):
-            raise UserError(f"{what} wants true or false, not {value!r}")
+            raise UserError(f"{what} must be true or false, not {value!r}")
         return value
 
     return read
@@ -180,7 +182,7 @@ def _number(what: str, low: float, high: float, wanted: str) -> Callable[[Any], 
         except (TypeError, ValueError):
             number = math.nan
         if not low <= number <= high:
-            raise UserError(f"{what} wants {wanted}, not {value!r}")
+            raise UserError(f"{what} must be {wanted}, not {value!r}")
         return number
 
     return read
@@ -206,7 +208,6 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "out": _optional(_folder),
     "device": _text("device"),
     "dtype": _dtype,
-    "attn": _text("attn"),
     "batch_size": _batch_size,
     "revision": _optional(_text("revision")),
     "chat_template": _optional(_truth("chat_template"), "auto"),
@@ -221,7 +222,7 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "thinking": _optional(_truth("thinking"), "auto"),
     "truncate": _optional(_truncate),
     "device_map": _optional(_device_map),
-    "quantization": _optional(_quantization),
-    "judge": _judge,
+    "quantization": _optional(scheme_name),
+    "judge": judge_name,
 }
-"""One reader an attribute of `Grid`: takes what anybody gives, returns what the grid holds."""
+"""A reader for each attribute of `Grid`: turns what a user gives into what the grid holds."""

@@ -140,7 +140,7 @@ def plan(
         UserError: Something is unknown or out of range.
     """
     method: Method = get(TRAINERS, policy)
-    from kvbench.engine.models import load_config, pick_device, pick_dtype
+    from kvbench.engine.loading import load_config, pick_device, pick_dtype
     from kvbench.training.recipes import RECIPES
 
     explicit = {key: value for key, value in given.items() if value is not None}
@@ -261,7 +261,8 @@ def _trained(planned: Plan, wanted: Mapping[str, Any], reporter: Reporter) -> li
     import torch
 
     from kvbench import reference
-    from kvbench.engine.models import decoder_of, load_model, load_tokenizer, model_info
+    from kvbench.engine.loading import load_model, load_tokenizer
+    from kvbench.engine.models import decoder_of, model_info
     from kvbench.training.data import Sequences, sources
     from kvbench.training.plot import draw
     from kvbench.training.student import Student

@@ -24,6 +24,7 @@ from torch.utils.data import Dataset
 from kvbench.errors import UserError
 from kvbench.harness.encode import split_encode
 from kvbench.harness.rows import digest, read_rows
+from kvbench.named import lexicon_of
 
 Item = dict[str, Tensor]
 """`input_ids` int64 `[T]`, and `asked` bool `[T]`: positions whose next token is learned from."""
@@ -156,9 +157,8 @@ def sources(
 
 def _reference(tokenizer: Any, model: str, length: int, seed: int) -> Source:
     from kvbench.reference import samples
-    from kvbench.runs.planning import _lexicon
 
-    if _lexicon(tokenizer) != "reference":
+    if lexicon_of(tokenizer) != "reference":
         raise UserError(
             f"--data reference is in the words of the reference model, which {model} does not know"
         )
@@ -208,11 +208,11 @@ def _task(
             "device": "cpu",
         }
     )
-    (stage,) = plan(grid, message)
+    (stage,) = plan(grid, message).stages
     rows = []
     for job in stage.jobs:
         for prompt in job.prompts:
-            ask = prompt.question
+            ask = prompt.request
             answer = ask.answer or " ".join(ask.target)
             text = ask.context + ask.question
             tail = _answer_ids(tokenizer, text, answer)

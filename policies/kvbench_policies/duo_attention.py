@@ -14,9 +14,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvbench.apportion import apportion
 from kvbench.errors import UserError
-from kvbench.parts import TopK
+from kvbench.parts import TopK, apportion
 from kvbench.plugin import ModelInfo, Policy, Score, Scored, Scores, View
 from kvbench.profiles.allocators import Profiled
 

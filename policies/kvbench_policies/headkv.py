@@ -16,9 +16,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvbench.apportion import apportion, fill, largest_remainder
 from kvbench.errors import UserError
-from kvbench.parts import TopK
+from kvbench.parts import TopK, apportion, fill, largest_remainder
 from kvbench.plugin import ModelInfo, Policy, Scored
 from kvbench.profiles.allocators import Profiled
 from kvbench_policies.snapkv import WindowAttention

@@ -14,8 +14,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvbench.apportion import largest_remainder
 from kvbench.errors import BudgetError, UserError
+from kvbench.parts import largest_remainder
 from kvbench.plugin import Allocator, AttentionMass, Need, Scored
 
 _LEAST_VARIANCE = 1e-12

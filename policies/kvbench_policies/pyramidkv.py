@@ -13,9 +13,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvbench.apportion import largest_remainder
 from kvbench.errors import UserError
-from kvbench.parts import TopK, Uniform
+from kvbench.parts import TopK, Uniform, largest_remainder
 from kvbench.plugin import ModelInfo, Policy
 from kvbench_policies.snapkv import WindowAttention
 

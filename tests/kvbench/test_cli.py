@@ -100,10 +100,10 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
         (["run", "--polciy", "x"], "--policy"),
         (["run", "--policy"], "--policy"),
         ([*RUN, "--samples", "many"], "--samples"),
-        ([*RUN, "--samples", "0"], "samples wants a whole number"),
+        ([*RUN, "--samples", "0"], "samples must be an integer"),
         ([*RUN, "--budget", "1.5"], "budget 1.5 is out of range"),
         ([*RUN, "--budget", "0.2,abc"], "budget 'abc'"),
-        ([*RUN, "--length", "1k"], "length wants a whole number"),
+        ([*RUN, "--length", "1k"], "length must be an integer"),
         ([*RUN, "--moment", "turns"], "vt has no turns"),
         ([*RUN, "--moment", "decode"], "moment decode needs budgets in tokens"),
         ([*RUN, "--dry-run", "--out", f"{__file__}/x"], "is a file, not a folder"),
@@ -147,7 +147,7 @@ def test_every_flag_of_run_arrives(executed: dict[str, Any]) -> None:
     flags = (
         "run --policy criticalkv,snapkv:window=64 --policy h2o --budget 0.2,512 --model a,b "
         "--task ruler,./mine.jsonl --moment context,question --length 1024,4096 --samples 7 "
-        "--seed 3 --out there --device cuda:1 --dtype bfloat16 --attn eager --batch-size 4 "
+        "--seed 3 --out there --device cuda:1 --dtype bfloat16 --batch-size 4 "
         "--revision v1 --no-chat-template --no-full --fresh"
     )
     assert cli.call(flags.split()) == 0
@@ -163,7 +163,6 @@ def test_every_flag_of_run_arrives(executed: dict[str, Any]) -> None:
         out="there",
         device="cuda:1",
         dtype="bfloat16",
-        attn="eager",
         batch_size=4,
         revision="v1",
         chat_template=False,

@@ -160,7 +160,7 @@ def test_keywords_win_over_the_spelling_and_are_typed() -> None:
         ("knorm:allocate=global:normalise=head", "none, layer"),
         ("full:score=knorm", "full keeps everything"),
         ("./nowhere.py:Mine", "cannot read"),
-        ("./nowhere.py", "name what is in the file"),
+        ("./nowhere.py", "name an object in the file"),
         ("", "unknown policy"),
     ],
 )

@@ -34,7 +34,7 @@ REAL = (0.0, 0.01, 0.25, 0.29, 0.5, 0.7, 0.9, 1.0, 1.3, 3.0)
 
 def registered(kind: str) -> list[str]:
     """Names of the parts of a kind."""
-    names = {n.partition(".")[2] for n in registry.names(spelling.PARTS) if n.startswith(kind)}
+    names = {n.partition(".")[2] for n in registry.names(registry.PARTS) if n.startswith(kind)}
     names |= {n.partition(".")[2] for n in spelling._GENERIC if n.startswith(kind)}
     return sorted(names)
 

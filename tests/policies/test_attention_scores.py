@@ -393,5 +393,5 @@ def test_any_allocator_and_selector_keep_exactly_the_budget(
     ],
 )
 def test_what_is_out_of_range_is_refused(spec: str) -> None:
-    with pytest.raises(UserError, match=r"right|one of|max"):
+    with pytest.raises(UserError, match=r"right|choose from|max"):
         policy(spec)

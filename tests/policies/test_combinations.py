@@ -18,7 +18,8 @@ import kvbench
 from kvbench import spelling
 from kvbench.budget import Budget
 from kvbench.engine.cache import RaggedCache
-from kvbench.engine.prefix import Prefix, Request, engine, forward
+from kvbench.engine.driver import engine, forward
+from kvbench.engine.prefix import Compression, Prefix
 from kvbench.parts import TopK, Uniform
 from kvbench.plugin import Moment, Policy, View
 
@@ -262,7 +263,7 @@ def test_rows_of_one_batch_do_not_depend_on_each_other(
     note(repr((moment, policy, group, lengths, budget)))
     model, rows = llama(group), tokens(lengths)
     policy = equipped(policy, model)
-    cell = Request(policy, Budget.parse(budget), moment, 0)
+    cell = Compression(policy, Budget.parse(budget), moment, 0)
     with engine(model), unless_refused():
         made = []
         for row in rows:
@@ -302,7 +303,7 @@ def test_cells_do_not_depend_on_their_order(
     # A second cell of the first policy's score, so that cells share one.
     drawn = [equipped(p, model) for p in drawn]
     drawn.append(Policy("other", drawn[0].score, Uniform(), TopK()))
-    cells = [Request(p, Budget.parse(budget), moment, 0) for p in drawn]
+    cells = [Compression(p, Budget.parse(budget), moment, 0) for p in drawn]
     needs = frozenset().union(*(p.needs for p in drawn))
 
     def prefill() -> Prefix:

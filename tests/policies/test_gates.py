@@ -17,7 +17,7 @@ from kvbench.engine.models import model_info
 from kvbench.errors import UserError
 from kvbench.plugin import ModelInfo
 from kvbench.runs.grid import Grid
-from kvbench.runs.planning import _without
+from kvbench.runs.planning import plan
 from kvbench.spelling import policy
 from kvbench_policies.gates import GateConfig, build, files, load, save
 
@@ -239,7 +239,7 @@ def test_named_then_shipped_then_the_users_own(cache: Path, tmp_path: Path) -> N
 def test_gates_of_other_weights_are_not_taken(cache: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     llama(2).save_pretrained(folder)
-    from kvbench.runs.planning import model_digest
+    from kvbench.engine.loading import model_digest
 
     path = files.user_path(str(folder), "trimkv")
     save(build(made(base_revision="other")), path)
@@ -261,25 +261,21 @@ def test_the_fingerprint_is_that_of_the_content(cache: Path, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", ["trimkv", "dbtrimkv", "locret"])
 def test_all_leaves_out_a_policy_without_gates(
-    name: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, llama_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path / "cache"))
+    mine = tmp_path / "mine.jsonl"
+    mine.write_text('{"context": "a b c", "question": "?", "answers": "a"}\n')
     said: list[str] = []
-
-    class Everything:
-        canonical_policies = ("snapkv", name)
-        named = False
-
-        def names(self, policy: str) -> bool:
-            return self.named
-
-    grid: Any = Everything()
-    assert isinstance(Grid, type)
-    monkeypatch.setattr("kvbench.engine.models.resolve_model", lambda model: "made/nothing")
-    assert _without(grid, "made/nothing", said.append) == {name}
-    assert said[0].startswith(f"{name} is left out: model made/nothing has no {name} gates: ")
-    grid.named = True
-    with pytest.raises(UserError, match="kvbench train gates --model made/nothing"):
-        _without(grid, "made/nothing", said.append)
+    place = {"tasks": (str(mine),), "models": (llama_folder,)}
+    planned = plan(Grid(policies=("all",), **place), said.append)
+    cells = planned.stages[0].jobs[0].cells
+    assert name not in {str(cell.policy) for cell in cells} and len(cells) > 20
+    reason = f"model {llama_folder} has no {name} gates: "
+    assert planned.left_out[name].startswith(reason)
+    assert any(line.startswith(f"{name} is left out: {reason}") for line in said)
+    with pytest.raises(UserError, match=f"kvbench train gates --model {llama_folder}"):
+        plan(Grid(policies=(name, "snapkv"), **place), said.append)
 
 
 def test_a_score_refuses_gates_of_the_other_sort(tmp_path: Path) -> None:

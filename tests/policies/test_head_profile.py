@@ -235,7 +235,7 @@ def test_a_profile_of_another_shape_is_refused(tmp_path: Path) -> None:
         ("headkv:pool_share=0", "pool_share=0.0"),
         ("headkv:pool_share=inf", "pool_share=inf"),
         ("headkv:temp=-1", "temp=-1.0"),
-        ("headkv:kind=retrieval", "one of reason, copy"),
+        ("headkv:kind=retrieval", "choose from reason, copy"),
         ("duo_attention:sinks=-1", "sinks=-1"),
         ("duo_attention:recent=0", "recent=0"),
     ],

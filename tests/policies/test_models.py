@@ -27,7 +27,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import kvbench
 from kvbench import registry
-from kvbench.engine.models import load_model
+from kvbench.engine.loading import load_model
 from kvbench.spelling import policy
 
 from . import oracles as o

@@ -14,8 +14,9 @@ from torch import Tensor
 import kvbench
 from kvbench.budget import Budget
 from kvbench.engine.cache import RaggedCache
+from kvbench.engine.driver import engine, forward
 from kvbench.engine.models import model_info
-from kvbench.engine.prefix import Prefix, Request, engine, forward
+from kvbench.engine.prefix import Compression, Prefix
 from kvbench.plugin import ModelInfo, Policy, View
 from kvbench.spelling import policy
 from kvbench_policies.gates import load
@@ -316,7 +317,7 @@ def test_locret_is_told_which_cut_is_the_last(tmp_path: Path) -> None:
     model = llama(2)
     chosen = policy("locret:stabilizers=5:local=2").stand_in(model_info(model), tmp_path)
     (ids,) = tokens([45])
-    cell = Request(chosen, Budget.parse("8"), "chunked", 0, 45)
+    cell = Compression(chosen, Budget.parse("8"), "chunked", 0, 45)
     with engine(model):
         prefix = Prefix(model, chosen.needs)
         prefix.extend(ids[None, :20])

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvbench.engine.observers import observer_for
 from kvbench.plugin import ModelInfo, Policy, Scored, Scores, View, protect_nothing
 
 from .oracles import Layer
@@ -66,7 +67,7 @@ class Case:
     def views(self, policy: Policy, budget: Sequence[int]) -> list[View]:
         """Every layer, observed as the policy needs."""
         info, valid, scale = self.info, self.valid, 1 / math.sqrt(self.info.head_dim)
-        observers = {need: need.observer(info) for need in policy.needs if not need.of_tokens}
+        observers = {need: observer_for(need, info) for need in policy.needs if not need.of_tokens}
         made = []
         for i, (q, k, v) in enumerate(zip(self.q, self.k, self.v, strict=True)):
             for observer in observers.values():

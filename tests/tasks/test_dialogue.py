@@ -11,7 +11,7 @@ import pytest
 from kvbench.errors import UserError
 from kvbench.harness.encode import split_encode
 from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
-from kvbench.harness.protocol import Request
+from kvbench.harness.protocol import Request, TaskSettings
 from kvbench.reference import grammar
 from kvbench_tasks.dialogue import BENCHMARK, FACTS, TURNS
 
@@ -24,13 +24,15 @@ def load(
     options: dict[str, Any] = {"length": 700, "samples": 3, "seed": 0}
     return LmEvalHarness().load(
         "dialogue",
-        tokenizer=tokenizer,
-        tokenizer_id="test",
-        lexicon=lexicon,
-        chat_template=chat,
-        cache_dir=cache,
-        benchmark=BENCHMARK,
-        **{**options, **changes},
+        TaskSettings(
+            tokenizer=tokenizer,
+            tokenizer_id="test",
+            lexicon=lexicon,
+            chat_template=chat,
+            cache_dir=cache,
+            **{**options, **changes},
+        ),
+        BENCHMARK,
     )
 
 

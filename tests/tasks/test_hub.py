@@ -13,6 +13,7 @@ import pytest
 from kvbench.data import fetching
 from kvbench.errors import NeedsHub
 from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
+from kvbench.harness.protocol import TaskSettings
 from kvbench_tasks.essays import essays
 from kvbench_tasks.ruler import BENCHMARK, qa
 
@@ -60,12 +61,14 @@ def load(leaf: str, tokenizer: Any, cache: Path, **changes: Any) -> LmEvalTask:
     options: dict[str, Any] = {"length": 512, "samples": 6, "seed": 0, "lexicon": "natural"}
     return LmEvalHarness().load(
         leaf,
-        tokenizer=tokenizer,
-        tokenizer_id="test",
-        chat_template=True,
-        cache_dir=cache,
-        benchmark=BENCHMARK,
-        **{**options, **changes},
+        TaskSettings(
+            tokenizer=tokenizer,
+            tokenizer_id="test",
+            chat_template=True,
+            cache_dir=cache,
+            **{**options, **changes},
+        ),
+        BENCHMARK,
     )
 
 

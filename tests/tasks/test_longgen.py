@@ -12,6 +12,7 @@ import pytest
 from kvbench.errors import UserError
 from kvbench.harness.encode import split_encode
 from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
+from kvbench.harness.protocol import TaskSettings
 from kvbench.reference import grammar
 from kvbench_tasks.longgen import BENCHMARK
 from kvbench_tasks.longgen.metric import placed
@@ -28,13 +29,15 @@ def load(leaf: str, lexicon: str, tokenizer: Any, cache: Path, **changes: Any) -
     options: dict[str, Any] = {"length": 512, "samples": 3, "seed": 0}
     return LmEvalHarness().load(
         leaf,
-        tokenizer=tokenizer,
-        tokenizer_id="test",
-        lexicon=lexicon,
-        chat_template=tokenizer.chat_template is not None,
-        cache_dir=cache,
-        benchmark=BENCHMARK,
-        **{**options, **changes},
+        TaskSettings(
+            tokenizer=tokenizer,
+            tokenizer_id="test",
+            lexicon=lexicon,
+            chat_template=tokenizer.chat_template is not None,
+            cache_dir=cache,
+            **{**options, **changes},
+        ),
+        BENCHMARK,
     )
 
 

@@ -10,6 +10,7 @@ import pytest
 import kvbench
 from kvbench.harness.encode import split_encode
 from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
+from kvbench.harness.protocol import TaskSettings
 from kvbench.reference import grammar
 from kvbench_tasks.niah_hard import ANSWER, BENCHMARK
 
@@ -20,13 +21,15 @@ def load(lexicon: str, tokenizer: Any, cache: Path, **changes: Any) -> LmEvalTas
     options: dict[str, Any] = {"length": 2048, "samples": 8, "seed": 0}
     return LmEvalHarness().load(
         "niah_hard",
-        tokenizer=tokenizer,
-        tokenizer_id="test",
-        lexicon=lexicon,
-        chat_template=False,
-        cache_dir=cache,
-        benchmark=BENCHMARK,
-        **{**options, **changes},
+        TaskSettings(
+            tokenizer=tokenizer,
+            tokenizer_id="test",
+            lexicon=lexicon,
+            chat_template=False,
+            cache_dir=cache,
+            **{**options, **changes},
+        ),
+        BENCHMARK,
     )
 
 

@@ -14,6 +14,7 @@ from kvbench.benchmark import Benchmark
 from kvbench.errors import UserError
 from kvbench.harness.encode import split_encode
 from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
+from kvbench.harness.protocol import TaskSettings
 from kvbench.reference import grammar
 from kvbench_tasks.niah import BENCHMARK as NIAH
 from kvbench_tasks.niah import DEPTHS
@@ -39,13 +40,15 @@ def load(leaf: str, lexicon: str, tokenizer: Any, cache: Path, **changes: Any) -
     options: dict[str, Any] = {"length": LENGTH, "samples": 4, "seed": 0}
     return LmEvalHarness().load(
         leaf,
-        tokenizer=tokenizer,
-        tokenizer_id="test",
-        lexicon=lexicon,
-        chat_template=tokenizer.chat_template is not None,
-        cache_dir=cache,
-        benchmark=bench,
-        **{**options, **changes},
+        TaskSettings(
+            tokenizer=tokenizer,
+            tokenizer_id="test",
+            lexicon=lexicon,
+            chat_template=tokenizer.chat_template is not None,
+            cache_dir=cache,
+            **{**options, **changes},
+        ),
+        bench,
     )
 
 

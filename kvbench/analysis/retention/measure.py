@@ -21,13 +21,13 @@ from kvbench.analysis.retention.options import MOST_HEADS, MOST_LAYERS, Options,
 from kvbench.analysis.retention.survive import InUse, Survival, horizons
 from kvbench.budget import Budget
 from kvbench.engine.decide import Cut, row_seeds
+from kvbench.engine.decode import Stop, end_tokens, greedy
 from kvbench.engine.models import full_layer_ids, model_info
 from kvbench.engine.prefix import Prefix
-from kvbench.errors import UserError, reason_of
+from kvbench.errors import PluginError, UserError, plugin_call
 from kvbench.plugin import Need, Policy, Score
 from kvbench.progress import Reporter
 from kvbench.runs.grid import Grid
-from kvbench.spelling import policy as make_policy
 
 Case = tuple[str, str]
 """Policy and budget, as spelled."""
@@ -125,19 +125,20 @@ def analyze(grid: Grid, options: Options, reporter: Reporter) -> Found:
         UserError: Something is unknown or out of range.
     """
     sources = texts.sources(grid, options.text, options.new_tokens, reporter)
-    named = {model: texts.runnable(grid, model) for model in grid.models}
-    policies = {spec: make_policy(spec) for specs in named.values() for spec in specs}
+    runnable = {model: texts.runnable(grid, model) for model in grid.models}
+    policies = {spec: p for of_model in runnable.values() for spec, p in of_model.items()}
     found = Found([], {}, [spec for spec, p in policies.items() if not gated(p)])
     reach = [_horizon(source, options) for source in sources]
     pairs = zip(sources, reach, strict=True)
     for _, together in groupby(pairs, key=lambda pair: id(pair[0].stage)):
         group = list(together)
         stage = group[0][0].stage
-        with loaded(stage, grid) as model:
+        with loaded(stage, grid, reporter.message) as model:
             bench = Bench(model, reporter, found.failed)
-            mine = {spec: policies[spec] for spec in named[stage.model]}
-            cases = [(p, b) for p in mine for b in grid.budgets if b != "full"]
-            probe = _Probe(bench, mine, cases, options, grid.seed, stage.tokenizer)
+            mine = runnable[stage.model]
+            budgets = {str(b): b for b in grid.parsed_budgets if not b.is_full}
+            cases = [(p, b) for p in mine for b in budgets]
+            probe = _Probe(bench, mine, budgets, cases, options, grid.seed, stage.tokenizer)
             reporter.start(sum(probe.work(s) for s, _ in group), stage.model)
             try:
                 for source, horizon in group:
@@ -167,6 +168,7 @@ class _Probe:
     Attributes:
         bench: The model.
         policies: By spelling.
+        budgets: By spelling.
         cases: What runs over the texts that are shown.
         options: What to look at.
         seed: Noise seed.
@@ -175,6 +177,7 @@ class _Probe:
 
     bench: Bench
     policies: dict[str, Policy]
+    budgets: dict[str, Budget]
     cases: list[Case]
     options: Options
     seed: int
@@ -185,7 +188,7 @@ class _Probe:
         self.layers = full_layer_ids(model)
         self.use = InUse(self.options.top, self.options.mass)
         self.gated = {spec: p for spec, p in self.policies.items() if gated(p)}
-        self.ends = texts.ends_of(model, self.tokenizer)
+        self.ends = end_tokens(model, self.tokenizer)
         layers = chosen(self.options.layers, self.layers, "layers", MOST_LAYERS)
         self.draw_layers = [self.layers.index(layer) for layer in layers]
         heads = range(model_info(model).kv_heads)
@@ -226,7 +229,8 @@ class _Probe:
         logits = prefix.extend(self.bench.tensor(text.context))
         if text.question:
             logits = prefix.extend(self.bench.tensor(text.question))
-        ids += texts.written(prefix, text, logits, self.tokenizer, self.ends)
+        stop = Stop(self.tokenizer, self.ends, text.until)
+        ids += greedy(prefix, logits, text.limit, stop, feed_last=True)
         if self.use in prefix.cache.broken:
             raise prefix.cache.broken[self.use]
         observer = prefix.cache.observers[self.use]
@@ -263,7 +267,7 @@ class _Probe:
         )
         for case in self.cases:
             left, name = text.tokens, f"{case[0]} at {case[1]}"
-            policy, budget = self.policies[case[0]], Budget.parse(case[1])
+            policy, budget = self.policies[case[0]], self.budgets[case[1]]
 
             def advance() -> None:
                 nonlocal left
@@ -303,10 +307,11 @@ class _Probe:
         if key in self.bench.failed:
             return None
         try:
-            return work(*args)
-        except (Exception, SystemExit) as error:  # a policy is foreign code
-            self.bench.failed[key] = reason_of(error)
-            self.bench.reporter.message(f"{key} failed: {reason_of(error)}")
+            with plugin_call():
+                return work(*args)
+        except PluginError as error:
+            self.bench.failed[key] = str(error)
+            self.bench.reporter.message(f"{key} failed: {error}")
             return None
 
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from kvbench.analysis.common import Bench, held
 from kvbench.budget import Budget
 from kvbench.engine.cache import RaggedCache
-from kvbench.engine.prefix import Prefix, Request, forward
+from kvbench.engine.driver import forward
+from kvbench.engine.prefix import Compression, Prefix
 from kvbench.engine.upkeep import spare
 from kvbench.errors import BudgetError
 from kvbench.plugin import Policy
@@ -91,7 +92,7 @@ def passing(
     """
     allowed = budget.per_head(len(ids))
     prefix = bench.prefill(ids[:1], policy.needs)
-    wish = Request(policy, Budget(tokens=allowed), "decode", seed)
+    wish = Compression(policy, Budget(tokens=allowed), "decode", seed)
     cache = prefix.compress([wish])[0]
     watch = _Watch(cache, len(ids))
     advance()
@@ -115,7 +116,7 @@ def once(
         context: Tokens of the context.
         tokens: Tokens of the whole text.
     """
-    cache = prefix.compress([Request(policy, budget, "context", seed)], 1)[0]
+    cache = prefix.compress([Compression(policy, budget, "context", seed)], 1)[0]
     watch = _Watch(cache, tokens)
     return Trace(watch.gone.cpu(), budget.per_head(context), watch.cuts)
 

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from kvbench.analysis.common import stages
-from kvbench.engine.models import (
+from kvbench.engine.loading import (
     load_config,
     load_tokenizer,
     pick_device,
     pick_dtype,
     resolve_model,
 )
-from kvbench.engine.prefix import Prefix
 from kvbench.errors import UserError
 from kvbench.harness.encode import split_encode
+from kvbench.plugin import Policy
 from kvbench.progress import Reporter
 from kvbench.runs.grid import Grid
 from kvbench.runs.planning import Stage
-from kvbench.spelling import policy as make_policy
 
 PARTS = ("context", "question", "answer")
 
@@ -90,7 +86,7 @@ def sources(
         for job in stage.jobs:
             source = Source(stage, job.task.name, job.task.length)
             for prompt in job.prompts:
-                asked = prompt.question
+                asked = prompt.request
                 limit = asked.max_new_tokens if new_tokens is None else new_tokens
                 name = f"{asked.sample_id}" + f"/{asked.question_id}" * (asked.question_id > 0)
                 source.texts.append(
@@ -100,22 +96,24 @@ def sources(
     return found
 
 
-def runnable(grid: Grid, model: str) -> list[str]:
-    """The policies of a grid that evict, without those of `all` whose files a model lacks.
+def runnable(grid: Grid, model: str) -> dict[str, Policy]:
+    """The policies of a grid that evict, by spelling.
+
+    A policy that only `all` includes is left out if the model has no files for it.
 
     Raises:
         UserError: A policy that is named has no files for the model.
     """
-    found = []
-    for spec in grid.canonical_policies:
+    found = {}
+    for policy in grid.built_policies:
         try:
-            make_policy(spec).fingerprint(resolve_model(model))
+            policy.fingerprint(resolve_model(model))
         except UserError:
-            if grid.names(spec):
+            if str(policy) in grid.named_policies:
                 raise
             continue
-        if spec != "full":
-            found.append(spec)
+        if not policy.is_full:
+            found[str(policy)] = policy
     return found
 
 
@@ -144,36 +142,6 @@ def _of_file(grid: Grid, model: str, path: Path, new_tokens: int) -> Source:
             f"{model}; nothing is truncated: a shorter text would be right"
         )
     return Source(stage, path.name, 0, [Text(path.stem, tuple(ids), (), new_tokens)])
-
-
-def ends_of(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Token ids that end an answer."""
-    found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    listed = found if isinstance(found, list) else [found]
-    return frozenset(e for e in (*listed, tokenizer.eos_token_id) if e is not None)
-
-
-def written(
-    prefix: Prefix, text: Text, logits: Tensor, tokenizer: Any, ends: frozenset[int]
-) -> Iterator[int]:
-    """Tokens that the full cache adds greedily, each of which is fed before the next.
-
-    Args:
-        prefix: Context and question, prefilled; it is extended.
-        text: Says when it ends.
-        logits: After the prompt, `[1, vocabulary]`.
-        tokenizer: Of the model.
-        ends: Token ids that end an answer.
-    """
-    tokens: list[int] = []
-    while len(tokens) < text.limit:
-        token = int(logits.argmax(-1))
-        tokens.append(token)
-        logits = prefix.extend(torch.tensor([[token]], device=logits.device))
-        yield token
-        said = tokenizer.decode(tokens, skip_special_tokens=True) if text.until else ""
-        if token in ends or any(end and end in said for end in text.until):
-            return
 
 
 def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:

@@ -171,8 +171,8 @@ def convert_for(source: str, model: str) -> RetentionGates:
     Raises:
         UserError: The checkpoint or the model cannot be read, or they do not fit.
     """
-    from kvbench.engine.models import decoder_of, load_config, model_info
-    from kvbench.runs.planning import model_digest
+    from kvbench.engine.loading import load_config, model_digest
+    from kvbench.engine.models import decoder_of, model_info
     from kvbench_policies.gates.config import activation_of
 
     config = load_config(model)

@@ -234,7 +234,7 @@ def _fits(model: str, base: Path | None, folder: Path) -> bool:
 @functools.lru_cache(maxsize=64)
 def _compared(model: str, base: Path | None, path: Path, changed: int) -> bool:
     from kvbench import reference
-    from kvbench.runs.planning import model_digest
+    from kvbench.engine.loading import model_digest
 
     config = GateConfig.read(path)
     if base is None:

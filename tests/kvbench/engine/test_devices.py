@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import kvbench
-from kvbench.engine import models
+from kvbench.runs import worker
 
 from .conftest import batch, build
 from .devices import Devices, spread
@@ -85,7 +85,7 @@ def test_a_run_gives_the_same_answers(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    whole = models.load_model
+    whole = worker.load_model
     answers = []
     for devices in (ONE, THREE):
 
@@ -94,7 +94,7 @@ def test_a_run_gives_the_same_answers(
             spread(model, devices)
             return model
 
-        monkeypatch.setattr(models, "load_model", load)
+        monkeypatch.setattr(worker, "load_model", load)
         with Devices():
             run = kvbench.run(
                 {

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import kvbench
-from kvbench import quantization
-from kvbench.engine.models import load_config, load_model, model_info, pick_device, resolve_model
+from kvbench.engine import quantization
+from kvbench.engine.loading import load_config, load_model, pick_device, resolve_model
+from kvbench.engine.models import model_info
 from kvbench.engine.quantization import plain_weight
 from kvbench.errors import UserError
 from kvbench.runs.grid import Grid
@@ -69,16 +70,16 @@ def test_weights_that_were_put_off_are_refused(
 
     with torch.device("meta"):
         away = LlamaForCausalLM(tiny_llama.config)
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: away)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: (away, {}))
     with pytest.raises(UserError, match=r"does not fit into the memory .* --quantization bnb-4bit"):
         load(llama_folder, device_map="auto")
 
 
 def test_device_and_device_map_are_not_given_both() -> None:
     grid = {"policies": "snapkv", "tasks": "vt", "device_map": "auto"}
-    with pytest.raises(UserError, match="give one"):
+    with pytest.raises(UserError, match="give only one"):
         Grid.from_dict({**grid, "device": "cpu"})
-    with pytest.raises(UserError, match=r"wants auto, .* not 'atuo'"):
+    with pytest.raises(UserError, match=r"must be auto, .* not 'atuo'"):
         Grid.from_dict({**grid, "device_map": "atuo"})
     plain = Grid.from_dict({"policies": "snapkv", "tasks": "vt"})
     assert Grid.from_dict(grid).digest == plain.digest
@@ -100,7 +101,7 @@ def test_packages_that_are_missing_are_named(
 
 
 def test_a_revision_in_the_name_is_told_how_to_be_given() -> None:
-    with pytest.raises(UserError, match=r"--model org/name --revision v1 would be right"):
+    with pytest.raises(UserError, match=r"use --model org/name --revision v1"):
         resolve_model("org/name@v1")
 
 
@@ -128,7 +129,7 @@ def test_a_weight_of_any_make_is_given_as_numbers() -> None:
     rows = Rows(linear)
     want = rows.weight * rows.scale
     torch.testing.assert_close(plain_weight(rows, 12, torch.float32), want)
-    with pytest.raises(UserError, match=r"^the weights of a Linear cannot be read as numbers \("):
+    with pytest.raises(UserError, match=r"^the weights of Linear cannot be dequantised \("):
         plain_weight(linear.to(torch.float8_e4m3fn), 12, torch.float32)
 
 
@@ -160,9 +161,9 @@ def test_a_model_that_is_quantised_on_disk_loads_as_it_is(
     config["quantization_config"] = {"bits": 4, **({"quant_method": method} if method else {})}
     (folder / "config.json").write_text(json.dumps(config))
     read = load_config(str(folder))
-    assert quantization.check(str(folder), read, None, None) == told
-    with pytest.raises(UserError, match=rf"is quantised already \({told}\) and loads as it is"):
-        quantization.check(str(folder), read, "bnb-4bit", None)
+    assert quantization.check_quantization(str(folder), read, None, None) == told
+    with pytest.raises(UserError, match=rf"is quantised already \({told}\); leave out"):
+        quantization.check_quantization(str(folder), read, "bnb-4bit", None)
     with pytest.raises(UserError, match=r"^model \S+ cannot be loaded: ") as raised:
         load(str(folder))  # for want of its library, or of anything that is quantised
     assert "\n" not in str(raised.value)
@@ -175,8 +176,9 @@ def test_quantization_is_part_of_a_run(llama_folder: str) -> None:
     assert quantised.digest != plain.digest
     with pytest.raises(UserError, match=r"did you mean bnb-4bit, "):
         Grid.from_dict({**grid, "quantization": "bnb4bit"})
-    assert quantization.check(llama_folder, load_config(llama_folder), None, None) == ""
-    assert quantization.packages("torchao-int8") == ("torchao",)
+    config = load_config(llama_folder)
+    assert quantization.check_quantization(llama_folder, config, None, None) == ""
+    assert quantization.quantization_packages("torchao-int8") == ("torchao",)
 
 
 @pytest.mark.parametrize("scheme", list(quantization.PACKAGES))

@@ -9,7 +9,8 @@ import torch
 
 import kvbench
 from kvbench.budget import Budget
-from kvbench.engine.prefix import Prefix, Request, engine
+from kvbench.engine.driver import engine
+from kvbench.engine.prefix import Compression, Prefix
 from kvbench.errors import BudgetError
 from kvbench.parts import FunctionScore, TopK, Uniform
 from kvbench.plugin import Policy, Score, Scores, Selector, View
@@ -28,8 +29,8 @@ CELLS = [
 ]
 
 
-def wishes() -> list[Request]:
-    return [Request(kvbench.policy(p), Budget.parse(b), "context", 0) for p, b in CELLS]
+def wishes() -> list[Compression]:
+    return [Compression(kvbench.policy(p), Budget.parse(b), "context", 0) for p, b in CELLS]
 
 
 @torch.no_grad()
@@ -50,7 +51,7 @@ def test_a_shared_prefill_equals_one_per_cell(family: Any) -> None:
 def test_question_is_compressed_in_a_fork(llama: Any) -> None:
     ids, _ = batch(1, 45, [0])
     policy = kvbench.policy("snapkv:window=8")
-    wish = Request(policy, Budget.parse(0.3), "question", 0)
+    wish = Compression(policy, Budget.parse(0.3), "question", 0)
     with engine(llama):
         prefix = Prefix(llama, policy.needs)
         prefix.extend(ids[:, :38])
@@ -81,7 +82,7 @@ def test_scores_are_shared_unless_they_read_the_budget(llama: Any) -> None:
         prefix.extend(ids)
         for function in (plain, reads):
             policy = Policy("p", FunctionScore.of(function), Uniform(), TopK())
-            prefix.compress([Request(policy, Budget.parse(n), "context", 0) for n in (3, 5)])
+            prefix.compress([Compression(policy, Budget.parse(n), "context", 0) for n in (3, 5)])
     assert calls == {"plain": 3, "reads": 6}, "three layers, two budgets"
 
 
@@ -114,4 +115,4 @@ def test_a_policy_off_its_budget_fails_loudly(policy: Policy, message: str) -> N
         prefix = Prefix(model, [])
         prefix.extend(batch(1, 30, [0])[0])
         with pytest.raises(BudgetError, match=message):
-            prefix.compress([Request(policy, Budget.parse(0.5), "context", 0)])
+            prefix.compress([Compression(policy, Budget.parse(0.5), "context", 0)])

@@ -15,7 +15,8 @@ from transformers import DynamicCache
 
 import kvbench
 from kvbench.budget import Budget
-from kvbench.engine.prefix import Prefix, Request, engine
+from kvbench.engine.driver import engine
+from kvbench.engine.prefix import Compression, Prefix
 from kvbench.errors import BudgetError
 from kvbench.parts import FunctionScore, TopK, Uniform
 from kvbench.plugin import Merger, ModelInfo, Need, Observer, Policy, Score, View
@@ -39,8 +40,8 @@ def noise(v: View) -> Tensor:
     return v.noise()
 
 
-def wish(policy: Policy, budget: Any = 0.3) -> Request:
-    return Request(policy, Budget.parse(budget), "context", 0)
+def wish(policy: Policy, budget: Any = 0.3) -> Compression:
+    return Compression(policy, Budget.parse(budget), "context", 0)
 
 
 @torch.no_grad()
@@ -303,7 +304,7 @@ def test_reset_with_sliding_layers() -> None:
     "ids", [[1, 2], torch.ones(3), torch.ones(2, 3), torch.ones(0, 3).long(), None]
 )
 def test_input_of_the_wrong_kind_is_one_line(llama: Any, ids: Any) -> None:
-    with pytest.raises(ValueError, match="would be right"):
+    with pytest.raises(ValueError, match=r"must be an integer tensor|give \[batch, tokens\]"):
         kvbench.kept(llama, ids, "random", 0.5)
 
 

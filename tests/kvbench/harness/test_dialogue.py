@@ -12,6 +12,7 @@ from kvbench.benchmark import Benchmark, Doc
 from kvbench.errors import UserError
 from kvbench.harness import rows as data
 from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
+from kvbench.harness.protocol import TaskSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -81,15 +82,17 @@ def bench(folder: Path, *rows: Doc, yaml: str = YAML) -> Benchmark:
 def load(talk: Benchmark, tokenizer: Any, cache: Path, chat: bool, samples: int = 1) -> LmEvalTask:
     return LmEvalHarness().load(
         "talk",
-        length=512,
-        samples=samples,
-        seed=0,
-        tokenizer=tokenizer,
-        tokenizer_id="test",
-        lexicon="natural",
-        chat_template=chat,
-        cache_dir=cache / "cache",
-        benchmark=talk,
+        TaskSettings(
+            length=512,
+            samples=samples,
+            seed=0,
+            tokenizer=tokenizer,
+            tokenizer_id="test",
+            lexicon="natural",
+            chat_template=chat,
+            cache_dir=cache / "cache",
+        ),
+        talk,
     )
 
 

@@ -18,6 +18,7 @@ from kvbench.benchmark import Benchmark, Doc
 from kvbench.errors import UserError
 from kvbench.harness import rows as data
 from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
+from kvbench.harness.protocol import TaskSettings
 from kvbench_tasks.ruler import BENCHMARK as RULER
 
 if TYPE_CHECKING:
@@ -83,12 +84,14 @@ def load(
     options: dict[str, Any] = {"length": 512, "samples": 5, "seed": 0, "lexicon": "natural"}
     return LmEvalHarness().load(
         leaf,
-        tokenizer=tokenizer,
-        tokenizer_id="test",
-        chat_template=chat,
-        cache_dir=cache,
-        benchmark=bench,
-        **{**options, **changes},
+        TaskSettings(
+            tokenizer=tokenizer,
+            tokenizer_id="test",
+            chat_template=chat,
+            cache_dir=cache,
+            **{**options, **changes},
+        ),
+        bench,
     )
 
 
@@ -225,7 +228,7 @@ def test_it_is_quiet_and_leaves_global_generators_alone(
 def test_listing_a_benchmark_imports_nothing_heavy() -> None:
     heavy = "{'torch', 'transformers', 'lm_eval', 'datasets', 'numpy'}"
     code = (
-        "import sys, kvbench.harness.lm_eval, kvbench.harness.encode, kvbench_tasks.ruler, "
+        "import sys, kvbench.harness.catalogue, kvbench.harness.encode, kvbench_tasks.ruler, "
         f"kvbench_tasks.niah, kvbench_tasks.longgen, "
         f"kvbench_tasks.dialogue; found = {heavy} & set(sys.modules); assert not found, found"
     )
@@ -242,7 +245,7 @@ def test_what_is_wrong_with_a_benchmark_is_said(
         broken(metric="f2")
     with pytest.raises(UserError, match="has neither"):
         broken(yaml=tmp_path / "nowhere")
-    with pytest.raises(UserError, match="has no prompts for the lexicon"):
+    with pytest.raises(UserError, match="has no prompts in the lexicon"):
         broken(lexicons=("reference",))
     with pytest.raises(UserError, match="row 0: 'outputs' must be"):
         broken(docs=lambda leaf, **_: [{"context": "a", "question": "b"}])

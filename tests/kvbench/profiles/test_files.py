@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvbench import reference
-from kvbench.engine.models import load_config
+from kvbench.engine.loading import load_config
 from kvbench.errors import UserError
 from kvbench.profiles import files
 from kvbench.profiles.files import KINDS, HeadProfile

@@ -81,7 +81,7 @@ def slow(model: nn.Module, needles: list[Needle], eos: int | None = None) -> dic
     for given in needles:
         ids = [*given.prompt.context_ids, *given.prompt.question_ids]
         prompt = list(ids)
-        request = given.prompt.question
+        request = given.prompt.request
         size = given.stop - given.start
         text = ""
         for _ in range(request.max_new_tokens):

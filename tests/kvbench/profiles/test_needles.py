@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from kvbench.errors import UserError
 from kvbench.harness.encode import split_encode
 from kvbench.harness.lm_eval import LmEvalHarness
-from kvbench.harness.protocol import Request
+from kvbench.harness.protocol import Request, TaskSettings
 from kvbench.profiles.needles import find_needles, token_span
 from kvbench.runs.worker import Prompt
 
@@ -56,14 +56,16 @@ class Slow:
 def loaded(tokenizer: Any, lexicon: str, samples: int, cache: Path, template: bool) -> list[Prompt]:
     task = LmEvalHarness().load(
         "niah_depth",
-        length=160 if lexicon == "reference" else 300,
-        samples=samples,
-        seed=3,
-        tokenizer=tokenizer,
-        tokenizer_id="test",
-        lexicon=lexicon,
-        chat_template=template,
-        cache_dir=cache,
+        TaskSettings(
+            length=160 if lexicon == "reference" else 300,
+            samples=samples,
+            seed=3,
+            tokenizer=tokenizer,
+            tokenizer_id="test",
+            lexicon=lexicon,
+            chat_template=template,
+            cache_dir=cache,
+        ),
     )
     return [prompt(tokenizer, r) for r in task.requests]
 
@@ -76,7 +78,7 @@ def test_needles_of_the_needle_task_with_a_bpe_tokenizer(
     assert len(needles) == 11
     for found in needles:
         ids = [*found.prompt.context_ids, *found.prompt.question_ids]
-        (value,) = found.prompt.question.target
+        (value,) = found.prompt.request.target
         text = bpe_tokenizer.decode(ids[found.start : found.stop]).strip()
         assert re.fullmatch(rf"One of the special magic numbers for \S+ is: {value}\.", text)
         # Not a token more on either side.
@@ -93,8 +95,8 @@ def test_needles_of_the_needle_task_in_the_reference_lexicon(
     ):
         ids = [*found.prompt.context_ids, *found.prompt.question_ids]
         text = word_tokenizer.decode(ids[found.start : found.stop])
-        key = found.prompt.question.question.split()[1]
-        assert text == f"note {key} {found.prompt.question.target[0]} ."
+        key = found.prompt.request.question.split()[1]
+        assert text == f"note {key} {found.prompt.request.target[0]} ."
         assert found.start >= 1  # behind BOS
 
 
@@ -106,7 +108,7 @@ def test_a_slow_tokenizer_finds_the_same_tokens(
     lexicon = "natural" if of == "bpe_tokenizer" else "reference"
     fast = loaded(tokenizer, lexicon, 11, tmp_path, False)
     slow = Slow(tokenizer)
-    apart = [prompt(slow, p.question) for p in fast]
+    apart = [prompt(slow, p.request) for p in fast]
     for a, b in zip(find_needles(tokenizer, fast), find_needles(slow, apart), strict=True):
         one = [*a.prompt.context_ids, *a.prompt.question_ids][a.start : a.stop]
         other = [*b.prompt.context_ids, *b.prompt.question_ids][b.start : b.stop]
@@ -187,4 +189,4 @@ def test_tokens_that_do_not_read_as_the_needle_are_refused(
     good = prompt(bpe_tokenizer, request("The code is 7193. It rains.", "7193"))
     ids = tuple(reversed(good.context_ids))
     with pytest.raises(UserError, match="does not say which tokens"):
-        find_needles(bpe_tokenizer, [Prompt(good.question, ids, good.question_ids)])
+        find_needles(bpe_tokenizer, [Prompt(good.request, ids, good.question_ids)])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,13 +12,15 @@ import torch
 
 import kvbench
 from kvbench.engine.decode import BLOCK
-from kvbench.engine.prefix import engine
+from kvbench.engine.driver import engine
 from kvbench.progress import Silent
 from kvbench.runs.answers import Prompt
-from kvbench.runs.worker import Executor
+from kvbench.runs.runner import answer
+from kvbench.runs.worker import Worker
 
 from ..engine.conftest import build, masked_run
-from .test_sliding import CELL, Store, Tokenizer, ids, request
+from .cells import make_cell
+from .test_sliding import Store, Tokenizer, ids, request
 
 SIZES = ((40, 3, 5), (51, 12, BLOCK + 2), (33, 1, 1))
 
@@ -39,8 +40,8 @@ def prompts(sizes: Sequence[tuple[int, int, int]] = SIZES) -> list[Prompt]:
 def measured(model: Any, asked: Sequence[Prompt], batch: int | str = "auto", **cell: Any) -> Any:
     store: Any = Store()
     with engine(model):
-        run: Any = Executor(model, Tokenizer(), store, Silent(), batch)  # type: ignore[arg-type]
-        run.run(SimpleNamespace(name="t"), asked, [replace(CELL, **cell)])
+        worker: Any = Worker(model, Tokenizer(), store, Silent(), batch)  # type: ignore[arg-type]
+        answer(worker, asked, [make_cell(**{"policy": "full", "length": 0, **cell})])
     assert not any(r.error for r in store.held)
     assert all(r.stop == "given" for r in store.held)
     return {r.sample_id: json.loads(r.response) for r in store.held}
@@ -66,7 +67,7 @@ def test_where_nothing_is_cut_one_forward_says_the_same(
     for prompt in asked:
         whole = [*prompt.context_ids, *prompt.question_ids, *prompt.given_ids]
         want = losses(model(torch.tensor([whole])).logits[0], prompt.given_ids)
-        said = found[prompt.question.sample_id]
+        said = found[prompt.request.sample_id]
         assert said["tokens"] == len(prompt.given_ids)
         assert said["nll"] == pytest.approx(want, rel=1e-5)
 
@@ -83,7 +84,7 @@ def test_a_cut_context_is_what_the_given_text_sees(policy: str) -> None:
         mask = torch.ones(1, context.shape[1] + rest.shape[1], dtype=torch.long)
         logits = masked_run(model, [context, rest], mask, [None, kept])[1][0]
         want = losses(logits, prompt.given_ids)
-        assert found[prompt.question.sample_id]["nll"] == pytest.approx(want, rel=1e-4)
+        assert found[prompt.request.sample_id]["nll"] == pytest.approx(want, rel=1e-4)
 
 
 @torch.no_grad()
@@ -104,7 +105,7 @@ def test_at_decode_the_cache_is_cut_after_every_given_token() -> None:
         mask = torch.ones(1, len(whole) + len(prompt.given_ids), dtype=torch.long)
         logits = masked_run(model, chunks, mask, kept)
         want = losses(torch.cat([step[0] for step in logits]), prompt.given_ids)
-        name = prompt.question.sample_id
+        name = prompt.request.sample_id
         assert found[name]["nll"] == pytest.approx(want, rel=1e-4)
         assert abs(wider[name]["nll"] - want) > 1e-3
 

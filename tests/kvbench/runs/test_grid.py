@@ -1,48 +1,21 @@
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import kvbench
 from kvbench import registry
 from kvbench.errors import UserError
 from kvbench.harness import catalogue
-from kvbench.runs import grid as grid_module
-from kvbench.runs.cell import Cell, versions
+from kvbench.runs.cell import versions
 from kvbench.runs.grid import Grid
 
+from .cells import make_cell
+
 MINE = {"policies": "snapkv", "tasks": "vt"}
-
-PLACE: dict[str, Any] = {
-    "model": "m",
-    "model_revision": "r",
-    "task": "vt",
-    "group": "ruler",
-    "length": 1024,
-    "dtype": "float32",
-    "device": "cpu",
-    "attention": "sdpa",
-    "chat_template": "",
-    "data_hash": "d",
-    "task_version": "1",
-    "prompts": "p1",
-}
-
-
-def make_cell(**changes: Any) -> Cell:
-    usual = {**PLACE, "policy": "snapkv", "budget": "0.2", "moment": "context", "seed": 0}
-    return Cell(**{**usual, "versions": '{"torch": "2"}', **changes})
-
-
-@pytest.fixture
-def plain_policies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Policies that are spelled canonically but for `alias`, from a package of version 1."""
-    monkeypatch.setattr(grid_module, "_canonical", lambda spec: spec.replace("alias", "snapkv"))
-    monkeypatch.setattr(registry, "origin", lambda group, name: f"{name}==1")
-
 
 # --- reading a grid -------------------------------------------------------------------------------
 
@@ -85,23 +58,23 @@ def test_to_dict_reads_back() -> None:
         ({"policy": "x"}, "given twice"),
         ({"budgets": [1.5]}, "budget 1.5 is out of range"),
         ({"budgets": [float("nan")]}, "budget 'nan'"),
-        ({"budgets": None}, "budgets wants"),
-        ({"policies": []}, "policies wants"),
-        ({"policies": [3]}, "policies wants names"),
+        ({"budgets": None}, "budgets must be"),
+        ({"policies": []}, "policies must be"),
+        ({"policies": [3]}, "policies must be names"),
         ({"moments": "decode"}, "moment decode needs budgets in tokens"),
-        ({"moments": "chunked:x"}, "tokens of a chunk, as chunked:512"),
+        ({"moments": "chunked:x"}, "use chunked:512"),
         ({"moments": "context:5"}, "context takes no number"),
         ({"moments": "contxt"}, "did you mean context"),
-        ({"lengths": [0]}, "length wants a whole number"),
-        ({"samples": 0}, "samples wants a whole number"),
-        ({"samples": True}, "samples wants a whole number"),
-        ({"samples": 10**10}, "samples wants a whole number"),
-        ({"seed": -1}, "seed wants"),
+        ({"lengths": [0]}, "length must be an integer"),
+        ({"samples": 0}, "samples must be an integer"),
+        ({"samples": True}, "samples must be an integer"),
+        ({"samples": 10**10}, "samples must be an integer"),
+        ({"seed": -1}, "seed must be"),
         ({"dtype": "int8"}, "unknown dtype 'int8'"),
-        ({"batch_size": "many"}, "batch_size wants"),
-        ({"chat_template": "maybe"}, "chat_template wants true or false"),
-        ({"full": 1}, "full wants true or false"),
-        ({"device": ""}, "device wants"),
+        ({"batch_size": "many"}, "batch_size must be"),
+        ({"chat_template": "maybe"}, "chat_template must be true or false"),
+        ({"full": 1}, "full must be true or false"),
+        ({"device": ""}, "device must be"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(changes: dict[str, Any], says: str) -> None:
@@ -138,7 +111,7 @@ def test_a_file_reads_like_flags_and_flags_go_before_it(tmp_path: Path) -> None:
         ("policies: a\ntasks: b\npolicy: c\n", 3, "given twice"),
         ("a: b\n\tc: d\n", 2, "cannot start any token"),
         ("policies: a\ntasks: !!python/name:os.system\n", 2, "could not determine a constructor"),
-        ("[1, 2]: a\n", 1, "is no key"),
+        ("[1, 2]: a\n", 1, "cannot be a key"),
         ("- a\n", 1, "mapping"),
         ("", 1, "mapping"),
     ],
@@ -166,7 +139,7 @@ def test_a_file_that_is_not_there_or_not_text_is_said(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not UTF-8"):
         Grid.from_yaml(tmp_path / "raw.yaml")
     (tmp_path / "half.yaml").write_text("policies: a")
-    with pytest.raises(UserError, match="names no tasks"):
+    with pytest.raises(UserError, match="has no tasks"):
         Grid.from_yaml(tmp_path / "half.yaml")
 
 
@@ -196,7 +169,6 @@ def test_the_order_of_a_list_keeps_the_digest() -> None:
         {"seed": 1},
         {"device": "cuda"},
         {"dtype": "bfloat16"},
-        {"attn": "eager"},
         {"revision": "v2"},
         {"chat_template": False},
         {"full": False},
@@ -244,36 +216,51 @@ def test_an_unknown_task_gives_the_nearest() -> None:
         Grid.from_dict({"policies": "a", "tasks": "rulr"}).leaves()
 
 
-# --- cells ----------------------------------------------------------------------------------------
+# --- variants and cells ---------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("plain_policies")
-def test_cells_are_the_product_with_full_once() -> None:
+def test_variants_are_the_product_with_full_once() -> None:
     grid = Grid.from_dict(
         {
-            "policies": "alias,snapkv,h2o",
+            "policies": "criticalkv,critical_adakv,h2o",
             "tasks": "vt",
             "budgets": "0.1,0.2",
             "moments": "context,question",
         }
     )
-    cells = grid.cells_for(**PLACE)
-    assert len(cells) == 1 + 2 * 2 * 2
-    assert len({cell.cell for cell in cells}) == len(cells)
-    assert len({cell.match for cell in cells}) == len(cells)
-    assert (cells[0].policy, cells[0].budget, cells[0].moment) == ("full", "full", "")
-    assert [cell.is_full for cell in cells] == [True] + [False] * 8
+    variants = grid.variants()
+    assert len(variants) == len(set(variants)) == 1 + 2 * 2 * 2
+    assert [variant.is_full for variant in variants] == [True] + [False] * 8
+    assert (str(variants[0].budget), variants[0].timing) == ("full", None)
 
 
-@pytest.mark.usefixtures("plain_policies")
-def test_full_is_left_out_only_when_nobody_asks_for_it() -> None:
-    without = Grid.from_dict({**MINE, "full": False})
-    assert [cell.policy for cell in without.cells_for(**PLACE)] == ["snapkv"]
-    asked = Grid.from_dict({**MINE, "policies": "snapkv,full", "full": False})
-    assert [cell.policy for cell in asked.cells_for(**PLACE)] == ["full", "snapkv"]
+def test_full_is_left_out_only_if_nobody_asks_for_it() -> None:
+    def policies(**grid: object) -> list[str]:
+        return [str(v.policy) for v in Grid.from_dict({**MINE, **grid}).variants()]
+
+    assert policies(full=False) == ["snapkv"]
+    assert policies(full=False, policies="snapkv,full") == ["full", "snapkv"]
+    assert policies(full=False, budgets="0.2,full") == ["full", "snapkv"]
+    assert policies() == ["full", "snapkv"]
 
 
-CHANGED = {
+def test_all_stands_for_every_policy_and_names_none() -> None:
+    grid = Grid(policies=("all",), tasks=("vt",), full=False)
+    names = [str(variant.policy) for variant in grid.variants()]
+    assert "full" not in names and {"snapkv", "d2o", "criticalkv"} <= set(names)
+    assert len(names) == len(set(names))
+    assert Grid(policies=("all",), tasks=("vt",)).variants()[0].is_full
+    assert grid.named_policies == frozenset()
+    assert Grid(policies=("all", "snapkv:window=32"), tasks=("vt",)).named_policies == {"snapkv"}
+
+
+def test_full_has_a_variant_of_its_own_at_turns() -> None:
+    grid = Grid.from_dict({**MINE, "moments": "turns,context"})
+    full = [str(v.timing or "") for v in grid.variants() if v.is_full]
+    assert full == ["turns", ""]
+
+
+CHANGED: dict[str, Any] = {
     "model": "n",
     "model_revision": "s",
     "task": "cwe",
@@ -289,12 +276,12 @@ CHANGED = {
     "data_hash": "e",
     "task_version": "2",
     "prompts": "p2",
-    "versions": '{"torch": "3"}',
+    "versions": {"torch": "3"},
     "generation": '{"temperature": 0.6}',
 }
 
 
-@pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(Cell) if f.name != "group"])
+@pytest.mark.parametrize("name", CHANGED)
 def test_whatever_can_change_a_response_changes_the_cell(name: str) -> None:
     assert make_cell(**{name: CHANGED[name]}).cell != make_cell().cell
 
@@ -315,15 +302,16 @@ def test_group_and_device_index_change_neither_hash() -> None:
 
 
 def test_full_has_no_budget_and_no_moment() -> None:
-    one = make_cell(policy="full", budget="0.2", moment="context")
-    other = make_cell(policy="full", budget="0.4", moment="question")
+    one = make_cell("full", "0.2", "context")
+    other = make_cell("full", "0.4", "question")
     assert one == other
     assert (one.cell, one.match) == (other.cell, other.match)
 
 
 def test_hashes_are_the_same_on_every_machine() -> None:
-    assert make_cell().cell == "09a7a6a698f81375"
-    assert make_cell().match == "26a3993d5dbd481f"
+    cell = make_cell()
+    assert cell.cell == "09a7a6a698f81375"
+    assert cell.match == "26a3993d5dbd481f"
 
 
 def test_a_row_says_what_the_cell_is() -> None:
@@ -342,10 +330,10 @@ def test_a_row_says_what_the_cell_is() -> None:
 
 def test_a_files_content_is_part_of_the_versions(tmp_path: Path) -> None:
     path = tmp_path / "my_policy.py"
-    path.write_text("A = 1")
-    before = json.loads(versions(f"{path}:A:window=3"))
-    path.write_text("A = 2")
-    after = json.loads(versions(f"{path}:A:window=3"))
+    path.write_text("def a(v, window=1):\n    return v.noise()\n")
+    before = versions(kvbench.policy(f"{path}:a:window=3"))
+    path.write_text("def a(v, window=1):\n    return -v.noise()\n")
+    after = versions(kvbench.policy(f"{path}:a:window=3"))
     assert before.pop("policy") != after.pop("policy")
     assert before == after
     assert set(before) == {"kvbench", "torch", "transformers", "lm_eval"}
@@ -354,23 +342,8 @@ def test_a_files_content_is_part_of_the_versions(tmp_path: Path) -> None:
 def test_packages_of_policy_and_parts_are_part_of_the_versions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(registry, "names", lambda group: ["merge.ema"])
     monkeypatch.setattr(registry, "origin", lambda group, name: f"{group} {name}")
-    found = json.loads(versions("snapkv:merge=ema:window=3"))
+    found = versions(kvbench.policy("snapkv:merge=ema:window=3"))
     assert found["policy"] == "kvbench.policies snapkv"
     assert found["merge"] == "kvbench.parts merge.ema"
-
-
-def test_all_names_every_policy_and_full_only_where_it_is_wanted() -> None:
-    grid = Grid(policies=("all",), tasks=("vt",), full=False)
-    names = [policy for policy, _, _ in grid.variants()]
-    assert "full" not in names and {"snapkv", "d2o", "criticalkv"} <= set(names)
-    assert len(names) == len(set(names))
-    assert Grid(policies=("all",), tasks=("vt",)).variants()[0][0] == "full"
-    assert not any(p == "snapkv" for p, _, _ in grid.variants(without={"snapkv"}))
-    assert grid.names("snapkv") is False
-
-
-def test_full_has_a_cell_of_its_own_at_turns() -> None:
-    grid = Grid(policies=("snapkv",), tasks=("dialogue",), moments=("context", "turns"))
-    assert [m for p, _, m in grid.variants() if p == "full"] == ["", "turns"]
+    assert "score" not in found

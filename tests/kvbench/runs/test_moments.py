@@ -11,7 +11,7 @@ import torch
 
 import kvbench
 from kvbench.engine.decode import Row, Stop
-from kvbench.engine.models import load_model, load_tokenizer
+from kvbench.engine.loading import load_model, load_tokenizer
 from kvbench.runs.dialogues import _next
 from kvbench.runs.runner import Run
 
@@ -120,11 +120,11 @@ def test_a_live_dialogue_with_the_full_cache_is_one_long_text(tmp_path: Path) ->
     from kvbench.runs.planning import plan
 
     grid = Grid.from_dict({"policy": "full", "task": "dialogue", "samples": 2, "length": 384})
-    (stage,) = plan(grid, print)
+    (stage,) = plan(grid, print).stages
     history: list[int] = []
     closing = ""
     for prompt in stage.jobs[0].prompts:
-        q = prompt.question
+        q = prompt.request
         if q.turn == 0:
             history = [*prompt.context_ids, *prompt.question_ids]
         else:
@@ -168,7 +168,7 @@ def test_a_history_is_closed_whatever_token_ended_the_answer(
     tokenizer = load_tokenizer(llama_folder)
     asked = SimpleNamespace(delta=" More.", question=" And?", answer_end="\nUser:")
     executor: Any = SimpleNamespace(tokenizer=tokenizer)
-    dialogue: Any = SimpleNamespace(turns=[SimpleNamespace(question=asked)] * 2)
+    dialogue: Any = SimpleNamespace(turns=[SimpleNamespace(request=asked)] * 2)
     for answer, until in (("the letter is green.", "\n"), ("a b", "\nUser:"), ("x", ".")):
         stop = Stop(tokenizer, [], [until])
         row = Row(99, stop)

@@ -14,18 +14,23 @@ import pytest
 
 from kvbench.harness.protocol import Key, LoadedTask, Request
 from kvbench.runs.cell import Cell
+from kvbench.runs.planning import Job
 from kvbench.runs.results import frames
 from kvbench.runs.schema import CELLS_SCHEMA, SAMPLES_SCHEMA, to_table
 from kvbench.runs.store import Response
 
+from .cells import make_cell
 
-@dataclass
+
+@dataclass(frozen=True, eq=False)
 class Numbers(LoadedTask):
     """Responses are numbers and score what they say."""
 
     aggregate: Callable[[list[float]], float] = statistics.fmean
 
-    def score(self, responses: Mapping[Key, str]) -> tuple[dict[Key, float], float]:
+    def score(
+        self, responses: Mapping[Key, str], judge: Any = None
+    ) -> tuple[dict[Key, float], float]:
         scores = {key: float(text) for key, text in responses.items()}
         return scores, self.aggregate(list(scores.values()))
 
@@ -37,16 +42,17 @@ def task(**changes: Any) -> Numbers:
     ]
     usual: dict[str, Any] = {
         "name": "t", "group": "g", "version": "1", "data_hash": "d", "metric": "score",
-        "higher_is_better": True, "chance": 0.0, "length": 64, "requests": requests,
+        "higher_is_better": True, "chance": 0.0, "length": 64, "requests": tuple(requests),
     }  # fmt: skip
     return Numbers(**{**usual, **changes})
 
 
 def cell(policy: str) -> Cell:
-    return Cell(
-        "m", "r", "t", "g", 64, policy, "0.5", "context", 0, "float32", "cpu", "sdpa", "", "d", "1",
-        "p", "{}",
-    )  # fmt: skip
+    return make_cell(policy, "0.5", task="t", group="g", length=64)
+
+
+def tables(task: LoadedTask, cells: list[Cell], got: list[Response]) -> Any:
+    return frames([Job(task, [], cells)], got)
 
 
 def responses(of: Cell, numbers: list[float], error: str = "") -> list[Response]:
@@ -70,7 +76,7 @@ def by_policy(found: pd.DataFrame) -> dict[str, Any]:
 def test_scores_differences_and_costs() -> None:
     mine, full = cell("snapkv"), cell("full")
     got = responses(mine, MINE) + responses(full, FULL)
-    cells, samples = frames([(task(), [mine, full])], got)
+    cells, samples = tables(task(), [mine, full], got)
     rows = by_policy(cells)
     assert rows["full"]["score"] == rows["full"]["full_score"] == 7 / 8
     assert rows["full"]["diff"] == rows["full"]["diff_lo"] == rows["full"]["diff_hi"] == 0.0
@@ -87,24 +93,23 @@ def test_scores_differences_and_costs() -> None:
 
 def test_more_responses_than_are_asked_for_do_not_count() -> None:
     mine = cell("snapkv")
-    short = task()
-    short.requests = short.requests[:4]
-    cells, samples = frames([(short, [mine])], responses(mine, MINE))
+    short = replace(task(), requests=task().requests[:4])
+    cells, samples = tables(short, [mine], responses(mine, MINE))
     assert cells.score[0] == 2 / 4 and len(samples) == 4
     assert cells.samples[0] == 2, "samples are counted, not questions"
 
 
 def test_every_repeat_is_a_response_and_none_is_a_sample() -> None:
-    mine, asked = cell("snapkv"), task()
-    asked.requests = [replace(r, repeats=2) for r in asked.requests]
+    mine = cell("snapkv")
+    asked = replace(task(), requests=tuple(replace(r, repeats=2) for r in task().requests))
     first = responses(mine, MINE)
     second = [replace(r, repeat=1, response="1") for r in first]
     third = [replace(r, repeat=2, response="1") for r in first]
-    cells, samples = frames([(asked, [mine])], first + second + third)
+    cells, samples = tables(asked, [mine], first + second + third)
     assert cells.score[0] == (4 / 8 + 1) / 2 and len(samples) == 16
     assert cells.samples[0] == 4
     assert json.loads(cells.versions[0])["generation"] == {"repeats": 2}
-    half, _ = frames([(asked, [mine])], first + second[:3])
+    half, _ = tables(asked, [mine], first + second[:3])
     assert half.error[0] == "11 of 16 responses"
 
 
@@ -112,7 +117,7 @@ def test_every_repeat_is_a_response_and_none_is_a_sample() -> None:
 def test_a_cell_that_is_not_whole_has_no_score(numbers: list[float], error: str) -> None:
     mine, full = cell("snapkv"), cell("full")
     got = responses(mine, numbers, error) + responses(full, FULL)
-    rows = by_policy(frames([(task(), [mine, full])], got)[0])
+    rows = by_policy(tables(task(), [mine, full], got)[0])
     assert rows["snapkv"]["status"] == "error" and rows["full"]["status"] == "ok"
     assert rows["snapkv"]["error"] == (error or "5 of 8 responses")
     assert math.isnan(rows["snapkv"]["score"])
@@ -120,18 +125,22 @@ def test_a_cell_that_is_not_whole_has_no_score(numbers: list[float], error: str)
 
 def test_an_aggregation_that_is_no_mean_is_refused() -> None:
     full = cell("full")
-    cells, _ = frames([(task(aggregate=statistics.median), [full])], responses(full, FULL))
-    assert cells.status[0] == "error" and "not the mean" in cells.error[0]
+    cells, _ = tables(task(aggregate=statistics.median), [full], responses(full, FULL))
+    assert cells.status[0] == "error" and "not a mean" in cells.error[0]
 
 
 @pytest.mark.parametrize(
     ("said", "error"),
-    [("four", "ValueError: could not convert"), ("nan", "no finite number"), ("inf", "no finite")],
+    [
+        ("four", "ValueError: could not convert"),
+        ("nan", "not a finite number"),
+        ("inf", "not a finite"),
+    ],
 )
 def test_a_metric_that_fails_takes_no_other_cell_with_it(said: str, error: str) -> None:
     mine, full = cell("snapkv"), cell("full")
     got = [*responses(mine, MINE[:-1]), replace(responses(mine, MINE)[-1], response=said)]
-    cells, samples = frames([(task(), [mine, full])], got + responses(full, FULL))
+    cells, samples = tables(task(), [mine, full], got + responses(full, FULL))
     rows = by_policy(cells)
     assert rows["full"]["score"] == 7 / 8
     assert rows["snapkv"]["status"] == "error" and error in rows["snapkv"]["error"]
@@ -142,5 +151,5 @@ def test_lower_is_better_discriminates_below_chance() -> None:
     full = cell("full")
     near, far = [5.0, 6.0] * 4, [99.0, 104.0] * 4
     low = task(higher_is_better=False, chance=100.0)
-    assert frames([(low, [full])], responses(full, near))[0].discriminative[0]
-    assert not frames([(low, [full])], responses(full, far))[0].discriminative[0]
+    assert tables(low, [full], responses(full, near))[0].discriminative[0]
+    assert not tables(low, [full], responses(full, far))[0].discriminative[0]

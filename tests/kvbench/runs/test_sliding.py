@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,34 +11,17 @@ import torch
 
 from kvbench.decoding import Sampling
 from kvbench.engine.draw import choose
-from kvbench.engine.prefix import engine
+from kvbench.engine.driver import engine
 from kvbench.harness.protocol import Request
 from kvbench.progress import Silent
 from kvbench.runs.answers import Prompt
-from kvbench.runs.cell import Cell
-from kvbench.runs.worker import Executor
+from kvbench.runs.runner import answer
+from kvbench.runs.worker import Worker
 
 from ..engine.conftest import build
+from .cells import make_cell
 
-CELL = Cell(
-    model="m",
-    model_revision="",
-    task="t",
-    group="t",
-    length=0,
-    policy="full",
-    budget="full",
-    moment="",
-    seed=0,
-    dtype="float32",
-    device="cpu",
-    attention="sdpa",
-    chat_template="",
-    data_hash="",
-    task_version="1",
-    prompts="",
-    versions="{}",
-)
+CELL = make_cell("full", moment="", task="t", group="t", length=0)
 
 
 class Tokenizer:
@@ -101,12 +83,12 @@ def test_questions_of_many_lengths_are_answered_as_if_alone(family: str) -> None
     model, store = build(family), Store()
     prompts = [Prompt(request(i, 6), ids(40, i), ids(2 + 5 * i, 50 + i)) for i in range(4)]
     with engine(model):
-        run: Any = Executor(model, Tokenizer(), store, Silent())  # type: ignore[arg-type]
-        run.run(SimpleNamespace(name="t"), prompts, [CELL])
+        worker: Any = Worker(model, Tokenizer(), store, Silent())  # type: ignore[arg-type]
+        answer(worker, prompts, [CELL])
     answers = {r.sample_id: r.response for r in store.held}
     for p in prompts:
         want = greedy(model, [*p.context_ids, *p.question_ids], 6)
-        assert answers[p.question.sample_id] == Tokenizer().decode(want)
+        assert answers[p.request.sample_id] == Tokenizer().decode(want)
 
 
 @torch.no_grad()
@@ -118,11 +100,11 @@ def test_repeats_go_on_from_a_context_each_alone() -> None:
     asked = replace(request(0, 6), sampling=Sampling(temperature=5.0))
     prompts = [Prompt(asked, ids(40, 0), ids(7, 50), repeat=k) for k in range(3)]
     with engine(model):
-        run: Any = Executor(model, Tokenizer(), store, Silent())  # type: ignore[arg-type]
-        run.run(SimpleNamespace(name="t"), prompts, [CELL])
+        worker: Any = Worker(model, Tokenizer(), store, Silent())  # type: ignore[arg-type]
+        answer(worker, prompts, [CELL])
     want = []
     for prompt in prompts:
-        row, said = run.row(CELL, prompt), []
+        row, said = worker.row(CELL, prompt), []
         for n in range(6):
             told = torch.tensor([[*prompt.context_ids, *prompt.question_ids, *said]])
             said += choose(model(told).logits[:, -1], [row.draw], [n])
@@ -145,10 +127,10 @@ def test_live_dialogues_do_not_depend_on_their_neighbours(family: str) -> None:
             )
             prompts.append(Prompt(question, ids(30, i), new))
             texts[i, turn] = list(new)
-    cell = replace(CELL, moment="turns")
+    cell = make_cell("full", moment="turns", task="t", group="t", length=0)
     with engine(model):
-        run: Any = Executor(model, Tokenizer(), store, Silent())  # type: ignore[arg-type]
-        run.run(SimpleNamespace(name="t"), prompts, [cell])
+        worker: Any = Worker(model, Tokenizer(), store, Silent())  # type: ignore[arg-type]
+        answer(worker, prompts, [cell])
     found = {(r.sample_id, r.question_id): r.response for r in store.held}
     for i, limit in enumerate((2, 14)):
         history = list(ids(30, i))

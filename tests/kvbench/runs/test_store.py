@@ -7,8 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import warnings
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbench.errors import UserError
-from kvbench.runs import store as store_module
 from kvbench.runs.schema import CELLS_SCHEMA, SAMPLES_SCHEMA
-from kvbench.runs.store import Response, RunStore, _decode, _encode, load_frames
+from kvbench.runs.store import Response, RunStore, load_frames
 
 
 def make_response(number: int = 0, **changes: Any) -> Response:
@@ -54,6 +55,7 @@ def make_response(number: int = 0, **changes: Any) -> Response:
 def filled(path: Path, count: int = 3) -> list[Response]:
     responses = [make_response(number) for number in range(count)]
     with RunStore(path) as store:
+        store.save_grid({"policies": ["a"]})
         store.append(responses)
     return responses
 
@@ -80,9 +82,12 @@ def test_what_was_appended_is_there_when_opened_again(run: Path) -> None:
 @given(st.text(st.characters(codec="utf-8")), st.floats(allow_nan=False), st.integers())
 def test_any_text_and_number_reads_back(text: str, seconds: float, count: int) -> None:
     response = make_response(response=text, prefill_s=seconds, doc_id=count)
-    line = _encode(response)
-    assert line.count(b"\n") == 1
-    assert _decode(line[:-1]) == response
+    with tempfile.TemporaryDirectory() as folder:
+        with RunStore(folder) as store:
+            store.save_grid({})
+            store.append([response])
+        with RunStore(folder) as store:
+            assert store.responses() == [response]
 
 
 def test_a_torn_tail_is_cut_wherever_the_write_stopped(run: Path) -> None:
@@ -107,7 +112,7 @@ def test_a_flipped_bit_in_a_line_drops_that_line(run: Path) -> None:
         damaged = bytearray(whole)
         damaged[place] ^= 1
         path.write_bytes(damaged)
-        with pytest.warns(UserWarning, match=r"damaged line\(s\) dropped"):
+        with pytest.warns(UserWarning, match=r"damaged line\(s\) were moved"):
             store = RunStore(run)
         with store:
             assert store.responses() == [responses[0], responses[2]]
@@ -130,7 +135,7 @@ def test_lines_of_another_version_are_left_alone(run: Path) -> None:
     path = run / "responses.jsonl"
     payload = b'{"cell":"old"}'
     path.write_bytes(
-        path.read_bytes() + b'{"crc":"%08x","r":%s}\n' % (store_module.zlib.crc32(payload), payload)
+        path.read_bytes() + b'{"crc":"%08x","r":%s}\n' % (zlib.crc32(payload), payload)
     )
     before = path.read_bytes()
     with pytest.raises(UserError, match="another version"):
@@ -138,15 +143,38 @@ def test_lines_of_another_version_are_left_alone(run: Path) -> None:
     assert path.read_bytes() == before
 
 
+@pytest.mark.parametrize("grid", [False, True])
+@pytest.mark.parametrize("content", ["mine\n", '{"id": 1}\n{"id": 2}\n', "no newline"])
+def test_responses_that_are_no_runs_are_left_alone(
+    tmp_path: Path, content: str, grid: bool
+) -> None:
+    (tmp_path / "responses.jsonl").write_text(content)
+    if grid:
+        (tmp_path / "grid.yaml").write_text("mine: too\n")
+    with pytest.raises(UserError, match="written"):
+        RunStore(tmp_path)
+    assert (tmp_path / "responses.jsonl").read_text() == content
+
+
+def test_a_damaged_line_is_kept_aside(run: Path) -> None:
+    filled(run)
+    path = run / "responses.jsonl"
+    path.write_bytes(path.read_bytes().replace(b"s1", b"sX", 1))
+    with pytest.warns(UserWarning, match="moved"), RunStore(run):
+        pass
+    assert b"sX" in (run / "responses.jsonl.damaged").read_bytes()
+
+
 def test_fresh_throws_away_nothing_but_a_run(tmp_path: Path) -> None:
     (tmp_path / "cells.parquet").write_text("mine")
-    with pytest.raises(UserError, match="no run's folder"):
+    with pytest.raises(UserError, match="kvbench has not written it"):
         RunStore(tmp_path, fresh=True)
     assert (tmp_path / "cells.parquet").read_text() == "mine"
 
 
 def test_an_error_is_tried_again_and_then_replaced(run: Path) -> None:
     with RunStore(run) as store:
+        store.save_grid({})
         store.append([make_response(0, error="out of memory"), make_response(1)])
         done = store.keys()
         assert {sample for _, sample, _, _ in done} == {"s1"}
@@ -170,7 +198,7 @@ def test_a_full_disk_leaves_no_half_line(run: Path, monkeypatch: pytest.MonkeyPa
                 raise OSError(errno.ENOSPC, "No space left on device")
             return real(descriptor, block[:250])
 
-        monkeypatch.setattr(store_module.os, "write", full)
+        monkeypatch.setattr(os, "write", full)
         with pytest.raises(UserError, match="No space left"):
             store.append([make_response(3), make_response(4)])
         monkeypatch.undo()
@@ -186,6 +214,7 @@ def test_a_killed_writer_loses_nothing_that_was_appended(run: Path) -> None:
         sys.path.insert(0, {str(Path(__file__).parent)!r})
         from test_store import RunStore, make_response
         with RunStore({str(run)!r}) as store:
+            store.save_grid({{}})
             number = len(store.keys())
             while True:
                 store.append([make_response(number)])
@@ -337,7 +366,7 @@ def test_a_shared_cell_comes_from_the_run_with_more_repeats(tmp_path: Path) -> N
 def test_what_holds_no_run_is_said(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cells\.parquet is missing"):
         load_frames(tmp_path)
-    with pytest.raises(UserError, match="no run is named"):
+    with pytest.raises(UserError, match="name at least one run"):
         load_frames([])
     (tmp_path / "cells.parquet").write_bytes(b"not parquet")
     with pytest.raises(UserError, match="cannot read"):

@@ -12,7 +12,7 @@ import kvbench
 from kvbench.budget import Budget
 from kvbench.engine.upkeep import tail_of
 from kvbench.plugin import Scores, View
-from kvbench.runs.worker import Executor
+from kvbench.runs.contexts import _Contexts
 from kvbench.spelling import policy
 from kvbench_policies.locret import PredictedLogit
 
@@ -24,20 +24,20 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> tuple[Seen, list[Any]]:
     """Length, `final` and `coming` of every cut (first layer), and the caches before decoding."""
     cuts: Seen = []
     caches: list[Any] = []
-    score, add = PredictedLogit.score, Executor._add
+    score, add = PredictedLogit.score, _Contexts._add
 
     def watched(self: PredictedLogit, v: View) -> Scores:
         if v.layer == 0:
             cuts.append((int(v.length), v.final, v.coming))
         return score(self, v)
 
-    def kept(self: Executor, lane: str, cell: Any, prompt: Any, cache: Any, *rest: Any) -> None:
+    def kept(self: _Contexts, lane: str, cell: Any, prompt: Any, cache: Any, *rest: Any) -> None:
         if not cell.is_full:
             caches.append((prompt, cache))
         add(self, lane, cell, prompt, cache, *rest)
 
     monkeypatch.setattr(PredictedLogit, "score", watched)
-    monkeypatch.setattr(Executor, "_add", kept)
+    monkeypatch.setattr(_Contexts, "_add", kept)
     return cuts, caches
 
 

@@ -12,6 +12,7 @@ import kvbench
 from kvbench.data.sources import keep
 from kvbench.errors import NeedsHub
 from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
+from kvbench.harness.protocol import TaskSettings
 from kvbench_tasks.aime import BENCHMARK
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -32,15 +33,17 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def load(leaf: str, tokenizer: Any, cache: Path, chat: bool = False) -> LmEvalTask:
     return LmEvalHarness().load(
         leaf,
-        length=0,
-        samples=30,
-        seed=0,
-        tokenizer=tokenizer,
-        tokenizer_id="test",
-        lexicon="natural",
-        chat_template=chat,
-        cache_dir=cache,
-        benchmark=BENCHMARK,
+        TaskSettings(
+            length=0,
+            samples=30,
+            seed=0,
+            tokenizer=tokenizer,
+            tokenizer_id="test",
+            lexicon="natural",
+            chat_template=chat,
+            cache_dir=cache,
+        ),
+        BENCHMARK,
     )
 
 

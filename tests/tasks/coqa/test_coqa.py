@@ -11,6 +11,7 @@ import pytest
 import kvbench
 from kvbench.data.sources import keep
 from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
+from kvbench.harness.protocol import TaskSettings
 from kvbench_tasks.coqa import BENCHMARK, SOURCE
 from kvbench_tasks.coqa.metric import scores
 
@@ -29,15 +30,17 @@ def load(tokenizer: Any, cache: Path, raw: list[dict[str, Any]]) -> LmEvalTask:
     keep(SOURCE, raw, cache)
     return LmEvalHarness().load(
         "coqa",
-        length=0,
-        samples=9,
-        seed=0,
-        tokenizer=tokenizer,
-        tokenizer_id="test",
-        lexicon="natural",
-        chat_template=True,
-        cache_dir=cache,
-        benchmark=BENCHMARK,
+        TaskSettings(
+            length=0,
+            samples=9,
+            seed=0,
+            tokenizer=tokenizer,
+            tokenizer_id="test",
+            lexicon="natural",
+            chat_template=True,
+            cache_dir=cache,
+        ),
+        BENCHMARK,
     )
 
 

@@ -15,6 +15,7 @@ import kvbench
 from kvbench.benchmark import Benchmark
 from kvbench.data.sources import keep
 from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
+from kvbench.harness.protocol import TaskSettings
 from kvbench_tasks.gsm8k import BENCHMARK, FEWSHOT, STRICT
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -36,15 +37,17 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def load(bench: Benchmark, tokenizer: Any, cache: Path, seed: int = 0) -> LmEvalTask:
     return LmEvalHarness().load(
         bench.name,
-        length=0,
-        samples=10,
-        seed=seed,
-        tokenizer=tokenizer,
-        tokenizer_id="test",
-        lexicon="natural",
-        chat_template=False,
-        cache_dir=cache,
-        benchmark=bench,
+        TaskSettings(
+            length=0,
+            samples=10,
+            seed=seed,
+            tokenizer=tokenizer,
+            tokenizer_id="test",
+            lexicon="natural",
+            chat_template=False,
+            cache_dir=cache,
+        ),
+        bench,
     )
 
 

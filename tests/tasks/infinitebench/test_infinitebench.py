@@ -13,6 +13,7 @@ import kvbench
 from kvbench.data.sources import keep
 from kvbench.errors import NeedsHub, UserError
 from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
+from kvbench.harness.protocol import TaskSettings
 from kvbench_tasks.infinitebench import BENCHMARK, SETS, source
 
 if TYPE_CHECKING:
@@ -107,15 +108,17 @@ def raw(name: str) -> list[dict[str, Any]]:
 def load(name: str, tokenizer: Any, cache: Path, chat: bool = False) -> LmEvalTask:
     return LmEvalHarness().load(
         f"infinitebench_{name}",
-        length=512,
-        samples=9,
-        seed=0,
-        tokenizer=tokenizer,
-        tokenizer_id="test",
-        lexicon="natural",
-        chat_template=chat,
-        cache_dir=cache,
-        benchmark=BENCHMARK,
+        TaskSettings(
+            length=512,
+            samples=9,
+            seed=0,
+            tokenizer=tokenizer,
+            tokenizer_id="test",
+            lexicon="natural",
+            chat_template=chat,
+            cache_dir=cache,
+        ),
+        BENCHMARK,
     )
 
 

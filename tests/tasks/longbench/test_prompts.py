@@ -13,6 +13,7 @@ import pytest
 from kvbench.data.sources import keep
 from kvbench.errors import LeftOut, NeedsHub
 from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
+from kvbench.harness.protocol import TaskSettings
 from kvbench_tasks.longbench import BENCHMARK, DOMAINS, SETS, source
 
 if TYPE_CHECKING:
@@ -57,11 +58,10 @@ def load(name: str, tokenizer: Any, cache: Path, **changes: Any) -> LmEvalTask:
     }
     return LmEvalHarness().load(
         f"longbench_{name}",
-        tokenizer=tokenizer,
-        tokenizer_id="test",
-        cache_dir=cache,
-        benchmark=BENCHMARK,
-        **{**options, **changes},
+        TaskSettings(
+            tokenizer=tokenizer, tokenizer_id="test", cache_dir=cache, **{**options, **changes}
+        ),
+        BENCHMARK,
     )
 
 
@@ -152,5 +152,5 @@ def test_without_the_hub_it_is_left_out(
 ) -> None:
     with pytest.raises(NeedsHub, match=r"needs the dataset zai-org/LongBench .*fetch longbench_t"):
         load("trec", bpe_tokenizer, tmp_path)
-    with pytest.raises(LeftOut, match=r"the reference model .* cannot read longbench"):
+    with pytest.raises(LeftOut, match="the reference model cannot read longbench"):
         load("trec", bpe_tokenizer, tmp_path, lexicon="reference")

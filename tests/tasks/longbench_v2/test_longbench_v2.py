@@ -13,6 +13,7 @@ import kvbench
 from kvbench.data.sources import keep
 from kvbench.errors import NeedsHub
 from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
+from kvbench.harness.protocol import TaskSettings
 from kvbench_tasks.longbench_v2 import BENCHMARK, SOURCE
 from kvbench_tasks.longbench_v2.metric import accuracy, letter
 
@@ -45,15 +46,17 @@ Format your response as follows: "The correct answer is (insert answer here)".""
 def load(tokenizer: Any, cache: Path) -> LmEvalTask:
     return LmEvalHarness().load(
         "longbench_v2",
-        length=512,
-        samples=9,
-        seed=0,
-        tokenizer=tokenizer,
-        tokenizer_id="test",
-        lexicon="natural",
-        chat_template=False,
-        cache_dir=cache,
-        benchmark=BENCHMARK,
+        TaskSettings(
+            length=512,
+            samples=9,
+            seed=0,
+            tokenizer=tokenizer,
+            tokenizer_id="test",
+            lexicon="natural",
+            chat_template=False,
+            cache_dir=cache,
+        ),
+        BENCHMARK,
     )
 
 

@@ -11,6 +11,7 @@ import pytest
 import kvbench
 from kvbench.data.sources import keep
 from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
+from kvbench.harness.protocol import TaskSettings
 from kvbench.judge import LocalJudge
 from kvbench.judge.rubrics import rubric
 from kvbench_tasks.longmemeval import BENCHMARK, NOTES, SOURCE
@@ -23,20 +24,20 @@ RAW = [json.loads(line) for line in FIXTURE.read_text().splitlines()]
 def load(leaf: str, tokenizer: Any, cache: Path) -> LmEvalTask:
     keep(SOURCE, RAW, cache)
     found = next(b for b in (BENCHMARK, NOTES) if leaf in b.leaves)
-    task = LmEvalHarness().load(
+    return LmEvalHarness().load(
         leaf,
-        length=0,
-        samples=99,
-        seed=0,
-        tokenizer=tokenizer,
-        tokenizer_id="test",
-        lexicon="natural",
-        chat_template=False,
-        cache_dir=cache,
-        benchmark=found,
+        TaskSettings(
+            length=0,
+            samples=99,
+            seed=0,
+            tokenizer=tokenizer,
+            tokenizer_id="test",
+            lexicon="natural",
+            chat_template=False,
+            cache_dir=cache,
+        ),
+        found,
     )
-    task.judge = LocalJudge()
-    return task
 
 
 def test_the_prompt_is_the_official_one(bpe_tokenizer: Any, tmp_path: Path) -> None:
@@ -95,10 +96,11 @@ def test_every_question_has_its_rubric(bpe_tokenizer: Any, tmp_path: Path) -> No
 def test_accuracy_is_the_share_of_yes(bpe_tokenizer: Any, tmp_path: Path) -> None:
     task = load("longmemeval_s", bpe_tokenizer, tmp_path)
     gold = {(r.sample_id, r.question_id, 0): f" It is {r.target[0]}." for r in task.requests}
-    scores, total = task.score(gold)
+    scores, total = task.score(gold, LocalJudge())
     assert set(scores.values()) == {1.0} and total == 1
     keys = list(gold)
-    assert task.score({**gold, keys[0]: "Who knows", keys[3]: ""})[1] == pytest.approx(5 / 7)
+    poor = {**gold, keys[0]: "Who knows", keys[3]: ""}
+    assert task.score(poor, LocalJudge())[1] == pytest.approx(5 / 7)
 
 
 def test_a_run_from_end_to_end(

@@ -12,6 +12,7 @@ import kvbench
 from kvbench.data.sources import keep
 from kvbench.errors import LeftOut
 from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
+from kvbench.harness.protocol import TaskSettings
 from kvbench_tasks.longproc import BENCHMARK
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -41,15 +42,17 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def load(name: str, tokenizer: Any, cache: Path) -> LmEvalTask:
     return LmEvalHarness().load(
         f"longproc_{name}",
-        length=0,
-        samples=10,
-        seed=0,
-        tokenizer=tokenizer,
-        tokenizer_id="test",
-        lexicon="natural",
-        chat_template=False,
-        cache_dir=cache,
-        benchmark=BENCHMARK,
+        TaskSettings(
+            length=0,
+            samples=10,
+            seed=0,
+            tokenizer=tokenizer,
+            tokenizer_id="test",
+            lexicon="natural",
+            chat_template=False,
+            cache_dir=cache,
+        ),
+        BENCHMARK,
     )
 
 

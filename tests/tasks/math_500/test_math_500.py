@@ -11,6 +11,7 @@ import pytest
 import kvbench
 from kvbench.data.sources import keep
 from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
+from kvbench.harness.protocol import TaskSettings
 from kvbench_tasks.math_500 import BENCHMARK
 
 FIXTURE = Path(__file__).parent / "fixtures" / "test.jsonl"
@@ -28,15 +29,17 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def task(bpe_tokenizer: Any, cache: Path) -> LmEvalTask:
     return LmEvalHarness().load(
         "math_500",
-        length=0,
-        samples=500,
-        seed=0,
-        tokenizer=bpe_tokenizer,
-        tokenizer_id="test",
-        lexicon="natural",
-        chat_template=False,
-        cache_dir=cache,
-        benchmark=BENCHMARK,
+        TaskSettings(
+            length=0,
+            samples=500,
+            seed=0,
+            tokenizer=bpe_tokenizer,
+            tokenizer_id="test",
+            lexicon="natural",
+            chat_template=False,
+            cache_dir=cache,
+        ),
+        BENCHMARK,
     )
 
 

@@ -14,6 +14,7 @@ from kvbench.data.sources import keep
 from kvbench.errors import UserError
 from kvbench.harness.encode import count_tokens
 from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
+from kvbench.harness.protocol import TaskSettings
 from kvbench_tasks.pg19 import BENCHMARK, SOURCE, STREAM
 from kvbench_tasks.pg19.metric import nll
 
@@ -26,13 +27,15 @@ def load(leaf: str, tokenizer: Any, cache: Path, **changes: Any) -> LmEvalTask:
     options: dict[str, Any] = {"length": 200, "samples": 4, "seed": 0}
     return LmEvalHarness().load(
         leaf,
-        tokenizer=tokenizer,
-        tokenizer_id="test",
-        lexicon="natural",
-        chat_template=True,
-        cache_dir=cache,
-        benchmark=STREAM if leaf == "pg19_stream" else BENCHMARK,
-        **{**options, **changes},
+        TaskSettings(
+            tokenizer=tokenizer,
+            tokenizer_id="test",
+            lexicon="natural",
+            chat_template=True,
+            cache_dir=cache,
+            **{**options, **changes},
+        ),
+        STREAM if leaf == "pg19_stream" else BENCHMARK,
     )
 
 

@@ -11,6 +11,7 @@ import pytest
 import kvbench
 from kvbench.data.sources import keep
 from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
+from kvbench.harness.protocol import TaskSettings
 from kvbench_tasks.truthfulqa import BENCHMARK, SOURCE
 from kvbench_tasks.truthfulqa.metric import scores
 
@@ -23,15 +24,17 @@ def task(bpe_tokenizer: Any, tmp_path: Path) -> LmEvalTask:
     keep(SOURCE, RAW, tmp_path)
     return LmEvalHarness().load(
         "truthfulqa_gen",
-        length=0,
-        samples=9,
-        seed=0,
-        tokenizer=bpe_tokenizer,
-        tokenizer_id="test",
-        lexicon="natural",
-        chat_template=True,
-        cache_dir=tmp_path,
-        benchmark=BENCHMARK,
+        TaskSettings(
+            length=0,
+            samples=9,
+            seed=0,
+            tokenizer=bpe_tokenizer,
+            tokenizer_id="test",
+            lexicon="natural",
+            chat_template=True,
+            cache_dir=tmp_path,
+        ),
+        BENCHMARK,
     )
 
 

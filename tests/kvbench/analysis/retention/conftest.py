@@ -24,7 +24,7 @@ def gates(model: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str
     folder = tmp_path_factory.mktemp("gates")
     info = model_info(model)
     names = ("trimkv", "dbtrimkv", "locret")
-    return {name: str(policy(name).stand_in(info, folder)) for name in names}
+    return {name: str(policy(policy(name).stand_in(info, folder))) for name in names}
 
 
 @pytest.fixture(scope="session")

@@ -240,7 +240,7 @@ def test_a_policy_that_fails_leaves_the_others_and_exit_code_1(
         (["--new-tokens", "-1"], "--new-tokens -1"),
         (["--text", "x.txt"], "either --task or --text"),
         (["--policy", "full"], "evicts nothing"),
-        (["--budget", "full"], "nothing is evicted"),
+        (["--budget", "full"], "evicts nothing"),
         (["--budget", "1.5"], "out of range"),
         (["--policy", "trimkv"], "gates"),
         (["--policy", "trimvk"], "trimkv"),

@@ -12,7 +12,8 @@ from kvbench.analysis.common import Bench
 from kvbench.analysis.retention import steps
 from kvbench.budget import Budget
 from kvbench.engine.decide import Cut, row_seeds
-from kvbench.engine.prefix import Prefix, engine
+from kvbench.engine.driver import engine
+from kvbench.engine.prefix import Prefix
 from kvbench.progress import Silent
 from kvbench.spelling import policy
 from tests.kvbench.analysis.retention import oracles

@@ -9,7 +9,8 @@ import torch
 
 from kvbench.analysis.retention import survive
 from kvbench.analysis.retention.survive import InUse, InUseObserver, Survival, alive_at, horizons
-from kvbench.engine.prefix import Prefix, engine
+from kvbench.engine.driver import engine
+from kvbench.engine.prefix import Prefix
 from tests.kvbench.analysis.retention import oracles
 
 TOP, MASS = (1, 3, 9), (0.3, 0.9, 0.99)

@@ -10,7 +10,9 @@ import torch
 
 from kvbench.analysis.common import make_grid
 from kvbench.analysis.retention import texts
-from kvbench.engine.prefix import Prefix, engine
+from kvbench.engine.decode import Stop, greedy
+from kvbench.engine.driver import engine
+from kvbench.engine.prefix import Prefix
 from kvbench.errors import UserError
 from kvbench.progress import Silent
 
@@ -101,17 +103,17 @@ def test_what_is_written_is_the_models_own_greedy_answer(
         0, len(ids) :
     ].tolist()
 
-    def told(limit: int, until: tuple[str, ...], ends: frozenset[int]) -> tuple[list[int], int]:
-        text = texts.Text("x", tuple(ids), (), limit, until)
+    def told(limit: int, until: tuple[str, ...], ends: list[int]) -> tuple[list[int], int]:
+        stop = Stop(bpe_tokenizer, ends, until)
         with engine(model), torch.no_grad():
             prefix = Prefix(model, ())
             logits = prefix.extend(torch.tensor([ids]))
-            said = list(texts.written(prefix, text, logits, bpe_tokenizer, ends))
+            said = list(greedy(prefix, logits, limit, stop, feed_last=True))
         return said, int(prefix.cache.lengths())
 
-    assert told(9, (), frozenset()) == (out, len(ids) + 9)
-    assert told(0, (), frozenset()) == ([], len(ids))
+    assert told(9, (), []) == (out, len(ids) + 9)
+    assert told(0, (), []) == ([], len(ids))
     stop = out.index(out[4]) + 1
-    assert told(9, (), frozenset({out[4]})) == (out[:stop], len(ids) + stop)
+    assert told(9, (), [out[4]]) == (out[:stop], len(ids) + stop)
     until = bpe_tokenizer.decode(out[:3])
-    assert told(9, (until,), frozenset())[0] == out[:3]
+    assert told(9, (until,), [])[0] == out[:3]

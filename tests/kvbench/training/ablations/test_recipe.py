@@ -46,7 +46,7 @@ def test_the_recipe_that_ships_can_be_trained_and_run() -> None:
         names = policies(recipe, table, Path("x"))
         assert len(names) == len(table.variants) * len(recipe.seeds)
         for grid in grids(recipe, table, Path("x")):
-            assert grid.canonical_policies == tuple(names)
+            assert grid.policies == tuple(names)
     said = "\n".join(describe(recipe, chosen, Path("x")))
     assert f"{len(plans)} trainings, 0 of them there already" in said
 

@@ -7,7 +7,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from kvbench.apportion import apportion
+from kvbench.parts import apportion
 
 
 def slow(weight: list[int], total: int, most: list[int], least: list[int]) -> list[Fraction]:

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 
-from kvbench.decoding import THOUGHT, Sampling, Settings, Truncation, answer, from_yaml
+from kvbench.decoding import THOUGHT, Sampling, from_yaml, scored_text
 from kvbench.errors import UserError
 from kvbench.harness.protocol import Request
+from kvbench.runs.generation import GenerationFlags, Truncation
 from kvbench.runs.grid import Grid
 
 WARM = Sampling(0.6, 0.95, 20)
@@ -32,7 +33,7 @@ def request(**changes: Any) -> Request:
     return Request(**{**usual, **changes})
 
 
-def applied(settings: Settings, *requests: Request) -> tuple[list[Request], list[str]]:
+def applied(settings: GenerationFlags, *requests: Request) -> tuple[list[Request], list[str]]:
     said: list[str] = []
     return settings.applied(requests, said.append), said
 
@@ -60,63 +61,65 @@ def test_a_yaml_samples_where_lm_eval_would(kwargs: dict[str, Any]) -> None:
 def test_a_yaml_that_is_out_of_range_names_its_task() -> None:
     assert from_yaml({"do_sample": True}, "t") == Sampling(1.0, 1.0, 0)
     for wrong in ({"temperature": -1}, {"do_sample": True, "top_p": 1.5}, {"temperature": "hot"}):
-        with pytest.raises(UserError, match=r"^leaf: its YAML's generation_kwargs: "):
+        with pytest.raises(UserError, match=r"^leaf: generation_kwargs in its YAML: "):
             from_yaml(wrong, "leaf")
 
 
 def test_flags_go_before_what_a_task_says_and_leave_the_rest() -> None:
-    (made,), _ = applied(Settings(temperature=0.3), request(sampling=WARM, repeats=4))
+    (made,), _ = applied(GenerationFlags(temperature=0.3), request(sampling=WARM, repeats=4))
     assert made.sampling == Sampling(0.3, 0.95, 20)
     assert (made.repeats, made.max_new_tokens) == (4, 8)
-    (made,), _ = applied(Settings(top_k=5, repeats=2, max_new_tokens=99), request(sampling=WARM))
+    (made,), _ = applied(
+        GenerationFlags(top_k=5, repeats=2, max_new_tokens=99), request(sampling=WARM)
+    )
     assert made.sampling == Sampling(0.6, 0.95, 5)
     assert (made.repeats, made.max_new_tokens) == (2, 99)
-    (made,), said = applied(Settings(temperature=0.5), request())
+    (made,), said = applied(GenerationFlags(temperature=0.5), request())
     assert (made.sampling, made.repeats, said) == (Sampling(0.5), 1, [])
-    assert applied(Settings(), request(sampling=WARM))[0] == [request(sampling=WARM)]
+    assert applied(GenerationFlags(), request(sampling=WARM))[0] == [request(sampling=WARM)]
 
 
-@pytest.mark.parametrize("settings", [Settings(temperature=0), Settings()])
-def test_greedy_repeats_are_made_once_and_that_is_said_once(settings: Settings) -> None:
+@pytest.mark.parametrize("settings", [GenerationFlags(temperature=0), GenerationFlags()])
+def test_greedy_repeats_are_made_once_and_that_is_said_once(settings: GenerationFlags) -> None:
     own = WARM if settings.temperature == 0 else None
     made, said = applied(settings, request(sampling=own, repeats=4), request(repeats=4))
     assert all(r.repeats == 1 and r.sampling is None for r in made)
     assert said == [
-        "t is answered greedily: its 4 repeats would be the same, and one is made; "
-        "--temperature 0.6 would draw them"
+        "t is answered greedily, so its 4 repeats would be the same; only one is made "
+        "(use --temperature 0.6 to draw answers)"
     ]
 
 
 def test_given_text_is_not_drawn_and_has_no_limit_of_ours() -> None:
     own = request(given="text")
-    settings = Settings(temperature=0.5, repeats=4, max_new_tokens=2)
+    settings = GenerationFlags(temperature=0.5, repeats=4, max_new_tokens=2)
     assert applied(settings, own) == ([own], [])
     assert settings.record(own, thinks=True) == ""
 
 
 def test_what_would_do_nothing_is_refused() -> None:
-    with pytest.raises(UserError, match="t is answered greedily: --top-p and --top-k want"):
-        applied(Settings(top_p=0.9), request())
-    with pytest.raises(UserError, match="temperature 0 is greedy: top_p and top_k"):
+    with pytest.raises(UserError, match="t is answered greedily; --top-p and --top-k need"):
+        applied(GenerationFlags(top_p=0.9), request())
+    with pytest.raises(UserError, match="temperature 0 is greedy; leave out top_p and top_k"):
         Grid.from_dict({"policy": "snapkv", "task": "vt", "temperature": 0, "top_p": 0.9})
 
 
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("temperature", -0.1, "temperature wants a number from 0"),
-        ("temperature", "nan", "temperature wants a number from 0"),
-        ("temperature", "warm", "temperature wants a number from 0"),
-        ("temperature", True, "temperature wants a number from 0"),
-        ("top_p", 0, "top_p wants a number above 0 and at most 1, not 0"),
-        ("top_p", 1.01, "top_p wants a number above 0 and at most 1"),
-        ("top_k", 0, "top_k wants a whole number from 1"),
-        ("repeats", 0, "repeats wants a whole number from 1"),
-        ("max_new_tokens", "4.5", "max_new_tokens wants a whole number from 1"),
-        ("thinking", "yes", "thinking wants true or false"),
-        ("truncate", "left", "cannot truncate 'left'; middle"),
-        ("truncate", "middle:0", "cannot truncate 'middle:0'; middle"),
-        ("truncate", "middle:x", "cannot truncate 'middle:x'; middle"),
+        ("temperature", -0.1, "temperature must be a number from 0"),
+        ("temperature", "nan", "temperature must be a number from 0"),
+        ("temperature", "warm", "temperature must be a number from 0"),
+        ("temperature", True, "temperature must be a number from 0"),
+        ("top_p", 0, "top_p must be a number above 0 and at most 1, not 0"),
+        ("top_p", 1.01, "top_p must be a number above 0 and at most 1"),
+        ("top_k", 0, "top_k must be an integer from 1"),
+        ("repeats", 0, "repeats must be an integer from 1"),
+        ("max_new_tokens", "4.5", "max_new_tokens must be an integer from 1"),
+        ("thinking", "yes", "thinking must be true or false"),
+        ("truncate", "left", "unknown truncation 'left'; use middle"),
+        ("truncate", "middle:0", "unknown truncation 'middle:0'; use middle"),
+        ("truncate", "middle:x", "unknown truncation 'middle:x'; use middle"),
     ],
 )
 def test_values_out_of_range_are_refused_in_one_line(name: str, value: Any, message: str) -> None:
@@ -146,18 +149,18 @@ def test_a_grid_is_named_after_its_settings_but_not_after_its_repeats() -> None:
     assert Grid.from_dict({**base, "repeats": 4}).digest == Grid.from_dict(base).digest
     again = Grid.from_dict({**base, "temperature": "0.6", "truncate": "middle:64"})
     assert Grid.from_dict(again.to_dict()) == again
-    assert again.generation == Settings(temperature=0.6, truncate="middle:64")
+    assert again.generation == GenerationFlags(temperature=0.6, truncate="middle:64")
 
 
 def test_the_record_says_what_is_not_greedy_or_not_the_tasks_own() -> None:
-    assert Settings(repeats=3).record(request(), thinks=False) == ""
-    assert json.loads(Settings().record(request(sampling=WARM), thinks=True)) == {
+    assert GenerationFlags(repeats=3).record(request(), thinks=False) == ""
+    assert json.loads(GenerationFlags().record(request(sampling=WARM), thinks=True)) == {
         "temperature": 0.6,
         "top_p": 0.95,
         "top_k": 20,
         "think_end": THOUGHT,
     }
-    settings = Settings(max_new_tokens=9, thinking=False, truncate="middle")
+    settings = GenerationFlags(max_new_tokens=9, thinking=False, truncate="middle")
     assert json.loads(settings.record(request(), thinks=False)) == {
         "max_new_tokens": 9,
         "thinking": False,
@@ -179,7 +182,7 @@ def test_the_record_says_what_is_not_greedy_or_not_the_tasks_own() -> None:
 @pytest.mark.parametrize("until", [(), ("\n\n",), ("more", "er", "")])
 def test_what_is_scored_is_what_lm_eval_scores(response: str, until: tuple[str, ...]) -> None:
     theirs = postprocess_generated_text(response, list(until), THOUGHT)
-    assert answer(response, until) == theirs
+    assert scored_text(response, until) == theirs
 
 
 def test_a_context_keeps_its_first_and_its_last_half() -> None:

@@ -1,0 +1,285 @@
+"""Finds and loads models and tokenizers. Never runs remote code, never reads pickles."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from kvbench import registry
+from kvbench.engine.models import devices_of
+from kvbench.engine.quantization import check_quantization, scheme_config
+from kvbench.errors import UserError, nearest, out_of_memory
+from kvbench.files import file_digests
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_MODEL_FILES = frozenset({".json", ".safetensors", ".jinja", ".model", ".txt"})
+_INDEX = "model.safetensors.index.json"
+_SHOWN = 3
+"""Names of tensors that an error message shows at most."""
+
+
+# --- names and files ------------------------------------------------------------------------------
+
+
+def resolve_model(name: str) -> str:
+    """Turn the name of a model into what transformers can load: a folder or a hub id.
+
+    Args:
+        name: A named model such as `reference`, a local folder, or a hub id.
+
+    Raises:
+        UserError: The folder does not exist or is not a model.
+    """
+    named = registry.names(registry.MODELS)
+    if name in named:
+        return str(registry.get(registry.MODELS, name).folder())
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UserError(f"model {name}: the folder has no config.json")
+        _shards(name, path)
+        return str(path)
+    repository, mark, revision = name.partition("@")
+    if mark:
+        raise UserError(f"model {name}: use --model {repository} --revision {revision}")
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if looks_local or name.count("/") != 1:
+        raise UserError(
+            f"model {name}: no such folder{nearest(name, named)}; use {', '.join(named)}, a local "
+            "folder or a hub id (organisation/name)"
+        )
+    return name
+
+
+def model_digest(name: str) -> str:
+    """Digest of every file of a local model that can change a response; "" for a hub model."""
+    folder = Path(resolve_model(name))
+    if not folder.is_dir():
+        return ""
+    paths = sorted(p for p in folder.iterdir() if p.suffix in _MODEL_FILES and p.is_file())
+    paths += [folder / shard for shard in _shards(name, folder) if folder / shard not in paths]
+    paths += sorted(folder.glob("additional_chat_templates/*.jinja"))
+    digest = hashlib.sha256()
+    try:
+        for path, content in zip(paths, file_digests(paths), strict=True):
+            digest.update(f"{path.relative_to(folder)}|{content}|".encode())
+    except OSError as error:
+        raise UserError(f"model {name}: cannot read {error.filename}: {error.strerror}") from None
+    return digest.hexdigest()[:16]
+
+
+def _shards(name: str, folder: Path) -> list[str]:
+    """The files that the index of a sharded checkpoint names, each inside the folder.
+
+    Raises:
+        UserError: The index is not valid, or names a file that is missing or outside the folder.
+    """
+    index = folder / _INDEX
+    if not index.is_file() or (folder / "model.safetensors").is_file():
+        return []
+    try:
+        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        paths = [PurePosixPath(shard) for shard in shards]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        raise UserError(f"model {name}: {_INDEX} is not a valid index of shards") from None
+    for shard, path in zip(shards, paths, strict=True):
+        if path.is_absolute() or ".." in path.parts or "\\" in shard:
+            raise UserError(f"model {name}: {_INDEX} names {shard!r}, which is outside the folder")
+        if not (folder / shard).is_file():
+            raise UserError(f"model {name}: {_INDEX} names {shard!r}, which is missing")
+    return shards
+
+
+# --- device and dtype -----------------------------------------------------------------------------
+
+
+def pick_device(device: str, device_map: object = None) -> torch.device:
+    """Choose the device: `auto` is a GPU if there is one, else the CPU.
+
+    For a device map it is the map's first device.
+
+    Raises:
+        UserError: The device cannot be used here.
+    """
+    if isinstance(device_map, Mapping):
+        first = next(iter(device_map.values()))
+        device = f"cuda:{first}" if isinstance(first, int) else str(first)
+    if device != "auto":
+        try:
+            return torch.empty(0, device=device).device
+        except (RuntimeError, AssertionError) as error:
+            reason = str(error).splitlines()[0].split(". ")[0][:120]
+            raise UserError(f"device {device} cannot be used here: {reason}") from None
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """Choose the dtype: `auto` is float32 on the CPU and bfloat16 on a GPU."""
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if dtype not in _DTYPES:
+        raise UserError(f"unknown dtype {dtype!r}; use auto, {', '.join(_DTYPES)}")
+    return _DTYPES[dtype]
+
+
+# --- loading --------------------------------------------------------------------------------------
+
+
+def load_config(name: str, revision: str | None = None) -> Any:
+    """Load a model's configuration without its weights.
+
+    Raises:
+        UserError: It cannot be loaded; the message is one line.
+    """
+    return _load(AutoConfig, name, revision)
+
+
+def load_tokenizer(name: str, revision: str | None = None) -> Any:
+    """Load a tokenizer that pads on the left.
+
+    Raises:
+        UserError: The model has no tokenizer, or it cannot be loaded.
+    """
+    tokenizer = _load(AutoTokenizer, name, revision, padding_side="left")
+    if not tokenizer("The quick brown fox", add_special_tokens=False)["input_ids"]:
+        raise UserError(
+            f"model {name} has no usable tokenizer: it turns text into no tokens; copy the "
+            "tokenizer's files (tokenizer.json) into the model's folder"
+        )
+    return tokenizer
+
+
+def load_model(
+    name: str,
+    revision: str | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    device_map: str | Mapping[str, Any] | None = None,
+    quantization: str | None = None,
+) -> nn.Module:
+    """Load a causal language model for inference.
+
+    Args:
+        name: A named model, a folder or a hub id.
+        revision: Revision of a hub model.
+        device: Where it goes, unless a device map is given.
+        dtype: Dtype of everything that is not quantised, and of the cache.
+        device_map: As transformers takes it: `auto`, or module names to devices.
+        quantization: One of `kvbench.engine.quantization.PACKAGES`, for weights that are not
+            quantised on disk.
+
+    Raises:
+        UserError: The model cannot be loaded, or its checkpoint is incomplete or damaged.
+    """
+    more: dict[str, Any] = {}
+    quantised = check_quantization(name, load_config(name, revision), quantization, device_map)
+    if quantised:
+        more["device_map"] = {"": device}  # quantised weights cannot always be moved
+    else:
+        more["ignore_mismatched_sizes"] = True  # so that _check_weights can name the tensors
+    if quantization is not None:
+        more["quantization_config"] = scheme_config(quantization, dtype)
+    if device_map is not None:
+        more["device_map"] = device_map if isinstance(device_map, str) else dict(device_map)
+    model, report = _load(
+        AutoModelForCausalLM,
+        name,
+        revision,
+        dtype=dtype,
+        use_safetensors=True,
+        attn_implementation="sdpa",
+        output_loading_info=True,
+        **more,
+    )
+    _check_weights(name, model, report, quantised)
+    if "device_map" not in more:
+        model = model.to(device)
+    _check_memory(name, model)
+    found: nn.Module = model.eval().requires_grad_(False)
+    return found
+
+
+def _load(kind: Any, name: str, revision: str | None, **options: Any) -> Any:
+    source = resolve_model(name)
+    try:
+        return kind.from_pretrained(source, revision=revision, **options)
+    except Exception as error:  # damaged files raise whatever their reader raises
+        if out_of_memory(error):
+            raise
+        reason = _first_lines(error)
+        offline = os.environ.get("HF_HUB_OFFLINE") == "1" and not Path(source).is_dir()
+        hint = " (HF_HUB_OFFLINE=1 is set and it is not in the local cache)" if offline else ""
+        raise UserError(f"model {name} cannot be loaded{hint}: {reason}") from error
+
+
+def _first_lines(error: Exception) -> str:
+    """An error in one line; its first line alone if that is a sentence of its own."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    plain = isinstance(error, (OSError, ValueError, ImportError))
+    return text if plain else f"{type(error).__name__}: {text}"
+
+
+# --- checks of what was loaded --------------------------------------------------------------------
+
+
+def _check_weights(name: str, model: nn.Module, report: Any, quantised: str) -> None:
+    """Refuse a checkpoint whose tensors are not exactly those of the model, or are not numbers.
+
+    Tied weights are stored once and are not missing. A quantised checkpoint can hold tensors that
+    its quantiser consumes.
+
+    Raises:
+        UserError: The first few names of the wrong tensors.
+    """
+    kinds = {"missing_keys": "lacks weights of the model"}
+    if not quantised:
+        kinds["unexpected_keys"] = "holds weights that the model does not have"
+        kinds["mismatched_keys"] = "holds weights of another shape than the model's"
+    for key, text in kinds.items():
+        wrong = sorted(w if isinstance(w, str) else w[0] for w in report.get(key) or ())
+        if wrong:
+            raise UserError(f"model {name}: the checkpoint {text}: {_listed(wrong)}")
+    broken = [key for key, x in model.state_dict().items() if not _finite(x)]
+    if broken:
+        raise UserError(f"model {name}: weights are NaN or infinite: {_listed(broken)}")
+
+
+def _finite(x: object) -> bool:
+    if not isinstance(x, torch.Tensor) or x.device.type == "meta":
+        return True
+    if not x.is_floating_point() or x.element_size() < 2:  # integers; float8 has scales beside it
+        return True
+    return bool(torch.isfinite(x).all())
+
+
+def _listed(names: Iterable[str]) -> str:
+    shown = list(names)
+    more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
+    return ", ".join(shown[:_SHOWN]) + more
+
+
+def _check_memory(name: str, model: nn.Module) -> None:
+    """Refuse a model if a part of it would be fetched from CPU memory or disk at every step.
+
+    Raises:
+        UserError: The model does not fit into the devices.
+    """
+    away = {str(d) for d in getattr(model, "hf_device_map", {}).values() if d in ("cpu", "disk")}
+    if "disk" in away or any(device.type == "meta" for device in devices_of(model)):
+        raise UserError(
+            f"model {name} does not fit into the memory of the devices; a part of it would be "
+            f"fetched from {' and '.join(sorted(away)) or 'disk'} at every step; use "
+            "--quantization bnb-4bit, a smaller model or more GPUs"
+        )

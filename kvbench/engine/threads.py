@@ -1,0 +1,71 @@
+"""How many CPU threads a model runs on.
+
+Threads of torch that wait for each other spin. If other work keeps the cores busy (CI, a container
+with a CPU quota), two spinning threads can be many times slower than one, and a small model gains
+nothing from more than one.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import nn
+
+SMALL = 20_000_000
+"""Parameters below which matrix products are too small to gain from a second thread."""
+
+_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
+_CPU_QUOTA = Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us")
+_CPU_PERIOD = Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us")
+
+
+def available_cores() -> int:
+    """Cores that this process can use: its affinity, limited by the CPU quota of its cgroup."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, min(cores or 1, math.ceil(_quota())))
+
+
+def _quota() -> float:
+    """Cores that the cgroup (version 2 or 1) allows; infinite without a quota."""
+    try:
+        if _CPU_MAX.exists():
+            quota, period = _CPU_MAX.read_text().split()
+        else:
+            quota, period = _CPU_QUOTA.read_text(), _CPU_PERIOD.read_text()
+        return math.inf if quota.strip() in ("max", "-1") else float(quota) / float(period)
+    except (OSError, ValueError, ZeroDivisionError):
+        return math.inf
+
+
+def pick_threads(model: nn.Module) -> int:
+    """Threads for a model on the CPU: one for a small model, otherwise one per available core."""
+    size = sum(parameter.numel() for parameter in model.parameters())
+    return 1 if size < SMALL else available_cores()
+
+
+@contextmanager
+def thread_budget(model: nn.Module, say: Callable[[str], None]) -> Iterator[None]:
+    """Run a model on the CPU with as many threads as it gains from.
+
+    `OMP_NUM_THREADS` takes precedence: if it is set, nothing changes.
+
+    Args:
+        model: The model.
+        say: Told of the number of threads if it is not torch's own choice.
+    """
+    before = torch.get_num_threads()
+    wanted = before
+    if "OMP_NUM_THREADS" not in os.environ and next(model.parameters()).device.type == "cpu":
+        wanted = min(before, pick_threads(model))
+    if wanted != before:
+        say(f"using {wanted} of {before} CPU threads (set OMP_NUM_THREADS to change this)")
+        torch.set_num_threads(wanted)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

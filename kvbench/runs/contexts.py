@@ -1,0 +1,270 @@
+"""Answers questions about contexts for many cells, with one prefill per context."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from kvbench.engine.cache import RaggedCache
+from kvbench.engine.decide import now
+from kvbench.engine.decode import Batch
+from kvbench.engine.driver import forward
+from kvbench.engine.evict import restore
+from kvbench.engine.prefix import Prefix
+from kvbench.engine.upkeep import tail_of
+from kvbench.errors import PluginError, plugin_call
+from kvbench.runs.answers import (
+    Answer,
+    Lane,
+    Prompt,
+    begun,
+    by_cell,
+    by_request,
+    finished,
+    forks,
+    key_of,
+)
+from kvbench.runs.cell import Cell
+from kvbench.runs.store import Response
+from kvbench.runs.worker import Worker
+from kvbench.view import Need
+
+Wanted = list[tuple[Cell, list[Prompt]]]
+"""Cells with the prompts that they have not answered yet."""
+
+
+@torch.no_grad()
+def answer_contexts(worker: Worker, prompts: Sequence[Prompt], cells: Sequence[Cell]) -> None:
+    """Answer everything that is still open for one task.
+
+    A cell fails with its reason if its policy raises or does not meet its budget; the other cells
+    continue.
+
+    Args:
+        worker: The model.
+        prompts: The prompts of the task; those of one context are adjacent.
+        cells: The cells that answer them, at any moment but `turns`.
+    """
+    _Contexts(worker, prompts).answer(cells)
+
+
+class _Contexts:
+    """The prompts of one task, and the answers that wait to be decoded."""
+
+    def __init__(self, worker: Worker, prompts: Sequence[Prompt]) -> None:
+        self.worker = worker
+        self.prompts = prompts
+        self.lanes: dict[str, Lane] = {}
+        # The same room and width for every row, also if only some of them are left to do: the
+        # bits of a response must not depend on what was resumed.
+        self.reserve = max(len(p.question_ids) + p.limit for p in prompts)
+        self.width = max(len(p.question_ids) for p in prompts)
+
+    def answer(self, cells: Sequence[Cell]) -> None:
+        done = self.worker.store.keys()
+        for ids, group in groupby(self.prompts, key=lambda p: p.context_ids):
+            together = list(group)
+            wanted = [
+                (cell, [p for p in together if key_of(cell, p) not in done])
+                for cell in cells
+                if cell.cell not in self.worker.failed
+            ]
+            wanted = [(cell, missing) for cell, missing in wanted if missing]
+            if wanted:
+                self._whole(ids, [(c, m) for c, m in wanted if c.moment != "chunked"])
+                self._chunked([(c, m) for c, m in wanted if c.moment == "chunked"])
+        for name in list(self.lanes):
+            self._flush(name)
+
+    def _whole(self, ids: tuple[int, ...], wanted: Wanted) -> None:
+        """Make a row for every cell and question of one context, which is prefilled once."""
+        if not wanted:
+            return
+        worker = self.worker
+        needs = frozenset(need for cell, _ in wanted for need in cell.policy.needs)
+        prefix, _ = worker.prefill(ids, needs)
+        late: list[tuple[Cell, Prompt]] = []
+        for cell, missing in wanted:
+            if cell.moment in ("question", "decode"):
+                late += [(cell, prompt) for prompt in missing]
+                continue
+            cache = worker.compress(prefix, cell, missing[0], self.reserve)
+            if cache is not None:
+                for prompt, copy in zip(missing, forks(len(missing), cache), strict=True):
+                    self._add("ask", cell, prompt, copy, prefix.seconds, copy.seconds)
+            elif prefix.spoiled:
+                prefix, _ = worker.prefill(ids, needs)
+        for question_ids in dict.fromkeys(p.question_ids for _, p in late):
+            longer, logits = self._longer(prefix, question_ids)
+            for cell, repeats in by_request(late):
+                if repeats[0].question_ids != question_ids or cell.cell in worker.failed:
+                    continue
+                cache = worker.compress(longer, cell, repeats[0], self.reserve)
+                if cache is None:
+                    if longer.spoiled:  # the prefix itself is intact: extending it makes copies
+                        longer, logits = self._longer(prefix, question_ids)
+                    continue
+                lane = "told" if cache.upkeep is None else f"decode {cell.policy}"
+                for prompt, copy in zip(repeats, forks(len(repeats), cache), strict=True):
+                    self._add(lane, cell, prompt, copy, longer.seconds, cache.seconds, logits)
+
+    def _longer(self, prefix: Prefix, question_ids: tuple[int, ...]) -> tuple[Prefix, Tensor]:
+        """Context and question together, and the logits after them."""
+        longer = prefix.fork()
+        return longer, longer.extend(self.worker.tensor(question_ids))
+
+    # -- chunked prefill ---------------------------------------------------------------------------
+
+    def _chunked(self, wanted: Wanted) -> None:
+        """Prefill whole prompts in chunks, each cut back to budget; cells share the first chunk."""
+        pairs = by_request([(cell, prompt) for cell, missing in wanted for prompt in missing])
+        needs = frozenset(need for cell, _ in wanted for need in cell.policy.needs)
+        by_head: dict[tuple[int, ...], list[tuple[Cell, list[Prompt], int]]] = {}
+        for cell, repeats in pairs:
+            ids = repeats[0].ids
+            tail = tail_of(cell.policy, cell.budget, len(ids))
+            head = ids[: min(cell.chunk, len(ids) - tail)]
+            by_head.setdefault(head, []).append((cell, repeats, tail))
+        for head, group in by_head.items():
+            self._from_first_chunk(head, group, needs)
+
+    def _from_first_chunk(
+        self,
+        head: tuple[int, ...],
+        group: Sequence[tuple[Cell, list[Prompt], int]],
+        needs: frozenset[Need],
+    ) -> None:
+        """Prefill one first chunk, and go on from it for every cell, its prompt and its tail."""
+        prefix, logits = self.worker.prefill(head, needs)
+        for cell, repeats, tail in group:
+            if cell.cell in self.worker.failed:
+                continue
+            whole = len(repeats[0].ids)
+            cache = self.worker.compress(prefix, cell, repeats[0], whole=whole, tail=tail)
+            if cache is not None:
+                self._rest(cell, repeats, prefix, cache, logits, tail)
+            elif prefix.spoiled:
+                prefix, logits = self.worker.prefill(head, needs)
+
+    def _rest(
+        self,
+        cell: Cell,
+        repeats: Sequence[Prompt],
+        prefix: Prefix,
+        cache: RaggedCache,
+        logits: Tensor,
+        tail: int,
+    ) -> None:
+        """Prefill what comes after the first chunk, on the cell's own cache."""
+        worker = self.worker
+        began = now(worker.device)
+        try:
+            with plugin_call():  # a policy also runs between chunks
+                logits = self._later_chunks(cell, repeats[0].ids, cache, logits, tail)
+        except PluginError as error:
+            worker.fail(cell, repeats[0], str(error))
+            return
+        cuts = 0.0
+        if cache.upkeep is not None:
+            cuts = cache.upkeep.seconds
+            cache.budget_entries = [cache.upkeep.heads * cache.upkeep.budget[0]]
+            cache.held_entries = [cache.live_entries(0)]
+        cache.settle()
+        prefill_s = prefix.seconds + now(worker.device) - began - cuts
+        for prompt, copy in zip(repeats, forks(len(repeats), cache), strict=True):
+            self._add("told", cell, prompt, copy, prefill_s, cache.seconds + cuts, logits)
+
+    def _later_chunks(
+        self, cell: Cell, ids: tuple[int, ...], cache: RaggedCache, logits: Tensor, tail: int
+    ) -> Tensor:
+        """Prefill the chunks after the first and the tail; return the logits after them."""
+        worker, upkeep, body = self.worker, cache.upkeep, len(ids) - tail
+        allowed = [] if upkeep is None else upkeep.budget
+        for at in range(cell.chunk, body, cell.chunk):
+            if upkeep is not None:
+                upkeep.final = at + cell.chunk >= body
+                if upkeep.final:  # the last cut leaves room for the tail
+                    upkeep.coming = tail
+                    upkeep.budget = [b - tail for b in allowed]
+            chunk = worker.tensor(ids[at : min(at + cell.chunk, body)])
+            logits = forward(worker.model, cache, chunk)
+            restore(cache, [0])  # a chunk of one token is not cut when its forward ends
+        if upkeep is not None:
+            upkeep.budget, upkeep.coming = allowed, 0
+        if tail:
+            logits = forward(worker.model, cache, worker.tensor(ids[body:]))
+        return logits
+
+    # -- decoding ----------------------------------------------------------------------------------
+
+    def _add(
+        self,
+        lane: str,
+        cell: Cell,
+        prompt: Prompt,
+        cache: RaggedCache,
+        prefill_s: float,
+        compress_s: float,
+        logits: Tensor | None = None,
+    ) -> None:
+        """Queue one response; decode as soon as a batch is full."""
+        if cell.cell in self.worker.failed:  # while an earlier repeat was decoded
+            return
+        response = begun(cell, prompt, cache, prefill_s, compress_s)
+        waiting = self.lanes.setdefault(lane, Lane(logits is not None)).waiting
+        row = self.worker.row(cell, prompt)
+        waiting.append(Answer(cell, prompt, row, cache, response, logits))
+        if not self.worker.has_room(len(waiting), self._waiting_caches()):
+            self._flush(lane)
+
+    def _waiting_caches(self) -> Iterator[RaggedCache]:
+        return (answer.cache for lane in self.lanes.values() for answer in lane.waiting)
+
+    def _flush(self, name: str) -> None:
+        """Decode what waits in a lane."""
+        lane = self.lanes[name]
+        answers, lane.waiting = lane.waiting, []
+        if not answers:
+            return
+        if not name.startswith("decode "):
+            self.worker.done(self._decode(answers, lane.asked))
+            return
+        try:
+            with plugin_call():  # at this moment the policy runs while the cell decodes
+                responses = self._decode(answers, lane.asked)
+        except PluginError as error:
+            groups = by_cell(answers)
+            if len(groups) == 1:
+                for a in answers:
+                    self.worker.fail(a.cell, a.prompt, str(error))
+                return
+            for group in groups:  # decode each cell alone to find out which one fails
+                lane.waiting = [replace(a, row=self.worker.row(a.cell, a.prompt)) for a in group]
+                self._flush(name)
+            return
+        self.worker.done(responses)
+
+    def _decode(self, answers: list[Answer], asked: bool) -> list[Response]:
+        """Decode answers in one batch."""
+        worker = self.worker
+        began = now(worker.device)
+        if not asked and answers[0].cache.slides:
+            for a in answers:  # padding would push tokens out of the sliding windows
+                a.logits = forward(worker.model, a.cache, worker.tensor(a.prompt.question_ids))
+        caches = [a.cache for a in answers]
+        batch = Batch(worker.model, caches, worker.slots(len(answers)))
+        known = [a.logits for a in answers if a.logits is not None]
+        if known:
+            logits = torch.cat(known)
+        else:
+            logits = batch.feed([a.prompt.question_ids for a in answers], self.width)
+        rows = [a.row for a in answers]
+        if rows[0].given:
+            batch.measure(rows, logits)
+        else:
+            batch.answer(rows, logits, pause=batch.cache.upkeep is not None)
+        return finished(answers, batch.cache, now(worker.device) - began)

@@ -1,0 +1,146 @@
+"""What the flags of a run say about its answers, and how prompts are made to fit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from kvbench.decoding import THOUGHT, Sampling
+from kvbench.errors import UserError
+from kvbench.harness.protocol import Request
+
+
+@dataclass(frozen=True)
+class GenerationFlags:
+    """What the flags of a run say about its answers. None leaves a value to the task.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_p: See `Sampling`.
+        top_k: See `Sampling`.
+        repeats: Number of answers to each question.
+        max_new_tokens: Limit of each answer; it takes precedence over the limits of rows.
+        thinking: Passed to the chat template as `enable_thinking`.
+        truncate: How a prompt is made to fit; see `Truncation`.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    repeats: int | None = None
+    max_new_tokens: int | None = None
+    thinking: bool | None = None
+    truncate: str | None = None
+
+    def applied(self, requests: Sequence[Request], say: Callable[[str], None]) -> list[Request]:
+        """Apply the flags to the requests of one task.
+
+        Args:
+            requests: The requests as the task defines them.
+            say: Receives one line if repeats would all be the same.
+
+        Raises:
+            UserError: `top_p` or `top_k` would have no effect because the answers are greedy.
+        """
+        made = []
+        most = 1
+        for request in requests:
+            if request.given:
+                made.append(request)
+                continue
+            sampling = self._sampling(request.sampling, request.task)
+            repeats = self.repeats or request.repeats
+            if sampling is None:
+                most, repeats = max(most, repeats), 1
+            limit = self.max_new_tokens or request.max_new_tokens
+            made.append(replace(request, sampling=sampling, repeats=repeats, max_new_tokens=limit))
+        if most > 1:
+            say(
+                f"{requests[0].task} is answered greedily, so its {most} repeats would be the "
+                "same; only one is made (use --temperature 0.6 to draw answers)"
+            )
+        return made
+
+    def record(self, request: Request, thinks: bool) -> str:
+        """What a cell's hash records about its answers, as canonical JSON; "" for nothing.
+
+        Greedy answers as the task defines them are not recorded. Neither are repeats, which extend
+        a run as samples do.
+
+        Args:
+            request: A request of the task, as `applied` returns it.
+            thinks: Whether the tokenizer has a token that ends thinking.
+        """
+        said: dict[str, Any] = {}
+        if request.sampling is not None:
+            said |= asdict(request.sampling)
+        if self.max_new_tokens is not None and not request.given:
+            said["max_new_tokens"] = self.max_new_tokens
+        if thinks and not request.given:
+            said["think_end"] = THOUGHT
+        for name in ("thinking", "truncate"):
+            if (value := getattr(self, name)) is not None:
+                said[name] = value
+        return json.dumps(said, sort_keys=True) if said else ""
+
+    def _sampling(self, own: Sampling | None, task: str) -> Sampling | None:
+        if self.temperature == 0:
+            return None
+        if own is None and self.temperature is None:
+            if self.top_p is not None or self.top_k is not None:
+                raise UserError(
+                    f"{task} is answered greedily; --top-p and --top-k need a --temperature such "
+                    "as 0.6"
+                )
+            return None
+        given = {
+            name: value
+            for name in ("temperature", "top_p", "top_k")
+            if (value := getattr(self, name)) is not None
+        }
+        return replace(own or Sampling(), **given)
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """Cuts the middle out of a context so that prompt and answer fit (as LongBench cuts prompts).
+
+    Attributes:
+        tokens: Limit of prompt and answer together; 0: the model's window.
+    """
+
+    tokens: int = 0
+
+    @classmethod
+    def parse(cls, spelling: str) -> Truncation:
+        """Read `middle` or `middle:4096`.
+
+        Raises:
+            UserError: It is neither.
+        """
+        name, colon, size = spelling.strip().partition(":")
+        if name != "middle" or (colon and not (size.isdecimal() and int(size) > 0)):
+            raise UserError(
+                f"unknown truncation {spelling!r}; use middle (to the model's window) or "
+                "middle:4096 (tokens of prompt and answer)"
+            )
+        return cls(int(size or 0))
+
+    def __str__(self) -> str:
+        return f"middle:{self.tokens}" if self.tokens else "middle"
+
+    def cut(self, context: list[int], room: int) -> list[int]:
+        """Keep the first and the last half of what fits.
+
+        Args:
+            context: Token ids.
+            room: Tokens available for the context. Above 1024 it is rounded down to a multiple of
+                64, so that questions of similar length keep the same part of a context and share
+                its prefill.
+        """
+        if len(context) <= room:
+            return context
+        room -= room % 64 if room > 1024 else 0
+        return context[: room - room // 2] + context[len(context) - room // 2 :]
