@@ -5,13 +5,20 @@ Nothing here is word-level: what works with these is not bound to the reference 
 
 from __future__ import annotations
 
+import atexit
 import os
 import random
+import shutil
+import tempfile
 import uuid
 from itertools import islice
 from typing import TYPE_CHECKING
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+# The user's own caches could hold data that a test expects to be missing.
+os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="kvbench-tests-")
+os.environ.pop("HF_HUB_CACHE", None)
+os.environ.pop("HF_DATASETS_CACHE", None)
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # Two torch threads of several workers spin against each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -19,6 +26,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 from hypothesis import settings
 
+atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
 settings.register_profile("any machine", deadline=None)  # a busy machine is no failure
 settings.load_profile("any machine")
 

@@ -1,13 +1,28 @@
-"""`kvbench data`: the tables of the Hugging Face hub that tasks read, and our copies of them."""
+"""`kvbench data`: fetch, verify and list the tables of the Hugging Face hub that tasks read."""
 
 from __future__ import annotations
 
-import sys
+import itertools
+import json
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+from rich.text import Text
 
-from kvbench.cli.screen import FAILED, console
+from kvbench.benchmark import Source
+from kvbench.cli.screen import FAILED, complain, console
+from kvbench.data import records
+from kvbench.data.records import Damaged, Record
+from kvbench.errors import UserError
+from kvbench.files import cache_dir
+from kvbench.harness import catalogue
+
+# The commands import `kvbench.data.fetching` when they run: `kvbench --help` imports this module,
+# and must not wait a second for `datasets`.
 
 app = typer.Typer(
     help="Fetch, verify and list data of the Hugging Face hub.",
@@ -26,38 +41,56 @@ def _root() -> None:
 @app.command()
 def fetch(
     task: Annotated[list[str], typer.Argument(metavar="TASK...", help=_TASKS)],
-    fresh: Annotated[bool, typer.Option("--fresh", help="Get also what is there.")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Also fetch the newest commit of fetched data.")
+    ] = False,
 ) -> None:
-    """Get the data of tasks, so that runs do without the hub; what is there is kept."""
-    from kvbench.data import command
-    from kvbench.files import cache_dir
+    """Fetch the data of tasks, so that runs do not need the hub."""
+    from kvbench.data import fetching
 
-    screen = _Screen()
-    try:
-        good = command.fetch(
-            task,
-            cache_dir(),
-            fresh=fresh,
-            say=screen.say,
-            complain=screen.complain,
-            counted=screen.counted,
-        )
-    finally:
-        screen.stop()
-    _end(good)
+    screen = Console(stderr=True)
+
+    def fetched(source: Source, name: str, leaf: str) -> str:
+        before = records.head(source, cache_dir())
+        if fresh or before is None:
+            print(f"{name}: fetching", flush=True)
+        status, rows = screen.status(""), itertools.count(1)
+
+        def counted() -> None:
+            if (row := next(rows)) % 100 == 1:
+                status.update(f"{row} rows of {name}")
+                status.start()  # not earlier: downloads show the bars of the hub's client
+
+        try:
+            record = fetching.fetch(source, cache_dir(), fresh=fresh, counted=counted)
+        finally:
+            status.stop()
+        return f"{'already fetched' if record == before else 'fetched'}, {_described(record)}"
+
+    _report(task, fetched, "nothing to fetch")
 
 
 @app.command()
 def verify(
     task: Annotated[
-        list[str] | None, typer.Argument(metavar="[TASK...]", help=f"{_TASKS} Default: all copies.")
+        list[str] | None,
+        typer.Argument(metavar="[TASK...]", help=f"{_TASKS} Default: all fetched data."),
     ] = None,
 ) -> None:
-    """Hash our copies again; damaged and missing ones are named."""
-    from kvbench.data import command
-    from kvbench.files import cache_dir
+    """Compare fetched data with its recorded hash, and name what is damaged or missing."""
+    from kvbench.data import fetching
 
-    _end(command.verify(task or [], cache_dir(), say=_say, complain=_complain))
+    def verified(source: Source, name: str, leaf: str) -> str:
+        if not task and not records.path(source, cache_dir()).exists():
+            return ""
+        try:
+            return f"intact, {_described(fetching.verify(source, cache_dir()))}"
+        except FileNotFoundError:
+            raise UserError(f"missing; `kvbench data fetch {leaf}` gets it") from None
+        except Damaged as error:
+            raise UserError(f"{error}; `kvbench data fetch {leaf}` gets it again") from None
+
+    _report(task or ["all"], verified, f"nothing is fetched into {cache_dir() / 'hub'}")
 
 
 @app.command("list")
@@ -67,87 +100,90 @@ def list_(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
 ) -> None:
-    """List what every task reads of the hub, and what is there of it."""
-    from kvbench.data import command
-    from kvbench.files import cache_dir
-
-    rows, failed = command.records(task or [], cache_dir())
+    """List the tables that tasks read, and what is fetched."""
+    tables, failed = _tables(task or ["all"])
+    rows: list[dict[str, Any]] = []
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("task", "dataset", "table", "commit", "rows", "size"):
+        right = name in ("rows", "size")
+        shown.add_column(name, overflow="fold", justify="right" if right else "left")
+    for source, leaves in tables.items():
+        record = records.head(source, cache_dir())
+        facts: tuple[str, ...] = ("not fetched",)
+        if record:
+            facts = (record.revision[:12] or "unknown", str(record.rows), decimal(record.bytes))
+        for leaf in leaves:
+            shown.add_row(*map(Text, (leaf, source.dataset, source.table, *facts)))
+            rows.append(
+                {
+                    "leaf": leaf,
+                    "dataset": source.dataset,
+                    "table": source.table,
+                    "pinned": source.revision,
+                    "there": record is not None,
+                    "revision": record and record.revision,
+                    "rows": record and record.rows,
+                    "bytes": record and record.bytes,
+                    "path": str(records.path(source, cache_dir())),
+                }
+            )
     if as_json:
-        import json
-
         print(json.dumps(rows, indent=2))
     else:
-        _table(rows)
-        print(f"copies are in {cache_dir() / 'hub'}")
-    for line in failed:
-        _complain(line)
-    _end(not failed)
-
-
-def _table(rows: list[dict[str, Any]]) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    from kvbench.data.command import size
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("task", "dataset", "table", "commit", "rows", "size"):
-        numbers = name in ("rows", "size")
-        table.add_column(name, overflow="fold", justify="right" if numbers else "left")
-    for row in rows:
-        found = ("not there", "", "")
-        if row["there"]:
-            found = (row["revision"][:12] or "unknown", str(row["rows"]), size(row["bytes"]))
-        table.add_row(*(Text(c) for c in (row["leaf"], row["dataset"], row["table"], *found)))
-    console().print(table)
-
-
-class _Screen:
-    """Lines that stay, and on a terminal below them how many rows have come.
-
-    Downloads have the bars of the hub's own client, on a terminal alone.
-    """
-
-    def __init__(self) -> None:
-        from rich.console import Console
-
-        console = Console(stderr=True)
-        self._status = console.status("") if console.is_terminal else None
-        if self._status is None:
-            from huggingface_hub.utils.tqdm import disable_progress_bars
-
-            disable_progress_bars()
-
-    def counted(self, table: str, rows: int) -> None:
-        """Show how many rows of a table have come."""
-        if self._status is not None and rows % 100 == 1:
-            self._status.update(f"{rows} rows of {table}")
-            self._status.start()
-
-    def stop(self) -> None:
-        """End the count."""
-        if self._status is not None:
-            self._status.stop()
-
-    def say(self, line: str) -> None:
-        """Say what is done."""
-        self.stop()
-        _say(line)
-
-    def complain(self, line: str) -> None:
-        """Say what failed."""
-        self.stop()
-        _complain(line)
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
-
-
-def _complain(line: str) -> None:
-    print(f"kvbench: {' '.join(line.split())}", file=sys.stderr, flush=True)
-
-
-def _end(good: bool) -> None:
-    if not good:
+        console().print(shown)
+        print(f"the records are in {cache_dir() / 'hub'}")
+    if failed:
         raise typer.Exit(FAILED)
+
+
+def _tables(tasks: Sequence[str]) -> tuple[dict[Source, list[str]], bool]:
+    """The leaves that read each table, and whether a benchmark failed to import.
+
+    Raises:
+        UserError: A task is unknown.
+    """
+    tables: dict[Source, list[str]] = {}
+    failed: list[str] = []
+    for name in filter(None, (name.strip() for text in tasks for name in text.split(","))):
+        if name == "all":
+            groups, failed = catalogue.benchmarks()
+            pairs = [(leaf, group) for group in groups.values() for leaf in group.leaves]
+        else:
+            pairs = catalogue.resolve_task(name)
+        for leaf, group in pairs:
+            for source in group.sources.get(leaf, ()):
+                readers = tables.setdefault(source, [])
+                readers += [leaf] if leaf not in readers else []
+    for line in failed:
+        complain(line)
+    return tables, bool(failed)
+
+
+def _report(tasks: Sequence[str], act: Callable[[Source, str, str], str], nothing: str) -> None:
+    """Print what `act` returns for each table, or the error that it raises.
+
+    Args:
+        tasks: Groups and leaves.
+        act: Takes a table, its name and one of its leaves; "" means that there is nothing to say.
+        nothing: What to say if there is nothing to say of any table.
+    """
+    tables, failed = _tables(tasks)
+    silent = not failed
+    for source, leaves in tables.items():
+        name = f"{source.label} ({', '.join(leaves[:3])}{', ...' if len(leaves) > 3 else ''})"
+        try:
+            if line := act(source, name, leaves[0]):
+                print(f"{name}: {line}", flush=True)
+                silent = False
+        except UserError as error:
+            complain(f"{name}: {error}")
+            failed, silent = True, False
+    if silent:
+        print(f"{', '.join(tasks)}: {nothing}")
+    if failed:
+        raise typer.Exit(FAILED)
+
+
+def _described(record: Record) -> str:
+    commit = f", commit {record.revision[:12]}" if record.revision else ""
+    return f"{record.rows} rows, {decimal(record.bytes)}{commit}"

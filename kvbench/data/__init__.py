@@ -1,1 +1,1 @@
-"""Data of the Hugging Face hub: which tables tasks read, our copies of them, and fetching."""
+"""Tables of the Hugging Face hub that tasks read: fetched, recorded and read from its caches."""

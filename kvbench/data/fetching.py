@@ -1,38 +1,76 @@
-"""Asking the Hugging Face hub for a table: once whether it answers, never for code."""
+"""Fetch tables into the hub's caches, read them from there, and compare them with their records."""
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import functools
-import shutil
-from collections.abc import Callable, Iterator
+import json
+import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from kvbench.benchmark import Source
-from kvbench.data.formats import file_rows, split_member
-from kvbench.data.sources import NotFetched, Row, keep, locked, scratch, verify
+from kvbench.data import hub_cache, records
+from kvbench.data.records import Damaged, NotFetched, Record, Row
 from kvbench.errors import UserError
 
-HUB = "the Hugging Face hub"
 
-_LOCAL = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
-"""What keeps this machine, and not the hub, from giving a file."""
-
-
-@functools.cache
-def unreachable() -> str:
-    """Why the hub is not asked, or ""; goes on from its name. Tried once, for five seconds."""
-    from huggingface_hub import constants, get_session
-
-    if constants.HF_HUB_OFFLINE:
-        return "is not asked: HF_HUB_OFFLINE is set"
+def rows(source: Source, cache_dir: Path) -> list[Row]:
+    """Read the rows of a table, which is fetched if needed; see `kvbench.data.sources.rows`."""
     try:
-        get_session().head(constants.ENDPOINT, timeout=5)
-    except Exception as error:  # whatever keeps the hub away, it is away
-        return f"cannot be reached ({type(error).__name__} at {constants.ENDPOINT})"
-    return ""
+        return load(source, cache_dir)
+    except (FileNotFoundError, Damaged):
+        record = fetch(source, cache_dir)
+    if why := hub_cache.unreachable():
+        warnings.warn(
+            f"{source.label} is read from the Hugging Face cache at commit {record.revision}, "
+            f"because the hub {why}",
+            stacklevel=3,
+        )
+    return load(source, cache_dir)
+
+
+def load(source: Source, cache_dir: Path) -> list[Row]:
+    """Read the rows of a table that has been fetched; raises what `verify` raises."""
+    found: list[Row] = []
+    verify(source, cache_dir, lambda line: found.append(json.loads(line)))
+    return found
+
+
+def verify(
+    source: Source, cache_dir: Path, each: Callable[[bytes], object] = lambda line: None
+) -> Record:
+    """Read a table that has been fetched, and compare it with its recorded hash.
+
+    Args:
+        source: The table.
+        cache_dir: The cache folder, which holds the record.
+        each: Called with every row as a line of JSON.
+
+    Raises:
+        FileNotFoundError: It has not been fetched, or the hub's caches no longer hold it.
+        Damaged: The rows do not match their hash.
+        UserError: They cannot be read.
+    """
+    record = records.head(source, cache_dir)
+    if record is None:
+        raise FileNotFoundError(f"{source.label} has not been fetched")
+    if record.cached:
+        place = f"{source.label} in the Hugging Face cache"
+        content = records.lines(source, hub_cache.read(source, record.revision))
+    else:
+        place = str(records.path(source, cache_dir))
+        content = records.kept_lines(source, cache_dir)
+    try:
+        digest = records.measure(content, each).sha256
+    except (FileNotFoundError, MemoryError):
+        raise
+    except Exception as error:  # whatever a reader raises about rows that it once has read
+        if isinstance(error, OSError) and error.errno:  # pyarrow's about content have no number
+            raise UserError(f"cannot read {place}: {error}") from None
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise Damaged(f"{place} is damaged: {reason}") from None
+    if digest != record.sha256:
+        raise Damaged(f"{place} is damaged: its content does not match its hash")
+    return record
 
 
 def fetch(
@@ -40,182 +78,48 @@ def fetch(
     cache_dir: Path,
     *,
     fresh: bool = False,
-    counted: Callable[[int], None] = lambda rows: None,
-) -> Path:
-    """Get a table from the hub and keep it.
+    counted: Callable[[], object] = lambda: None,
+) -> Record:
+    """Have the hub's clients download a table, and record it.
+
+    Without the hub, a commit that the clients have cached is recorded.
 
     Args:
         source: The table.
-        cache_dir: Where copies are.
-        fresh: Whether to get it although there is a good copy.
-        counted: Told how many rows there are so far.
+        cache_dir: The cache folder, which holds the record.
+        fresh: Whether to fetch the newest commit even if the table has been fetched.
+        counted: Called for every row.
 
     Raises:
-        NotFetched: The hub cannot be reached or does not give it.
-        UserError: It cannot be kept, for want of room, rights or a field.
+        NotFetched: No cache holds the table, and the hub does not provide it.
+        UserError: The table lacks a column, or this machine cannot store it.
     """
-    if why := unreachable():
-        raise NotFetched(f"needs the dataset {source.dataset} from {HUB}, which {why}")
-    with locked(source, cache_dir):
+    damage = ""
+    try:
+        record = verify(source, cache_dir)
         if not fresh:
-            with contextlib.suppress(FileNotFoundError, UserError):
-                return verify(source, cache_dir).path
-        with _reasons(source, cache_dir):
-            commit = _commit(source)
-        raw = _rows(source, commit, cache_dir)
-        with contextlib.closing(raw):
-            return keep(source, _counting(raw, counted), cache_dir, revision=commit)
+            return record
+    except FileNotFoundError:
+        pass
+    except Damaged as error:
+        damage = f"{error}; it "
+    why = hub_cache.unreachable()
+    if not why:
+        with hub_cache.reasons(source):
+            commit = hub_cache.download(source, force=bool(damage))
+            return _record(source, commit, cache_dir, counted)
+    missing = f"{damage}needs the dataset {source.dataset} from {hub_cache.HUB}, which {why}"
+    for commit in [] if fresh or damage else hub_cache.cached_commits(source):
+        try:
+            with hub_cache.reasons(source):
+                return _record(source, commit, cache_dir, counted)
+        except NotFetched as error:
+            missing = f"{error} (commit {commit[:12]} in its cache; the hub {why})"
+    raise NotFetched(missing)
 
 
-def _counting(rows: Iterator[Row], counted: Callable[[int], None]) -> Iterator[Row]:
-    for number, row in enumerate(rows, 1):
-        yield row
-        counted(number)
-
-
-def _commit(source: Source) -> str:
-    """The commit that a revision names now; the table is then read at that commit."""
-    from huggingface_hub import HfApi
-
-    info = HfApi().dataset_info(source.dataset, revision=source.revision, timeout=30)
-    return str(info.sha)
-
-
-def _rows(source: Source, commit: str, cache_dir: Path) -> Any:
-    """The raw rows, one at a time."""
-    if source.file is not None:
-        for file in _files(source, commit, cache_dir):
-            yield from _each(file_rows(file, split_member(source.file)[1]), source, cache_dir)
-        return
-    folder = scratch(source, cache_dir)
-    try:
-        with _reasons(source, cache_dir), _quiet():
-            import datasets
-
-            # Arrow's files are needed while they are copied, and not afterwards.
-            table = datasets.load_dataset(
-                source.dataset,
-                source.config,
-                split=source.split,
-                revision=commit,
-                cache_dir=str(folder),
-            )
-        yield from _each(iter(table), source, cache_dir)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _files(source: Source, commit: str, cache_dir: Path) -> list[Path]:
-    """The raw files of a source, downloaded by the hub's own client."""
-    import fnmatch
-
-    from huggingface_hub import HfApi, hf_hub_download
-
-    assert source.file is not None
-    wanted = split_member(source.file)[0]
-    names = [wanted]
-    with _reasons(source, cache_dir):
-        if "*" in wanted:
-            have = HfApi().list_repo_files(source.dataset, repo_type="dataset", revision=commit)
-            names = sorted(fnmatch.filter(have, wanted))
-            if not names:
-                raise FileNotFoundError(f"no file {wanted} in it; it has {', '.join(have[:8])}")
-        return [
-            Path(hf_hub_download(source.dataset, name, repo_type="dataset", revision=commit))
-            for name in names
-        ]
-
-
-def _each(rows: Iterator[Row], source: Source, cache_dir: Path) -> Iterator[Row]:
-    """The same rows; what fails between them is told as `fetch` tells it."""
-    while True:
-        with _reasons(source, cache_dir):
-            try:
-                row = next(rows)
-            except StopIteration:
-                return
-        yield row
-
-
-@contextlib.contextmanager
-def _reasons(source: Source, cache_dir: Path) -> Iterator[None]:
-    """Turn what the hub's libraries raise into one line that says what to do.
-
-    Raises:
-        NotFetched: The hub does not give the table.
-        UserError: This machine cannot hold it.
-    """
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        for step in _chain(error):
-            if isinstance(step, OSError) and step.errno in _LOCAL:
-                where = step.filename or cache_dir
-                raise UserError(
-                    f"the dataset {source.dataset} cannot be kept: {step.strerror} ({where}); make "
-                    "room, or set KVBENCH_CACHE (copies) or HF_HOME (downloads) to another folder"
-                ) from error
-        raise NotFetched(_reason(source, error)) from error
-
-
-def _reason(source: Source, error: Exception) -> str:
-    from huggingface_hub import constants
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    page = f"{constants.ENDPOINT}/datasets/{source.dataset}"
-    chain = _chain(error)
-    login = "log in with `hf auth login`, or set HF_TOKEN"
-    text = str(error)
-    # `datasets` does not always say what its own error was raised from.
-    if any(isinstance(e, GatedRepoError) for e in chain) or "is a gated dataset" in text:
-        return (
-            f"needs the dataset {source.dataset}, which is gated: accept its terms on {page}, "
-            f"then {login}"
-        )
-    if any(isinstance(e, RepositoryNotFoundError) for e in chain):
-        return (
-            f"needs the dataset {source.dataset}, which the hub does not show: there is no {page}, "
-            f"or it is private, and then {login}"
-        )
-    if any(isinstance(e, RevisionNotFoundError) for e in chain):
-        return f"needs the dataset {source.dataset}, which has no revision {source.revision}"
-    if "scripts are no longer supported" in text:
-        return (
-            f"needs the dataset {source.dataset}, whose repository holds a loading script, which "
-            "is never run; a raw file of it, or of its branch refs/convert/parquet, would be right"
-        )
-    told: BaseException = error
-    if type(error).__name__ == "DatasetGenerationError" and error.__cause__ is not None:
-        told = error.__cause__  # of itself it only says that there was an error
-    line = next((s for s in str(told).splitlines() if s.strip()), "")
-    return f"needs {source.label} from {HUB}: {type(told).__name__}: {line}"
-
-
-def _chain(error: BaseException) -> list[BaseException]:
-    """An error and what it was raised from: `datasets` wraps the hub's own."""
-    found: list[BaseException] = []
-    step: BaseException | None = error
-    while step is not None and step not in found:
-        found.append(step)
-        step = step.__cause__ or step.__context__
-    return found
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep the bars of `datasets` away: it counts what it converts, which the user did not ask."""
-    import datasets
-
-    shown = not datasets.utils.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if shown:
-            datasets.enable_progress_bars()
+def _record(source: Source, commit: str, cache_dir: Path, counted: Callable[[], object]) -> Record:
+    content = records.lines(source, hub_cache.read(source, commit))
+    record = records.measure(content, lambda line: counted(), revision=commit, cached=True)
+    records.write(source, record, cache_dir)
+    return record

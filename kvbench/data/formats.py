@@ -1,4 +1,4 @@
-"""Rows of raw files, one at a time: JSONL, JSON, CSV and parquet, packed or not."""
+"""Rows of raw files, read one at a time: JSONL, JSON, CSV, TSV and parquet, compressed or not."""
 
 from __future__ import annotations
 
@@ -7,126 +7,106 @@ import csv
 import gzip
 import io
 import json
+import re
 import sys
 import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from kvbench.errors import UserError
+import pyarrow.parquet
 
-Row = dict[str, Any]
+from kvbench.data.records import Row
+from kvbench.errors import UserError
 
 KINDS = ("jsonl", "json", "csv", "tsv", "parquet")
 
+_NEXT = re.compile(r"\s*([,\]])\s*")
+"""What follows an object of a JSON list."""
+
 
 def split_member(name: str) -> tuple[str, str]:
-    """The file of a repository and the archive's member, or "": `data.zip:data/x.jsonl`."""
+    """Split `data.zip:data/x.jsonl` into archive and member; the member of a plain file is ""."""
     file, mark, member = name.partition(".zip:")
     return (f"{file}.zip", member) if mark else (name, "")
 
 
 def file_rows(path: Path, member: str = "") -> Iterator[Row]:
-    """The rows of a file.
+    """Read the rows of a file.
 
     Args:
-        path: The file; what it is, its name says.
-        member: Which of an archive's files.
+        path: The file. The extension gives the format.
+        member: Name of the file inside the archive `path`, or "".
 
     Raises:
-        UserError: Its kind is not known, or it does not hold what its name says.
+        UserError: The format is unknown, or the content does not match it.
     """
     name = member or path.name
     kind = name.removesuffix(".gz").rpartition(".")[2].lower()
     if kind not in KINDS:
-        raise UserError(f"{name} is none of {', '.join(KINDS)} (.gz, or in a .zip:)")
+        raise UserError(f"cannot read {name}: use {', '.join(KINDS)}, also as .gz or in a .zip")
     try:
-        with _open(path, member) as file:
+        file: Any
+        with (
+            zipfile.ZipFile(path).open(member) if member else path.open("rb") as raw,
+            gzip.open(raw) if name.endswith(".gz") else contextlib.nullcontext(raw) as file,
+        ):
             if kind == "parquet":
-                yield from _parquet(file)
+                for batch in pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=64):
+                    yield from batch.to_pylist()
                 return
-            # A byte order mark is no part of the data.
+            # A byte order mark is not part of the data.
             text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="\n")
             if kind == "jsonl":
                 yield from (json.loads(line) for line in text if line.strip())
             elif kind == "json":
                 yield from json_rows(text)
             else:
-                csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # a field may be a whole book
+                csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # a field can be a whole book
                 yield from csv.DictReader(text, delimiter="\t" if kind == "tsv" else ",")
-    except (ValueError, EOFError, zipfile.BadZipFile, gzip.BadGzipFile, csv.Error) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{name} is no {kind} that can be read: {error}") from None
-
-
-@contextlib.contextmanager
-def _open(path: Path, member: str) -> Iterator[IO[bytes]]:
-    with contextlib.ExitStack() as stack:
-        file: Any
-        if member:
-            archive = stack.enter_context(zipfile.ZipFile(path))
-            if member not in archive.namelist():
-                have = ", ".join(archive.namelist()[:8])
-                raise UserError(f"{path.name} has no {member}; it has {have}")
-            file = stack.enter_context(archive.open(member))
-        else:
-            file = stack.enter_context(path.open("rb"))
-        if (member or path.name).endswith(".gz"):
-            file = stack.enter_context(gzip.open(file))
-        yield file
-
-
-def _parquet(file: IO[bytes]) -> Iterator[Row]:
-    import pyarrow.parquet
-
-    if not file.seekable():
-        file = io.BytesIO(file.read())
-    for batch in pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=64):
-        yield from batch.to_pylist()
+    except KeyError:
+        raise UserError(f"{path.name} does not contain {member}") from None
+    except (ValueError, EOFError, zipfile.BadZipFile, gzip.BadGzipFile, zlib.error, csv.Error) as e:
+        raise UserError(f"cannot read {name} as {kind}: {e}") from None
 
 
 def json_rows(file: IO[str], chunk: int = 1 << 20) -> Iterator[Row]:
-    """The objects of a JSON list, without holding the whole list; or the one object there is.
+    """Read the objects of a JSON list without holding the whole list, or a single object.
 
     Args:
-        file: Holds one JSON value.
-        chunk: Characters that are read at once, at least.
+        file: One JSON value.
+        chunk: The least number of characters to read at once.
 
     Raises:
-        ValueError: It is no JSON, or neither an object nor a list of objects.
+        ValueError: The content is not JSON, or neither an object nor a list of objects.
     """
-    decoder = json.JSONDecoder()
-    text, at = file.read(chunk).lstrip(), 0
-    if text.startswith("{"):
-        yield json.loads(text + file.read())
+    while (start := file.read(1)).isspace():
+        pass
+    if start == "{":
+        yield json.loads(start + file.read())
         return
-    if not text.startswith("["):
-        raise ValueError("it holds neither a list nor an object")
-    at, before = 1, "["
-    while True:
-        while at < len(text) and text[at].isspace():
-            at += 1
-        if at < len(text):
-            mark = text[at]
-            if mark == "]" and before != ",":
-                if (text[at + 1 :] + file.read()).strip():
-                    raise ValueError("something follows its list")
-                return
-            if mark == "," and before == "}":
-                at, before = at + 1, ","
-                continue
-            if mark != "{" or before == "}":
-                raise ValueError(f"{mark!r} stands where an object should")
-            try:
-                row, at = decoder.raw_decode(text, at)
-            except json.JSONDecodeError:
-                pass  # most likely its end has not been read yet
-            else:
-                before = "}"
-                yield row
-                continue
-        more = file.read(max(chunk, len(text) - at))
-        if not more:
-            raise ValueError("it ends in the middle of its list")
-        text, at = text[at:] + more, 0
+    if start != "[":
+        raise ValueError("it is neither a list nor an object")
+    text, at, mark = "", 0, None
+    while mark is None or mark[1] == ",":
+        try:
+            row, stop = json.JSONDecoder().raw_decode(text, at)
+            following = _NEXT.match(text, stop)
+        except json.JSONDecodeError:
+            following = None
+        if following is None:  # most likely the rest of the object has not been read yet
+            if mark is None and text.startswith("]"):
+                at = 1
+                break
+            more = file.read(max(chunk, len(text) - at))
+            if not more:
+                raise ValueError("its list is invalid or incomplete")
+            text, at = (text[at:] + more).lstrip(), 0
+            continue
+        if not isinstance(row, dict):
+            raise ValueError(f"its list contains a {type(row).__name__}, not only objects")
+        yield row
+        mark, at = following, following.end()
+    if (text[at:] + file.read()).strip():
+        raise ValueError("text follows its list")

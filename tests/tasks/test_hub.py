@@ -6,11 +6,11 @@ import re
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest.mock import Mock
 
 import pytest
 
-from kvbench.data import fetching
+from kvbench.benchmark import Source
+from kvbench.data import hub_cache
 from kvbench.errors import NeedsHub
 from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
 from kvbench.harness.protocol import TaskSettings
@@ -82,13 +82,13 @@ def online(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         "baber/paul_graham_essays": ESSAYS,
     }
 
-    def load_dataset(name: str, config: str | None, **_: Any) -> Any:
-        fetched.append(name)
-        return content[name]
+    def download(source: Source, *, force: bool) -> str:
+        fetched.append(source.dataset)
+        return "c0ffee"
 
-    monkeypatch.setattr(fetching, "unreachable", lambda: "")
-    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *_, **__: Mock(sha="c0ffee"))
-    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    monkeypatch.setattr(hub_cache, "unreachable", lambda: "")
+    monkeypatch.setattr(hub_cache, "download", download)
+    monkeypatch.setattr(hub_cache, "read", lambda source, commit: iter(content[source.dataset]))
     for kept in (essays, qa._squad, qa._hotpot):
         kept.cache_clear()
     return fetched
@@ -139,8 +139,8 @@ def test_questions_stand_over_their_documents(
     first = {(r.sample_id, 0, 0): r.target[0] for r in task.requests}
     assert task.score(first)[1] == 1.0
     assert load(leaf, bpe_tokenizer, tmp_path, samples=9).requests[:6] == task.requests
-    # From now on our own copy does, without the hub.
-    monkeypatch.setattr(fetching, "unreachable", lambda: "away")
+    # From now on it works without the hub.
+    monkeypatch.setattr(hub_cache, "unreachable", lambda: "away")
     qa._squad.cache_clear()
     qa._hotpot.cache_clear()
     assert load(leaf, bpe_tokenizer, tmp_path).requests == task.requests
@@ -166,7 +166,7 @@ def test_essays_come_from_the_hub_when_it_is_there(
     assert (again.requests, online) == (task.requests, ["baber/paul_graham_essays"])
     essays.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fetching, "unreachable", lambda: "away")
+        patch.setattr(hub_cache, "unreachable", lambda: "away")
         prose = load("niah_single_2", bpe_tokenizer, tmp_path / "new", samples=2)
     essays.cache_clear()
     assert prose.version == "1+generated-prose"

@@ -26,16 +26,21 @@ class Hub:
 
     Attributes:
         root: Holds `organisation/name/...`.
-        home: The clients' cache.
+        home: The clients' caches.
+        commit: The commit of every branch.
         gated: Datasets whose files are refused.
-        asked: Method and path of every request.
+        stalled: Files whose second half is not sent until `released` is set.
+        requests: Method and path of every request.
     """
 
     root: Path
     home: Path
     url: str = ""
+    commit: str = SHA
     gated: set[str] = field(default_factory=set)
-    asked: list[str] = field(default_factory=list)
+    stalled: set[str] = field(default_factory=set)
+    released: threading.Event = field(default_factory=threading.Event)
+    requests: list[str] = field(default_factory=list)
 
     def add(self, dataset: str, file: str, content: bytes) -> None:
         path = self.root / dataset / file
@@ -55,21 +60,30 @@ class Hub:
         }
 
     def python(self, code: str, cache: Path, **more: str) -> subprocess.CompletedProcess[str]:
-        """Run code in a process that takes this for the hub."""
-        return subprocess.run(
+        """Run code in a process that takes this for the hub, and wait for it."""
+        process = self.start(code, cache, **more)
+        out, error = process.communicate(timeout=120)
+        return subprocess.CompletedProcess(process.args, process.returncode, out, error)
+
+    def start(self, code: str, cache: Path, **more: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
             [sys.executable, "-c", code],
             env=self.environment(cache, **more),
             cwd=self.home,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            timeout=120,
         )
 
     def kvbench(
         self, *arguments: str, cache: Path, **more: str
     ) -> subprocess.CompletedProcess[str]:
-        code = f"import sys; from kvbench import cli; sys.exit(cli.call({list(arguments)!r}))"
-        return self.python(code, cache, **more)
+        return self.python(command(*arguments), cache, **more)
+
+
+def command(*arguments: str) -> str:
+    """The code that runs `kvbench` with arguments."""
+    return f"import sys; from kvbench import cli; sys.exit(cli.call({list(arguments)!r}))"
 
 
 @pytest.fixture
@@ -85,6 +99,7 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     own.url = f"http://127.0.0.1:{server.server_address[1]}"
     yield own
+    own.released.set()
     server.shutdown()
     server.server_close()
 
@@ -94,7 +109,7 @@ class _Handler(BaseHTTPRequestHandler):
     hub: Hub
 
     def log_message(self, *_: Any) -> None:
-        self.hub.asked.append(f"{self.command} {self.path}")
+        self.hub.requests.append(f"{self.command} {self.path}")
 
     def do_HEAD(self) -> None:
         self.do_GET()
@@ -106,7 +121,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif parts[:2] == ["api", "datasets"]:
             self.describe("/".join(parts[2:4]), parts[4:])
         elif parts[0] == "datasets" and parts[3:4] == ["resolve"]:
-            self.give("/".join(parts[1:3]), "/".join(parts[5:]))
+            self.give("/".join(parts[1:3]), parts[4], "/".join(parts[5:]))
         else:
             self.answer(b"", 404)
 
@@ -116,7 +131,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.answer(b"{}", 401, X_Error_Code="RepoNotFound")
             return
         files = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
-        found: Any = {"id": dataset, "sha": SHA, "siblings": [{"rfilename": f} for f in files]}
+        siblings = [{"rfilename": f} for f in files]
+        found: Any = {"id": dataset, "sha": self.hub.commit, "siblings": siblings}
         if rest[:1] == ["tree"]:
             below = "".join(f"{part}/" for part in rest[2:])
             tree: dict[str, Any] = {}
@@ -131,22 +147,27 @@ class _Handler(BaseHTTPRequestHandler):
             found = list(tree.values())
         self.answer(json.dumps(found).encode(), Content_Type="application/json")
 
-    def give(self, dataset: str, file: str) -> None:
+    def give(self, dataset: str, revision: str, file: str) -> None:
         path = self.hub.root / dataset / file
+        commit = revision if len(revision) == 40 else self.hub.commit
         if dataset in self.hub.gated:
             self.answer(b"", 401, X_Error_Code="GatedRepo", X_Error_Message="Access is restricted")
         elif not path.is_file():
-            self.answer(b"", 404, X_Error_Code="EntryNotFound", X_Repo_Commit=SHA)
+            self.answer(b"", 404, X_Error_Code="EntryNotFound", X_Repo_Commit=commit)
         else:
             content = path.read_bytes()
             tag = hashlib.sha1(content).hexdigest()
-            self.answer(content, ETag=f'"{tag}"', X_Repo_Commit=SHA)
+            self.answer(content, stall=file, ETag=f'"{tag}"', X_Repo_Commit=commit)
 
-    def answer(self, body: bytes, status: int = 200, **headers: str) -> None:
+    def answer(self, body: bytes, status: int = 200, stall: str = "", **headers: str) -> None:
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         for name, value in headers.items():
             self.send_header(name.replace("_", "-"), value)
         self.end_headers()
-        if self.command != "HEAD":
+        if self.command != "HEAD" and stall in self.hub.stalled:
+            self.wfile.write(body[: len(body) // 2])
+            self.wfile.flush()
+            self.hub.released.wait()
+        elif self.command != "HEAD":
             self.wfile.write(body)

@@ -1,4 +1,4 @@
-"""The hub's own clients against an endpoint on this machine: what is loaded, and what is said."""
+"""The hub's own clients against a hub on this machine: what is fetched, and what is reported."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import errno
 import gzip
 import io
 import json
+import time
 import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,18 +15,22 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
+from kvbench import cli
 from kvbench.benchmark import Source
-from kvbench.data import fetching
-from kvbench.data.sources import NotFetched, head, rows
+from kvbench.data import hub_cache
+from kvbench.data.records import NotFetched, head
+from kvbench.data.sources import keep, rows
 from kvbench.errors import UserError
 from kvbench_tasks.tables import HOTPOT, SQUAD
+
+from .conftest import command
 
 if TYPE_CHECKING:
     from .conftest import Hub
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 
-TRY = """
+READ = """
 import json
 from pathlib import Path
 from kvbench.data import sources
@@ -37,6 +42,21 @@ for source in {sources!r}:
     except UserError as error:
         print(json.dumps(f"{{type(error).__name__}}: {{error}}"))
 """
+
+FRESH = """
+from pathlib import Path
+from kvbench.data.fetching import fetch
+from kvbench.data.sources import Source
+for fresh in (False, True):
+    print(fetch({source!r}, Path({cache!r}), fresh=fresh).revision)
+"""
+
+
+def read(hub: Hub, cache: Path, *sources: Source, **environment: str) -> list[Any]:
+    """The rows of tables, or the errors, as another process gets them."""
+    done = hub.python(READ.format(sources=sources, cache=str(cache)), cache, **environment)
+    assert done.stderr == ""
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def parquet(content: list[dict[str, Any]]) -> bytes:
@@ -63,7 +83,7 @@ def squad(n: int) -> list[dict[str, Any]]:
     ]
 
 
-def test_every_kind_of_table_is_loaded_and_every_failure_is_one_line(
+def test_every_kind_of_table_is_fetched_and_every_failure_is_one_line(
     hub: Hub, tmp_path: Path
 ) -> None:
     small = [{"a": 1, "b": "ü\u2028", "when": None}, {"a": 2, "b": "", "when": None}]
@@ -81,7 +101,7 @@ def test_every_kind_of_table_is_loaded_and_every_failure_is_one_line(
     hub.add("org/raw", "data.zip", archive.getvalue())
     hub.add("org/gated", "x.jsonl", lines(small))
     hub.gated.add("org/gated")
-    login = "log in with `hf auth login`, or set HF_TOKEN"
+    login = "log in with `hf auth login` or set HF_TOKEN"
     cases: list[tuple[Source, Any]] = [
         (Source("org/tables", split="validation"), squad(3)),
         (
@@ -101,26 +121,27 @@ def test_every_kind_of_table_is_loaded_and_every_failure_is_one_line(
         (Source("org/raw", file="data.zip:data/in.jsonl"), small),
         (
             Source("org/raw", file="data.zip:x.jsonl"),
-            "UserError: data.zip has no x.jsonl; it has data/in.jsonl",
+            "UserError: data.zip does not contain x.jsonl",
         ),
         (
             Source("org/raw", file="broken.json"),
-            "UserError: broken.json is no json that can be read: it ends in the middle of its list",
+            "UserError: cannot read broken.json as json: its list is invalid or incomplete",
         ),
         (
             Source("org/raw", file="list.json", columns=("a", "c")),
-            "UserError: org/raw list.json has no field c; it has a, b, when",
+            "UserError: org/raw list.json has no column c; it has a, b, when",
         ),
         (
             Source("org/raw", file="none-*.csv"),
             "NotFetched: needs org/raw none-*.csv from the Hugging Face hub: FileNotFoundError: "
-            "no file none-*.csv in it; it has broken.json, data.zip, list.json, "
+            "it has no file none-*.csv; it has broken.json, data.zip, list.json, "
             "more/test/0000.parquet, part-0.csv, part-1.csv, raw.py, two.jsonl.gz",
         ),
         (
             Source("org/raw"),
-            "NotFetched: needs the dataset org/raw, whose repository holds a loading script, which "
-            "is never run; a raw file of it, or of its branch refs/convert/parquet, would be right",
+            "NotFetched: needs the dataset org/raw, which needs a loading script, and kvbench "
+            "never runs one; name a raw file of its repository, or of its branch "
+            "refs/convert/parquet",
         ),
         (
             Source("org/gated", file="x.jsonl"),
@@ -129,8 +150,8 @@ def test_every_kind_of_table_is_loaded_and_every_failure_is_one_line(
         ),
         (
             Source("org/none"),
-            "NotFetched: needs the dataset org/none, which the hub does not show: there is no "
-            f"{hub.url}/datasets/org/none, or it is private, and then {login}",
+            f"NotFetched: needs the dataset org/none, but {hub.url}/datasets/org/none does not "
+            f"exist or is private; {login}",
         ),
         (
             Source("org/tables", split="nope"),
@@ -138,68 +159,177 @@ def test_every_kind_of_table_is_loaded_and_every_failure_is_one_line(
             "split \"nope\". Should be one of ['validation'].",
         ),
     ]
-    asked = [source for source, _ in cases]
-    done = hub.python(TRY.format(sources=asked, cache=str(tmp_path)), tmp_path)
-    assert [json.loads(line) for line in done.stdout.splitlines()] == [want for _, want in cases]
-    # The copies do without the hub, at the commit that was fetched; nothing else is left behind.
-    for source, want in cases:
-        if isinstance(want, list):
-            assert rows(source, tmp_path) == want
-            found = head(source, tmp_path)
-            assert found is not None
-            assert (found.rows, found.revision) == (len(want), SHA)
-    left = {p.suffix for p in (tmp_path / "hub").iterdir()}
-    assert left == {".jsonl", ".lock"}
-    assert sum(ask == "HEAD /" for ask in hub.asked) == 1
-    assert "GET /api/datasets/org/raw/revision/refs%2Fconvert%2Fparquet" in hub.asked
+    sources = [source for source, _ in cases]
+    wanted = [want for _, want in cases]
+    assert read(hub, tmp_path, *sources) == wanted
+    assert sum(request == "HEAD /" for request in hub.requests) == 1
+    assert "GET /api/datasets/org/raw/revision/refs%2Fconvert%2Fparquet" in hub.requests
+    # From now on the tables do not need the hub; nothing else is left behind.
+    fetched = [source for source, want in cases if isinstance(want, list)]
+    hub.requests.clear()
+    offline = read(hub, tmp_path, *fetched, HF_HUB_OFFLINE="1")
+    assert offline == [want for want in wanted if isinstance(want, list)]
+    assert hub.requests == []
+    for source, want in zip(fetched, offline, strict=True):
+        record = head(source, tmp_path)
+        assert record is not None
+        assert (record.rows, record.revision, record.cached) == (len(want), SHA, True)
+    assert {p.suffix for p in (tmp_path / "hub").iterdir()} == {".jsonl"}
+    assert len(list((tmp_path / "hub").iterdir())) == len(fetched)
 
 
-def test_what_this_machine_cannot_hold_is_not_the_hubs_fault(
+def test_errors_of_this_machine_are_not_blamed_on_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from datasets.exceptions import DatasetGenerationError
 
-    def load_dataset(*_: Any, **options: Any) -> Any:
+    def download(*_: Any, **options: Any) -> Any:
         try:
             raise cause
         except OSError as error:
             raise DatasetGenerationError("An error occurred while generating") from error
 
-    monkeypatch.setattr(fetching, "unreachable", lambda: "")
-    monkeypatch.setattr(fetching, "_commit", lambda source: SHA)
-    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    monkeypatch.setattr(hub_cache, "unreachable", lambda: "")
+    monkeypatch.setattr(hub_cache, "download", download)
     cause = OSError(errno.ENOSPC, "No space left on device", "/x/arrow")
-    with pytest.raises(UserError, match=r"cannot be kept: No space left on device \(/x/arrow\); "):
+    full = r"^cannot store or read the dataset \S+: No space left on device \(/x/arrow\); free"
+    with pytest.raises(UserError, match=full):
         rows(SQUAD, tmp_path)
     cause = OSError("the file is cut off")
     with pytest.raises(NotFetched, match=r"Hugging Face hub: OSError: the file is cut off$"):
         rows(SQUAD, tmp_path)
 
 
-def test_the_command_fetches_what_is_missing_and_says_what_is_there(
-    hub: Hub, tmp_path: Path
-) -> None:
+def test_a_killed_fetch_and_two_at_once(hub: Hub, tmp_path: Path) -> None:
+    content = squad(2000)
+    hub.add(SQUAD.dataset, "data/validation-00000-of-00001.parquet", parquet(content))
+    hub.stalled.add("data/validation-00000-of-00001.parquet")
+    fetch = command("data", "fetch", "qa_1")
+    killed = hub.start(fetch, tmp_path)
+    while not any("GET" in r and r.endswith(".parquet") for r in hub.requests):
+        time.sleep(0.05)
+    killed.kill()
+    killed.communicate()
+    assert not (tmp_path / "hub").exists()
+    hub.stalled.clear()
+    both = [hub.start(fetch, tmp_path) for _ in range(2)]
+    for process in both:
+        out, error = process.communicate(timeout=120)
+        assert (process.returncode, error) == (0, "")
+        assert out.startswith("rajpurkar/squad_v2 validation (qa_1): ")
+    want = [{name: row[name] for name in SQUAD.columns} for row in content]
+    assert read(hub, tmp_path, SQUAD, HF_HUB_OFFLINE="1") == [want]
+    assert len(list((tmp_path / "hub").iterdir())) == 1
+
+
+def test_the_newest_commit_is_fetched_on_request(hub: Hub, tmp_path: Path) -> None:
+    source = Source("org/raw", file="a.jsonl")
+    hub.add("org/raw", "a.jsonl", lines([{"a": 1}]))
+    again = FRESH.format(source=source, cache=str(tmp_path))
+    assert read(hub, tmp_path, source) == [[{"a": 1}]]
+    hub.add("org/raw", "a.jsonl", lines([{"a": 2}]))
+    hub.commit = "f" * 40
+    assert hub.python(again, tmp_path).stdout.split() == [SHA, hub.commit]
+    assert read(hub, tmp_path, source, HF_HUB_OFFLINE="1") == [[{"a": 2}]]
+    # Rows that were put in place stay until they are asked for anew.
+    keep(source, [{"a": 3}], tmp_path)
+    assert hub.python(again, tmp_path).stdout.split() == [hub.commit]
+    assert read(hub, tmp_path, source) == [[{"a": 2}]]
+
+
+def test_an_older_commit_is_not_taken_for_the_newest(hub: Hub, tmp_path: Path) -> None:
+    """`datasets` falls back on what it has cached, whatever the error."""
+    source = Source("org/tables", split="validation")
+    hub.add("org/tables", "data/validation.parquet", parquet(squad(3)))
+    assert read(hub, tmp_path, source) == [squad(3)]
+    hub.commit = "f" * 40
+    hub.gated.add("org/tables")
+    done = hub.python(FRESH.format(source=source, cache=str(tmp_path)), tmp_path)
+    assert done.stdout.splitlines()[:1] == [SHA]
+    assert f"`datasets` cannot load commit {hub.commit}" in done.stderr
+    assert read(hub, tmp_path, source) == [squad(3)]
+
+
+# --- the commands ---------------------------------------------------------------------------------
+
+
+def test_the_command_fetches_what_is_missing(hub: Hub, tmp_path: Path) -> None:
     hub.add(SQUAD.dataset, "data/validation-00000-of-00001.parquet", parquet(squad(5)))
     hub.add(HOTPOT.dataset, "distractor/validation-00000-of-00001.parquet", parquet(squad(5)))
     hub.gated.add(HOTPOT.dataset)
     done = hub.kvbench("data", "fetch", "qa_2,qa_1", "vt", cache=tmp_path)
-    assert done.returncode == 1  # qa_2 is gated, and qa_1 comes all the same
+    assert done.returncode == 1  # qa_2 is gated, but qa_1 is fetched nevertheless
     name = "rajpurkar/squad_v2 validation (qa_1)"
-    size = head(SQUAD, tmp_path)
-    assert size is not None
-    what = f"5 rows, {size.bytes / 1000:.1f} kB, commit {SHA[:12]}"
+    what = f"5 rows, {head(SQUAD, tmp_path).bytes} bytes, commit {SHA[:12]}"
     assert done.stdout.splitlines()[-2:] == [f"{name}: fetching", f"{name}: fetched, {what}"]
     (line,) = done.stderr.splitlines()
     assert line.startswith("kvbench: hotpotqa/hotpot_qa distractor validation (qa_2): needs")
     assert "accept its terms" in line
-    assert rows(SQUAD, tmp_path)[4]["question"] == "What colour is house 4?"
-    offline = hub.kvbench("data", "fetch", "qa_1,qa_2", cache=tmp_path, HF_HUB_OFFLINE="1")
-    assert (
-        offline.stdout
-        == f"{name}: is there, 5 rows, {size.bytes / 1000:.1f} kB, commit {SHA[:12]}\n"
+    again = hub.kvbench(
+        "data", "fetch", "qa_1,qa_2", cache=tmp_path, HF_ENDPOINT="http://127.0.0.1:9"
     )
-    assert offline.stderr == (
-        "kvbench: the Hugging Face hub is not asked: HF_HUB_OFFLINE is set; not fetched: "
-        "hotpotqa/hotpot_qa distractor validation (qa_2)\n"
+    assert again.stdout.startswith(f"{name}: already fetched, {what}\n")
+    assert again.stderr == (
+        "kvbench: hotpotqa/hotpot_qa distractor validation (qa_2): needs the dataset "
+        "hotpotqa/hotpot_qa from the Hugging Face hub, which cannot be reached (ConnectError at "
+        "http://127.0.0.1:9)\n"
     )
-    assert offline.returncode == 1
+    assert again.returncode == 1
+    # Another cache folder: the hub's own caches are enough.
+    found = hub.kvbench("data", "fetch", "qa_1", cache=tmp_path / "new", HF_HUB_OFFLINE="1")
+    assert found.stdout == f"{name}: fetching\n{name}: fetched, {what}\n"
+    assert found.stderr == ""
+
+
+def test_verify_and_list_name_what_is_damaged_or_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path))
+    assert cli.call(["data", "verify"]) == 0
+    assert capsys.readouterr().out == f"all: nothing is fetched into {tmp_path / 'hub'}\n"
+    row = {"title": "t", "context": "c", "question": "q", "answers": {"text": ["c"]}}
+    path = keep(SQUAD, [row] * 30, tmp_path, revision="c0ffee" * 6)
+    assert cli.call(["data", "verify", "qa_1"]) == 0
+    name = "rajpurkar/squad_v2 validation (qa_1)"
+    size = f"{30 * len(json.dumps(row) + chr(10)) / 1000:.1f} kB"
+    intact = f"{name}: intact, 30 rows, {size}, commit c0ffeec0ffee\n"
+    assert capsys.readouterr().out == intact
+    assert cli.call(["data", "verify", "qa_1", "qa_2"]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == intact
+    assert printed.err == (
+        "kvbench: hotpotqa/hotpot_qa distractor validation (qa_2): missing; "
+        "`kvbench data fetch qa_2` gets it\n"
+    )
+    assert cli.call(["data", "list", "qa_1,qa_2"]) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert table[1].split() == f"qa_1 rajpurkar/squad_v2 validation c0ffeec0ffee 30 {size}".split()
+    assert table[2].split() == "qa_2 hotpotqa/hotpot_qa distractor validation not fetched".split()
+    assert cli.call(["data", "list", "qa_1", "--json"]) == 0
+    (facts,) = json.loads(capsys.readouterr().out)
+    assert facts == {
+        "leaf": "qa_1",
+        "dataset": "rajpurkar/squad_v2",
+        "table": "validation",
+        "pinned": None,
+        "there": True,
+        "revision": "c0ffee" * 6,
+        "rows": 30,
+        "bytes": 30 * len(json.dumps(row) + "\n"),
+        "path": str(path),
+    }
+    path.write_bytes(path.read_bytes()[:-3])
+    assert cli.call(["data", "verify"]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err == (
+        f"kvbench: {name}: {path} is damaged: its content does not match its hash; "
+        "`kvbench data fetch qa_1` gets it again\n"
+    )
+
+
+def test_commands_without_anything_to_do_say_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.call(["data", "fetch", "vt"]) == 0
+    assert capsys.readouterr().out == "vt: nothing to fetch\n"
+    assert cli.call(["data", "fetch", "ruller"]) == 2
+    assert "did you mean ruler?" in capsys.readouterr().err
