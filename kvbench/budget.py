@@ -1,4 +1,4 @@
-"""A budget as the user writes it, resolved once to an integer number of cache entries."""
+"""A budget as the user writes it, resolved once to a number of cache entries."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from fractions import Fraction
 
 from kvbench.errors import UserError
 
-_RIGHT = "a budget is the fraction KEPT in (0, 1] as 0.2, a number of tokens as 512, or full"
+_RIGHT = "use the fraction KEPT such as 0.2, a number of tokens such as 512, or full"
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Entries kept per (layer, KV head) on average: a share of the context or a number of tokens.
+    """Entries kept per (layer, KV head) on average: a fraction of the context or a token count.
 
-    Exactly one of `ratio` and `tokens` is set; `full` is ratio 1. An `int` 1 is ONE token and a
+    Exactly one of `ratio` and `tokens` is set; `full` is ratio 1. The `int` 1 is ONE token, the
     `float` 1.0 is the whole cache.
     """
 
@@ -57,14 +57,14 @@ class Budget:
         except ValueError:
             raise UserError(f"budget {text!r} is not a number; {_RIGHT}") from None
         if 0 < ratio <= 1 and Fraction(repr(number)) != ratio:
-            raise UserError(f"budget {text} has more digits than a float; {_RIGHT}")
+            raise UserError(f"budget {text} has more digits than a float can hold; {_RIGHT}")
         if not 0 < ratio <= 1:
             raise UserError(f"budget {text} is out of range; {_RIGHT}")
         return cls(ratio=ratio)
 
     @property
     def is_full(self) -> bool:
-        """Whether everything is kept whatever the context."""
+        """Whether everything is kept, regardless of the context."""
         return self.ratio == 1
 
     def per_head(self, length: int) -> int:

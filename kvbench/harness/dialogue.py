@@ -1,7 +1,7 @@
-"""Dialogues: a row with `turns` becomes one prompt a turn, each after the history before it.
+"""Dialogues: a row with `turns` becomes one prompt per turn, each with the history before it.
 
-The history holds the reference answers. With a chat template its turns are real messages; without
-one they are joined by the row's `frame`.
+The history contains the reference answers. With a chat template its turns are real messages;
+without one the row's `frame` joins them.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _FRAME = ("user", "assistant", "end")
 
 @dataclass(frozen=True)
 class Place:
-    """Where a prompt is in the task's rows.
+    """The place of a prompt in the rows of a task.
 
     Attributes:
         row: Index of its row.
-        turn: Number of the turn.
-        row_turns: The turns of the row.
-        frame: The row's frame.
+        turn: Number of its turn.
+        row_turns: All turns of the row.
+        frame: Frame of the row.
     """
 
     row: int
@@ -41,7 +41,7 @@ class Place:
         return answer
 
     def messages(self, turns: int) -> list[Message]:
-        """The first turns of the dialogue, answered, as chat messages."""
+        """The first turns of the dialogue, with answers, as chat messages."""
         made: list[Message] = []
         for turn in self.row_turns[:turns]:
             made.append({"role": "user", "content": turn["context"] + turn["question"]})
@@ -51,7 +51,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Joint:
-    """What `Request` says of a turn's place in its dialogue; see there."""
+    """The fields of `Request` about a turn's place in its dialogue; see there."""
 
     delta: str
     answer_begin: str
@@ -64,44 +64,44 @@ def is_dialogue(row: Mapping[str, Any]) -> bool:
 
 
 def complete(row: Mapping[str, Any], where: str) -> Doc:
-    """Check a dialogue and fill in what its turns may leave out; see `Benchmark.docs`.
+    """Check a dialogue and fill in the optional fields of its turns; see `Benchmark.docs`.
 
     Raises:
-        UserError: A field is missing or of the wrong type, or holds the sentinel.
+        UserError: A field is missing, has the wrong type or contains the sentinel.
     """
     turns, frame = row["turns"], row.get("frame")
     if not isinstance(turns, list) or not turns:
         raise UserError(f"{where}: 'turns' must be a list of at least one turn")
     if not isinstance(frame, Mapping) or not all(isinstance(frame.get(f), str) for f in _FRAME):
-        raise UserError(f"{where}: 'frame' must hold the texts {', '.join(_FRAME)}")
+        raise UserError(f"{where}: 'frame' must have the texts {', '.join(_FRAME)}")
     if any(data.SENTINEL in frame[name] for name in _FRAME):
         raise UserError(f"{where}: the data must not contain {data.SENTINEL}")
     made = []
     for number, turn in enumerate(turns):
         name = f"{where}, turn {number}"
         if not isinstance(turn, Mapping):
-            raise UserError(f"{name}: must be an object")
+            raise UserError(f"{name}: a turn must be an object")
         full = data.complete({**_common(row), **turn}, name)
         answer = full.get("answer")
         if not isinstance(answer, str) or not answer or answer != answer.strip():
-            raise UserError(f"{name}: 'answer' must be a text without white space at its ends")
+            raise UserError(f"{name}: 'answer' must be a text without white space at either end")
         if full["gen_prefix"]:
-            raise UserError(f"{name}: a dialogue can have no 'gen_prefix'")
+            raise UserError(f"{name}: a dialogue cannot have a 'gen_prefix'")
         if full.get("given"):
-            raise UserError(f"{name}: a dialogue can have no 'given'")
+            raise UserError(f"{name}: a dialogue cannot have 'given'")
         made.append(full)
     return {**row, "turns": made}
 
 
 def flat(rows: Sequence[Doc], chat: bool) -> tuple[list[Doc], list[Place | None]]:
-    """Make a document of every turn, and of every row that is no dialogue.
+    """Make a document of every turn, and of every row that is not a dialogue.
 
     Args:
         rows: Complete rows.
-        chat: Whether the history comes as messages; else it is the beginning of `context`.
+        chat: Whether the history consists of messages; otherwise it is the start of `context`.
 
     Returns:
-        The documents, and where each of a dialogue's is.
+        The documents, and the place of each in a dialogue (None outside dialogues).
     """
     docs: list[Doc] = []
     places: list[Place | None] = []
@@ -140,7 +140,7 @@ def last_prompt(row: Mapping[str, Any], render: Render | None) -> str:
 
 
 def after(render: Render, place: Place) -> Render:
-    """A chat template that puts the turns before `place` in front of the last user message."""
+    """A chat template that inserts the turns before `place` before the last user message."""
 
     def rendered(messages: Sequence[Message], **options: Any) -> str:
         last = max(i for i, message in enumerate(messages) if message["role"] == "user")
@@ -153,16 +153,16 @@ def after(render: Render, place: Place) -> Render:
 def joints(
     places: Sequence[Place], prompts: Sequence[tuple[str, str]], render: Render | None, name: str
 ) -> list[Joint]:
-    """Part the prompts of one dialogue into what each turn adds.
+    """Split the prompts of one dialogue into what each turn adds.
 
     Args:
         places: The turns of one dialogue, in order.
-        prompts: Context and question of each.
-        render: The chat template that was applied; None: there was none.
-        name: Of the task, for the message.
+        prompts: Context and question of each turn.
+        render: The chat template that was applied; None: no template.
+        name: Name of the task, for messages.
 
     Raises:
-        UserError: A prompt does not begin with the one before it and its answer.
+        UserError: A prompt does not begin with the previous prompt and its answer.
     """
     made = []
     delta = prompts[0][0]
@@ -174,18 +174,18 @@ def joints(
         begin, tail = _rest(prompts[j + 1][0], "".join(prompts[j]), place.answer)
         if tail is None:
             raise UserError(
-                f"{name}: the chat template rewrites earlier turns, so that no cache could go on "
-                "from them; --no-chat-template would be right"
+                f"{name}: the chat template rewrites earlier turns, so no cache can continue from "
+                "them; use --no-chat-template"
             )
         if end is None or not tail.startswith(end):
-            end = ""  # the template closes an answer only when another turn follows
+            end = ""  # the template closes an answer only if another turn follows
         made.append(Joint(delta, begin, end))
         delta = tail.removeprefix(end)
     return made
 
 
 def _closing(place: Place, render: Render | None) -> tuple[str, str | None]:
-    """What comes before and after the answer of a turn where nothing follows it."""
+    """The texts before and after the answer of a turn that nothing follows."""
     if render is None:
         return "", place.frame["end"]
     *before, answer = place.messages(place.turn + 1)
@@ -193,7 +193,7 @@ def _closing(place: Place, render: Render | None) -> tuple[str, str | None]:
 
 
 def _rest(text: str, told: str, answer: str) -> tuple[str, str | None]:
-    """White space and what is left where `text` goes on from `told` with the answer."""
+    """White space before the answer and text after it, if `text` is `told` plus the answer."""
     if not text.startswith(told):
         return "", None
     rest = text[len(told) :]

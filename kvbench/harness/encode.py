@@ -1,4 +1,4 @@
-"""From prompt text to token ids: one tokenisation, parted into context and question."""
+"""From prompt text to token ids: tokenised once, split into context and question."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
 
 
 def split_encode(tokenizer: PreTrainedTokenizerBase, *parts: str) -> tuple[list[int], ...]:
-    """Tokenise a prompt and part it where the context ends.
+    """Tokenise a prompt and split it where the context ends.
 
-    The whole string is tokenised once, so that the ids are those a model would be given without any
-    parting. A cut is the token boundary at or before the end of a part; a token that straddles it
-    belongs to the next part. The tokens that the tokenizer puts first (BOS) are added once, and not
-    at all where the text brings them, as chat templates do. Tokens that it would put last (EOS) are
-    left out: the prompt goes on. A slow tokenizer has no offsets: the parts are tokenised apart.
+    The whole string is tokenised once, so the ids are the same as without a split. The cut is the
+    token boundary at or before the end of a part; a token that straddles it belongs to the next
+    part. Leading special tokens (BOS) are added once, unless the text already has them, as with
+    chat templates. Trailing special tokens (EOS) are left out, because the prompt continues. A slow
+    tokenizer has no offsets, so its parts are tokenised separately.
 
     Args:
-        tokenizer: Of the model.
-        parts: Of a text, each following the one before directly: context, question, and what else.
+        tokenizer: Tokenizer of the model.
+        parts: Adjacent parts of one text: context, question and more.
 
     Returns:
-        Token ids of every part, the first with BOS.
+        Token ids of every part; the first part has BOS.
     """
     if tokenizer.is_fast:
         encoded = _encoding(tokenizer, "".join(parts))
@@ -41,8 +41,8 @@ def split_encode(tokenizer: PreTrainedTokenizerBase, *parts: str) -> tuple[list[
 
 
 def _cut(encoded: Any, at: int, end: int) -> int:
-    """The first token that ends beyond character `at`, of a text of `end` characters."""
-    # Looked up: to make a list of all offsets takes as long as to tokenise.
+    """Index of the first token that ends beyond character `at`, in a text of `end` characters."""
+    # Single lookups: a list of all offsets takes as long as tokenising.
     found = (encoded.char_to_token(char) for char in range(at, end))
     cut = next((token for token in found if token is not None), len(encoded))
     while cut and encoded.token_to_chars(cut - 1)[1] > at:
@@ -51,20 +51,20 @@ def _cut(encoded: Any, at: int, end: int) -> int:
 
 
 def count_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
-    """Count the tokens of a prompt as `split_encode` would give them."""
+    """Count the tokens of a prompt, as `split_encode` returns them."""
     backend = _backend(tokenizer) if tokenizer.is_fast else None
     if backend is None:
         ids = _encode(tokenizer, text)["input_ids"]
-    else:  # half the time, without the offsets that nobody asks for
+    else:  # without offsets it takes half the time
         ids = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
     return len(_begin(tokenizer, ids, [])) + len(ids)
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Hash what decides how a prompt is tokenised, the chat template included.
+    """Hash everything that decides how a prompt is tokenised, including the chat template.
 
     Returns:
-        16 hex digits. Padding and truncation settings, which callers change, play no part.
+        16 hex digits. Padding and truncation settings, which callers change, do not count.
     """
     template = json.dumps(tokenizer.chat_template, sort_keys=True)
     return hashlib.sha256((_model_hash(tokenizer) + template).encode()).hexdigest()[:16]
@@ -84,7 +84,7 @@ def _model_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 
 @functools.lru_cache(maxsize=8)
 def _leading(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The ids that the tokenizer puts before a text: BOS, or nothing."""
+    """The ids that the tokenizer puts in front of a text: BOS or nothing."""
     bare = _encode(tokenizer, "a")["input_ids"]
     full = tokenizer("a", verbose=False)["input_ids"]
     for at in range(len(full) - len(bare) + 1):
@@ -99,7 +99,7 @@ def _begin(tokenizer: PreTrainedTokenizerBase, head: list[int], tail: list[int])
 
 
 def _encoding(tokenizer: PreTrainedTokenizerBase, text: str) -> Any:
-    """Ids and offsets of a text."""
+    """The ids of a text, with their offsets."""
     backend = _backend(tokenizer)
     if backend is None:
         return _encode(tokenizer, text).encodings[0]
@@ -107,7 +107,7 @@ def _encoding(tokenizer: PreTrainedTokenizerBase, text: str) -> Any:
 
 
 def _backend(tokenizer: PreTrainedTokenizerBase) -> Any:
-    """The tokenizer below, set as for a text of any length; None where it is not all there is."""
+    """The Rust tokenizer, set up for texts of any length; None if Python code adds to it."""
     from transformers import PreTrainedTokenizerFast
 
     kind = type(tokenizer)
@@ -122,5 +122,5 @@ def _backend(tokenizer: PreTrainedTokenizerBase) -> Any:
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> Any:
-    # verbose=False: the tokenizer would warn of prompts beyond its own idea of a maximum.
+    # verbose=False suppresses a warning about texts beyond the tokenizer's own maximum.
     return tokenizer(text, add_special_tokens=False, verbose=False)

@@ -1,4 +1,4 @@
-"""From rows to requests: prompts as lm-eval builds them, parted into context and question."""
+"""From rows to requests: prompts as lm-eval builds them, split into context and question."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ def requests(
     places: Sequence[dialogue.Place | None],
     render: chat.Render | None,
 ) -> list[Request]:
-    """Build every prompt as `Task.build_all_requests` does, and part it at the sentinel.
+    """Build every prompt as `Task.build_all_requests` does, and split it at the sentinel.
 
     Args:
-        built: lm-eval's task.
+        built: The task object of lm-eval.
         leaf: Its name.
         rows: Its documents.
-        places: Where each is in a dialogue.
-        render: The chat template; None: there is none.
+        places: The place of each document in a dialogue.
+        render: The chat template; None: no template.
 
     Raises:
-        UserError: The YAML and the rows do not fit together.
+        UserError: The YAML does not fit the rows.
     """
     shots = built.config.num_fewshot or 0
     if shots and any(places):
-        raise UserError(f"{leaf}: a dialogue can have no few-shot examples")
+        raise UserError(f"{leaf}: a dialogue cannot have few-shot examples")
     built._instances = []
     parted: list[tuple[str, str]] = []
     for doc_id, doc in built.doc_iterator():
@@ -47,12 +47,12 @@ def requests(
             chat_template=dialogue.after(render, place) if render and place else render,
             gen_prefix=built.doc_to_prefix(doc),
         )
-        # The examples bring the sentinel too: the last one parts context from question.
+        # Examples contain the sentinel, too: the last one separates context and question.
         *before, question = prompt.split(data.SENTINEL)
         if len(before) != shots + 1:
             raise UserError(
-                f"{leaf}: doc_to_text of its YAML must hold {data.SENTINEL} once, between context "
-                "and question"
+                f"{leaf}: doc_to_text in its YAML must contain {data.SENTINEL} exactly once, "
+                "between context and question"
             )
         built._instances.append(
             built.construct_requests(
@@ -61,7 +61,7 @@ def requests(
         )
         parted.append(("".join(before), question))
     if len({bool(row.get("given")) for row in rows}) > 1:
-        raise UserError(f"{leaf}: either all rows or none can have 'given'")
+        raise UserError(f"{leaf}: either all rows or no row can have 'given'")
     order: dict[str, list[int]] = {}
     for i, (place, (context, _)) in enumerate(zip(places, parted, strict=True)):
         key = f"dialogue {place.row}" if place else data.digest(context)

@@ -1,4 +1,4 @@
-"""The schemas of the two result tables. Others rely on names and types."""
+"""The schemas of the two result tables. Users rely on their names and types."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ SAMPLES_SCHEMA = _schema(
 
 
 def to_table(frame: pd.DataFrame, schema: Any) -> Any:
-    """Give a frame exactly the columns and types of a schema.
+    """Turn a frame into a table with exactly the columns and types of a schema.
 
     Args:
-        frame: Must have every column of the schema and no other; `schema` is filled in.
+        frame: It must have every column of the schema and no other; `schema` is filled in.
         schema: `CELLS_SCHEMA` or `SAMPLES_SCHEMA`.
 
     Raises:
-        ValueError: A column is missing, unknown, or does not fit its type.
+        ValueError: A column is missing or unknown, or does not fit its type.
     """
     frame = frame.assign(schema=SCHEMA_VERSION)
     wrong = set(frame.columns) ^ set(schema.names)

@@ -175,17 +175,17 @@ def test_a_dialogue_of_which_something_is_wrong_is_named(templated: Any, tmp_pat
         return made
 
     wrong("row 0: 'turns' must be", row(turns=0))
-    wrong("row 0: 'frame' must hold the texts user, assistant, end", row(frame={"user": ""}))
+    wrong("row 0: 'frame' must have the texts user, assistant, end", row(frame={"user": ""}))
     bad = {"user": data.SENTINEL, "assistant": "", "end": ""}
     wrong("row 0: the data must not contain", row(frame=bad))
     wrong("row 0, turn 1: 'answer' must be", turn(answer=" 1"))
     wrong("row 0, turn 1: 'answer' must be", turn(answer=""))
     wrong("row 0, turn 1: 'outputs' must be", turn(outputs=[]))
     wrong("row 0, turn 1: the data must not contain", turn(context=data.SENTINEL))
-    wrong("row 0, turn 1: a dialogue can have no 'gen_prefix'", turn(gen_prefix="It is"))
-    wrong("row 0, turn 0: must be an object", row() | {"turns": ["a"]})
+    wrong("row 0, turn 1: a dialogue cannot have a 'gen_prefix'", turn(gen_prefix="It is"))
+    wrong("row 0, turn 0: a turn must be an object", row() | {"turns": ["a"]})
     shots = YAML + (
         "num_fewshot: 1\nfewshot_config: {sampler: first_n, samples: "
         '[{context: "a", question: "b", outputs: ["c"]}]}\n'
     )
-    wrong("a dialogue can have no few-shot examples", row(), shots)
+    wrong("a dialogue cannot have few-shot examples", row(), shots)

@@ -253,7 +253,7 @@ def test_what_is_wrong_with_a_benchmark_is_said(
     with pytest.raises(UserError, match="must not contain"):
         broken(docs=lambda leaf, **_: [sentinel])
     (tmp_path / "toy.yaml").write_text(YAML.replace(data.SENTINEL, " "))
-    with pytest.raises(UserError, match="must hold"):
+    with pytest.raises(UserError, match="must contain"):
         broken()
     with pytest.raises(UserError, match="samples must be at least 1"):
         load(toy, "toy_sum", bpe_tokenizer, tmp_path, samples=0)

@@ -113,13 +113,13 @@ def test_given_text_is_measured_whatever_the_yaml_samples(thinker: Any, tmp_path
 
 def test_given_text_is_in_all_rows_or_in_none(bpe_tokenizer: Any, tmp_path: Path) -> None:
     rows = [{**ROWS[0], "given": "x"}, {**ROWS[1], "given": ""}]
-    with pytest.raises(UserError, match="toy: either all rows or none can have 'given'"):
+    with pytest.raises(UserError, match="toy: either all rows or no row can have 'given'"):
         load(bench(tmp_path, rows), bpe_tokenizer, tmp_path)
     with pytest.raises(UserError, match="toy, row 0: 'given' must be a str"):
         load(bench(tmp_path, [{**ROWS[0], "given": 3}]), bpe_tokenizer, tmp_path)
     turn = {"context": "a", "question": "b", "outputs": ["c"], "answer": "c", "given": "d"}
     row = {"turns": [turn], "frame": {"user": "", "assistant": "", "end": ""}}
-    with pytest.raises(UserError, match="toy, row 0, turn 0: a dialogue can have no 'given'"):
+    with pytest.raises(UserError, match="toy, row 0, turn 0: a dialogue cannot have 'given'"):
         load(bench(tmp_path, [row]), bpe_tokenizer, tmp_path)
 
 
