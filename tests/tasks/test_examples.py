@@ -57,7 +57,7 @@ def test_an_installed_package_is_found_by_its_entry_point_and_runs(tmp_path: Pat
     assert done.returncode == 0, done.stderr
     origin, nothing, cells = done.stdout.splitlines()
     assert origin == "kvbench-example-task==0.1.0"
-    assert nothing == "example_boxes: no data of the hub, nothing to fetch"
+    assert nothing == "example: nothing to fetch"
     full, snapkv = json.loads(cells)
     common = {"task": "example_boxes", "group": "example", "metric": "found", "status": "ok"}
     assert full.items() >= {**common, "policy": "full", "score": 1.0}.items()
