@@ -1,8 +1,8 @@
-"""Write docs/policies.md from the policies themselves: `python docs/make_policies.py [--check]`.
+"""Writes docs/policies.md from the policies themselves: `python docs/make_policies.py [--check]`.
 
 Names, parts and defaults come from the registered policies, meanings from the docstrings of their
-parts. With `--check` nothing is written; the exit status is 1 if the page is out of date. Only what
-kvbench itself registers is on the page.
+parts. With `--check` nothing is written, and the exit status is 1 if the page is out of date. The
+page lists only what kvbench itself registers.
 """
 
 from __future__ import annotations
@@ -28,33 +28,38 @@ ROLES = {
     "score": "How much an entry is worth.",
     "allocate": "How the budget spreads over layers and KV heads.",
     "select": "Which entries fill a head's share.",
-    "merge": "What becomes of the evicted entries; without one they are dropped.",
+    "merge": "What happens to the evicted entries; without a merger they are dropped.",
 }
 HEAD = """\
 <!-- Made by `python docs/make_policies.py`. Do not edit. -->
 
 # Policies
 
-Every policy that kvbench comes with, from its own metadata. A policy is a choice of parts, and any
-score may meet any allocator, selector and merger:
+Every policy that ships with kvbench, from its own metadata. A policy is a choice of parts, and any
+score can be combined with any allocator, selector and merger:
 
     kvbench run --policy keydiff:allocate=head_adaptive,h2o:select=two_stage:first_stage=0.7
 
-Parameters are spelled `NAME:key=value`. One that two parts share (`window`) is set for both. Every
-policy keeps exactly `N = L * H * b` entries of a sequence, its sinks, windows and floors included;
-what does not fit a share gives way.
+Parameters are written `NAME:key=value`. A parameter that two parts share (`window`) is set for
+both. Every policy keeps exactly `N = L * H * b` entries of a sequence, including its sinks, windows
+and floors. If these do not fit a head's share, they give way in this order: what a first stage
+chose, the oldest tokens of the window, the last sinks, position 0, and the newest token last.
 
 Symbols: `L` layers, `H` KV heads, `H_q` query heads, `G = H_q / H`, `T` context tokens, `d` head
 dim, `d_model` hidden size, `b` mean entries kept per (layer, KV head), `w` window, `A` softmax
-attention, `W_O` output projection. Keys are as cached, after RoPE. Costs are those of one cut, for
-one layer of one sequence; ranking the entries, `O(H T log T)`, comes on top.
+attention, `W_O` output projection. Keys are as cached, after RoPE. Costs are per cut, for one layer
+of one sequence; ranking the entries adds `O(H T log T)`.
 
-**Moments** are those for which the policy's paper defines it; it runs at all of them: `context`
-(the context is compressed before the question is seen), `question` (the question is compressed with
-it), `decode` (an absolute budget holds during generation), `chunked` (the prompt comes in chunks,
-and after each the cache is cut back to its share of the whole prompt; `kvbench.attach`, which does
-not know the whole prompt, takes an absolute budget there), `turns` (before every new turn of a
-dialogue).
+**Moments** are those for which the policy's paper defines it; every policy runs at all of them:
+`context` (the context is compressed before the question is seen), `question` (context and question
+are compressed together), `decode` (an absolute budget holds during generation), `chunked` (the
+prompt comes in chunks, and after each the cache is cut back to its share of the whole prompt;
+`kvbench.attach` does not know the whole prompt and takes an absolute budget), `turns` (before every
+new turn of a dialogue).
+
+**`variant=release`** follows the authors' released code where it differs from the paper. A part
+whose results have changed since its first release has a version above 1, which is part of a cell's
+hash: stored responses of the earlier version are not reused.
 """
 
 
@@ -71,11 +76,11 @@ def parts(kind: str) -> dict[str, Part]:
     return {name: part(kind, name) for name in [*first, *sorted(found)]}
 
 
-# --- what docstrings say --------------------------------------------------------------------------
+# --- docstrings -----------------------------------------------------------------------------------
 
 
 def sections(cls: type) -> tuple[str, dict[str, str]]:
-    """A class' docstring without its `Attributes:`, and these by name, on one line each."""
+    """A class' docstring without its `Attributes:`, and the attributes by name, one line each."""
     text = inspect.cleandoc(cls.__doc__ or "")
     body, _, rest = text.partition("\nAttributes:\n")
     attributes: dict[str, list[str]] = {}
@@ -94,7 +99,7 @@ def sections(cls: type) -> tuple[str, dict[str, str]]:
 
 
 def meanings(of: Part) -> dict[str, str]:
-    """What the parameters of a part mean, those of its base classes too."""
+    """Meanings of a part's parameters, including those of its base classes."""
     found: dict[str, str] = {}
     for cls in reversed(type(of).__mro__):
         found |= sections(cls)[1]
@@ -106,7 +111,7 @@ def meanings(of: Part) -> dict[str, str]:
 
 
 def kind_of(annotation: Any) -> str:
-    """What may be written for a parameter."""
+    """Values that a parameter accepts."""
     options = typing.get_args(annotation)
     if typing.get_origin(annotation) is typing.Literal:
         return ", ".join(f"`{o}`" for o in options)
@@ -117,12 +122,12 @@ def kind_of(annotation: Any) -> str:
 
 
 def needs(of: Part | Policy) -> str:
-    """What is observed for it."""
+    """What the engine observes for a part or policy."""
     return ", ".join(f"`{text}`" for text in sorted(map(need, of.needs)))
 
 
 def need(of: Need) -> str:
-    """`Queries(window=32)`: what differs from the default is named, and a single window always."""
+    """A need such as `Queries(window=32)`, with the fields that differ from their defaults."""
     given = [
         f"{f.name}={getattr(of, f.name)}"
         for f in dataclasses.fields(of)
@@ -135,7 +140,7 @@ def need(of: Need) -> str:
 
 
 def cell(text: str) -> str:
-    """Text that may stand in a table."""
+    """Text escaped for a table."""
     return text.replace("|", "\\|").replace("\n", " ")
 
 
@@ -150,7 +155,7 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
 
 
 def aliases() -> dict[str, list[str]]:
-    """Registered names by the name of the policy that they stand for, its own name first."""
+    """Registered names by the name of their policy, the policy's own name first."""
     found: dict[str, list[str]] = {}
     for name in own(registry.POLICIES):
         found.setdefault(policy(name).name, []).append(name)
@@ -176,7 +181,7 @@ def anchor(kind: str, of: Part) -> str:
 
 
 def parameters(by_kind: dict[str, Part]) -> Iterator[str]:
-    """The parameters of parts as a table; of more than one, with the part that each is of."""
+    """The parameters of parts as a table; several parts add a column with the part."""
     head = ["parameter", "default", "values", "meaning"]
     rows = [
         [f"`{name}`", f"`{spell(value)}`", kind_of(piece.parameter_types()[name]), meaning, of]
@@ -214,10 +219,10 @@ def one_policy(names: list[str]) -> Iterator[str]:
         yield f"- paper: {of.paper}"
     yield f"- parts: {links(of)}"
     yield f"- moments: {', '.join(of.moments)}"
-    yield f"- observes: {needs(of) or 'nothing beyond keys and values'}"
+    yield f"- observes: {needs(of) or 'only keys and values'}"
     yield f"- cost: {of.cost or 'nothing'}"
     if "decode" in of.moments:
-        yield f"- `buffer={of.buffer}`: entries a head may hold beyond its budget at decode"
+        yield f"- `buffer={of.buffer}`: entries per head beyond the budget before a cut at decode"
     yield ""
     yield from parameters(chosen(of))
 
@@ -227,10 +232,10 @@ def one_part(kind: str, name: str, of: Part) -> Iterator[str]:
     yield f"### {kind}={name}\n"
     yield f"{sections(type(of))[0]}\n"
     facts = []
+    if of.version > 1:
+        facts.append(f"version: {of.version}")
     if isinstance(of, Allocator):
-        facts.append(
-            f"sees at once: {'the whole model' if of.scope == 'model' else 'a ' + of.scope}"
-        )
+        facts.append(f"works on: {'the whole model' if of.scope == 'model' else 'one ' + of.scope}")
     if of.needs:
         facts.append(f"observes: {needs(of)}")
     if isinstance(of, Score) and of.extras:
@@ -265,7 +270,7 @@ def first_paragraph(cls: type) -> str:
 
 
 def gaps() -> list[str]:
-    """What the metadata does not say: a line for each."""
+    """Gaps in the metadata, one line each."""
     missing: list[str] = []
     for name in aliases():
         of = policy(name)
@@ -281,7 +286,7 @@ def gaps() -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Write the page, or check that it is what would be written."""
+    """Write the page, or check that it is up to date."""
     missing = gaps()
     for line in missing:
         print(line)
@@ -290,7 +295,7 @@ def main(arguments: list[str]) -> int:
     text = page()
     if "--check" in arguments:
         if not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text:
-            print("docs/policies.md is out of date: python docs/make_policies.py writes it anew")
+            print("docs/policies.md is out of date; run python docs/make_policies.py")
             return 1
         return 0
     PAGE.write_text(text, encoding="utf-8")

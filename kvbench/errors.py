@@ -61,6 +61,10 @@ def plugin_call() -> Iterator[None]:
         raise PluginError(reason_of(error)) from error
 
 
+class BudgetRefused(BudgetError):
+    """A policy cannot meet this budget by design. The message says from which budget on it can."""
+
+
 def reason_of(error: BaseException) -> str:
     """Describe in one line what was raised, and where."""
     text = (str(error) or "no message").splitlines()[0]

@@ -20,9 +20,10 @@ from kvbench.plugin import Allocator, Score, Scored, Scores, Selector, View
 def rank_entries(scores: Scores, valid: Tensor) -> Tensor:
     """Order the entries of every head from the most to the least worth keeping.
 
-    Protected entries come first, by class and then recency (those of class `CHOSEN` by value); the
-    others by value, ties to the more recent entry, so that the order does not depend on the
-    backend; what is not valid comes last.
+    Protected entries come first, by class. Within a class the more recent entry comes first, except
+    that sinks are ordered from the first position on (position 0 gives way last of them all) and
+    entries of class `CHOSEN` by value. Unprotected entries follow by value; ties go to the more
+    recent entry, so that the order does not depend on the backend. Invalid entries come last.
 
     Args:
         scores: Values and protection classes, `[B, H, n]`.
@@ -36,6 +37,9 @@ def rank_entries(scores: Scores, valid: Tensor) -> Tensor:
     value = scores.value.masked_fill(~valid, float("-inf")).flip(-1)
     # Flipped, so that a stable sort leaves the more recent of two equals in front.
     value = value.masked_fill(classes > Scores.CHOSEN, 0.0)
+    # Entries stand in the order of their positions; flipped, the first sink has the largest index.
+    flipped = torch.arange(n, device=value.device, dtype=torch.float32)
+    value = torch.where(classes == Scores.SINK, flipped, value)
     by_value = value.argsort(dim=-1, descending=True, stable=True)
     by_class = classes.gather(-1, by_value).argsort(dim=-1, descending=True, stable=True)
     order = n - 1 - by_value.gather(-1, by_class)
@@ -46,9 +50,9 @@ def rank_entries(scores: Scores, valid: Tensor) -> Tensor:
 def order_key(v: View, scores: Scores) -> Tensor:
     """Give every entry one integer that is larger the more it is worth keeping.
 
-    The order is that of `rank_entries`. From the top: 3 bits of the class; 32 bits of the float32
-    value (0 where the class decides alone), turned so that they compare as integers; 28 bits of the
-    position. No two entries of a head have the same.
+    The order is that of `rank_entries`. From the top: 3 bits for the class; 32 bits for the float32
+    value (0 where the class alone decides), mapped so that they compare as integers; 28 bits for
+    the position, inverted for sinks. No two entries of a head share a key.
 
     Returns:
         int64 `[B, H, n]`; -1 where there is no entry.
@@ -62,7 +66,8 @@ def entry_key(value: Tensor, protect: Tensor, position: Tensor, valid: Tensor) -
     turned = torch.where(bits < 0, -1 - (bits & 0x7FFFFFFF), bits) + (1 << 31)
     classes = protect.long()
     worth = (classes << 32) + turned.masked_fill(classes > Scores.CHOSEN, 0)
-    return ((worth << 28) + position).masked_fill(~valid, -1)
+    place = torch.where(classes == Scores.SINK, (1 << 28) - 1 - position, position)
+    return ((worth << 28) + place).masked_fill(~valid, -1)
 
 
 def best(key: Tensor, count: Tensor) -> Tensor:

@@ -76,11 +76,12 @@ class Scores:
     Attributes:
         value: How much an entry is worth, finite float32 `[B, H, n]`; where `valid` is false it is
             ignored.
-        protect: Entries that are kept before all others, `[B, H, n]`: bool, or int8 classes of
-            which the higher give way later (see `protect_window` and `protect_sinks`; true is
-            `WINDOW`). Where the protected entries do not fit a head's share the lowest class goes
-            first, its oldest entry first; of `CHOSEN`, the class of what a first stage has chosen,
-            the entry of smallest value.
+        protect: Entries that are kept before all others, `[B, H, n]`: bool (true means `WINDOW`),
+            or int8 classes, where a higher class gives way later (see `protect_window` and
+            `protect_sinks`). If the protected entries do not fit a head's share, the lowest class
+            gives way first. Within a class the oldest entry gives way first, with two exceptions:
+            of the sinks the last one does, so that position 0 stays longest; of `CHOSEN`, the class
+            of what a first stage has chosen, the entry of smallest value does.
     """
 
     value: Tensor
@@ -111,7 +112,7 @@ def protect_window(v: View, window: int | Tensor) -> Tensor:
 
 
 def protect_sinks(v: View, sinks: int) -> Tensor:
-    """Protect the first `sinks` tokens of every sequence."""
+    """Protect the first `sinks` tokens of every sequence; position 0 gives way last."""
     return ((v.position < sinks) & v.valid).to(torch.int8) * Scores.SINK
 
 
@@ -121,6 +122,18 @@ class Part:
 
     name: ClassVar[str] = ""
     """What `score=`, `allocate=`, `select=` or `merge=` calls it: its entry point's name."""
+
+    @property
+    def version(self) -> int:
+        """Version of what this part computes; 1 at first.
+
+        Raise it when the part, with its present parameters, may keep other entries or store other
+        values than before. A version above 1 is part of a cell's hash, so that a resumed run
+        generates the responses of such cells again instead of mixing old and new ones. A class
+        whose instances have all changed declares `version = 2`; a property can decide by the
+        parameters.
+        """
+        return 1
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -311,6 +324,13 @@ class Policy:
     def needs(self) -> frozenset[Need]:
         """Everything that the engine must observe for this policy."""
         return frozenset().union(*(p.needs for p in self.parts))
+
+    @property
+    def part_versions(self) -> dict[str, int]:
+        """Versions of the parts above 1, by kind and name, for example `{"merge.value": 2}`."""
+        kinds = ("score", "allocate", "select", "merge")
+        parts = ((kind, getattr(self, kind)) for kind in kinds)
+        return {f"{kind}.{p.name}": p.version for kind, p in parts if p and p.version > 1}
 
     def fingerprint(self, model: str) -> str:
         """Digest of all files that the parts read for a model; "" where they read none."""

@@ -30,10 +30,10 @@ def heads(
         str,
         typer.Option(
             metavar="KIND",
-            help="reason (the default): attention that lies in the needle; copy: how often a head "
-            "copies the token that is answered.",
+            help="ablation (the default): what answers lose without a head's context; reason: "
+            "attention to the needle; copy: how often a head copies the answered token.",
         ),
-    ] = "reason",
+    ] = "ablation",
     task: Annotated[
         str | None,
         typer.Option(

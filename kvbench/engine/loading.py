@@ -2,100 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Iterable, Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from kvbench import registry
 from kvbench.engine.models import devices_of
 from kvbench.engine.quantization import check_quantization, scheme_config
-from kvbench.errors import UserError, nearest, out_of_memory
-from kvbench.files import file_digests
+from kvbench.errors import UserError, out_of_memory
+from kvbench.named import resolve_model
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_MODEL_FILES = frozenset({".json", ".safetensors", ".jinja", ".model", ".txt"})
-_INDEX = "model.safetensors.index.json"
 _SHOWN = 3
 """Names of tensors that an error message shows at most."""
-
-
-# --- names and files ------------------------------------------------------------------------------
-
-
-def resolve_model(name: str) -> str:
-    """Turn the name of a model into what transformers can load: a folder or a hub id.
-
-    Args:
-        name: A named model such as `reference`, a local folder, or a hub id.
-
-    Raises:
-        UserError: The folder does not exist or is not a model.
-    """
-    named = registry.names(registry.MODELS)
-    if name in named:
-        return str(registry.get(registry.MODELS, name).folder())
-    path = Path(name).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise UserError(f"model {name}: the folder has no config.json")
-        _shards(name, path)
-        return str(path)
-    repository, mark, revision = name.partition("@")
-    if mark:
-        raise UserError(f"model {name}: use --model {repository} --revision {revision}")
-    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
-    if looks_local or name.count("/") != 1:
-        raise UserError(
-            f"model {name}: no such folder{nearest(name, named)}; use {', '.join(named)}, a local "
-            "folder or a hub id (organisation/name)"
-        )
-    return name
-
-
-def model_digest(name: str) -> str:
-    """Digest of every file of a local model that can change a response; "" for a hub model."""
-    folder = Path(resolve_model(name))
-    if not folder.is_dir():
-        return ""
-    paths = sorted(p for p in folder.iterdir() if p.suffix in _MODEL_FILES and p.is_file())
-    paths += [folder / shard for shard in _shards(name, folder) if folder / shard not in paths]
-    paths += sorted(folder.glob("additional_chat_templates/*.jinja"))
-    digest = hashlib.sha256()
-    try:
-        for path, content in zip(paths, file_digests(paths), strict=True):
-            digest.update(f"{path.relative_to(folder)}|{content}|".encode())
-    except OSError as error:
-        raise UserError(f"model {name}: cannot read {error.filename}: {error.strerror}") from None
-    return digest.hexdigest()[:16]
-
-
-def _shards(name: str, folder: Path) -> list[str]:
-    """The files that the index of a sharded checkpoint names, each inside the folder.
-
-    Raises:
-        UserError: The index is not valid, or names a file that is missing or outside the folder.
-    """
-    index = folder / _INDEX
-    if not index.is_file() or (folder / "model.safetensors").is_file():
-        return []
-    try:
-        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        paths = [PurePosixPath(shard) for shard in shards]
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        raise UserError(f"model {name}: {_INDEX} is not a valid index of shards") from None
-    for shard, path in zip(shards, paths, strict=True):
-        if path.is_absolute() or ".." in path.parts or "\\" in shard:
-            raise UserError(f"model {name}: {_INDEX} names {shard!r}, which is outside the folder")
-        if not (folder / shard).is_file():
-            raise UserError(f"model {name}: {_INDEX} names {shard!r}, which is missing")
-    return shards
 
 
 # --- device and dtype -----------------------------------------------------------------------------

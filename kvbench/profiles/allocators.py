@@ -1,4 +1,4 @@
-"""What an allocator that reads a head profile builds on."""
+"""The base of allocators that read a head profile."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ from pathlib import Path
 from typing import Literal, Self
 
 from kvbench.plugin import Allocator, ModelInfo
-from kvbench.profiles.files import HeadProfile, fingerprint, load
+from kvbench.profiles.files import KINDS, HeadProfile, fingerprint, load
 
 
 @dataclass(frozen=True)
 class Profiled(Allocator):
     """An allocator that reads a model's head profile.
 
-    The profile is the file that `profile` names, else the one that ships with kvbench (the
-    reference model's), else the user's own, where `kvbench profile heads` writes it.
+    The profile is the file that `profile` names, otherwise the one that ships with kvbench (for the
+    reference model), otherwise the user's own, where `kvbench profile heads` writes it.
 
     Attributes:
-        profile: Path of a profile, which is taken as it is, or none.
-        kind: Which profile is looked for: `reason` or `copy`.
+        profile: Path of a profile, which is used as it is, or none.
+        kind: Kind of profile to look for: `ablation`, `reason` or `copy`; none takes the first of
+            these that the model has.
     """
 
     profile: str | None = None
-    kind: Literal["reason", "copy"] = "reason"
+    kind: Literal["ablation", "reason", "copy"] | None = None
 
     def load_profile(self, model: ModelInfo) -> HeadProfile:
         """The model's profile, `[L][H]`.
@@ -49,5 +50,5 @@ class Profiled(Allocator):
             count = layers * heads
             scores = [2 * (i + 1) / (count * (count + 1)) for i in range(count)]
             table = tuple(tuple(scores[i * heads : (i + 1) * heads]) for i in range(layers))
-            HeadProfile("stand-in", "", "reason", layers, heads, heads, table).save(path)
+            HeadProfile("stand-in", "", KINDS[0], layers, heads, heads, table).save(path)
         return self.replace(profile=str(path))

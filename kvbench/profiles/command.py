@@ -1,19 +1,29 @@
-"""`kvbench profile heads`: plans the needle task, measures, writes the profile."""
+"""`kvbench profile heads`: plans the needle task, measures, checks and writes the profile."""
 
 from __future__ import annotations
 
 import itertools
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch import Tensor, nn
+
+import kvbench
+from kvbench import reference
+from kvbench.engine.loading import load_model
+from kvbench.engine.models import check_single, model_info
 from kvbench.errors import UserError, nearest
-from kvbench.profiles.files import KINDS, HeadProfile, Kind, shipped_path, user_path
+from kvbench.profiles.ablation import LEAST_ANSWERS, Evidence, Mean, head_losses, verify
+from kvbench.profiles.files import KINDS, PROFILES, HeadProfile
+from kvbench.profiles.measure import Measured, measure
+from kvbench.profiles.needles import find_needles
 from kvbench.progress import Reporter
-
-if TYPE_CHECKING:
-    from kvbench.profiles.measure import Measured
+from kvbench.runs.grid import Grid
+from kvbench.runs.planning import Stage, plan
 
 TASK, SAMPLES = "niah_depth", 33
 """The needle at eleven depths, three times each."""
@@ -26,64 +36,53 @@ def profile_heads(
     out: Path | None,
     reporter: Reporter,
 ) -> list[str]:
-    """Measure one kind of profile of a model and write it.
+    """Measure a profile of a model and write it.
 
     Args:
         model: `reference`, a folder or a hub id.
-        kind: `reason` or `copy`.
+        kind: `ablation`, `reason` or `copy`.
         given: Further keys of a grid: tasks, lengths, samples, seed, device, dtype, revision,
             chat_template.
-        out: The file; None for the user's cache.
-        reporter: Told how far it is.
+        out: The file; None writes to the user's cache.
+        reporter: Told of the progress.
 
     Returns:
-        Lines for the user: what was written, and what it says.
+        Lines for the user: where the profile is, and what it says.
 
     Raises:
         UserError: An option is out of range, the model cannot be loaded, the task has no needle, or
-            no head attends to one.
+            the profile does not tell heads that matter from others.
     """
     if kind not in KINDS:
-        raise UserError(f"--kind {kind}{nearest(kind, KINDS)}: {' or '.join(KINDS)} would be right")
+        raise UserError(f"unknown --kind {kind}{nearest(kind, KINDS)}; use {' or '.join(KINDS)}")
     if out is not None and out.is_dir():
-        raise UserError(f"--out {out} is a folder; the path of a file would be right")
-    path = out or user_path(model, kind)
-    try:  # before the work and not after it
+        raise UserError(f"--out {out} is a folder; give the path of a file")
+    path = out or PROFILES.user_path(model, kind)
+    try:  # before the work, not after it
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from None
-    made = profiles(model, (kind,), given, reporter)[kind]
+    made = measure_profile(model, kind, given, reporter)
     made.save(path)
     lines = [f"wrote {path}", describe(made)]
-    shipped = shipped_path(model, kind)
-    if out is None and shipped is not None:
-        lines.append(f"the shipped profile goes before it: profile={path} makes a policy read it")
-    elif out is not None:
-        lines.append(f"a policy reads it by profile={path}")
+    if out is not None:
+        lines.append(f"policies read it with profile={path}")
+    elif any(PROFILES.shipped_path(model, each) for each in KINDS):
+        lines.append(f"policies prefer the shipped profile; they read this one with profile={path}")
     return lines
 
 
-def profiles(
-    model: str, kinds: tuple[str, ...], given: Mapping[str, Any], reporter: Reporter
-) -> dict[str, HeadProfile]:
-    """Measure profiles of a model, all kinds in one pass; arguments as in `profile_heads`."""
-    import kvbench
-    from kvbench import reference
-    from kvbench.engine.loading import load_model
-    from kvbench.engine.models import check_single, model_info
-    from kvbench.profiles.measure import measure
-    from kvbench.profiles.needles import find_needles
-    from kvbench.runs.grid import Grid
-    from kvbench.runs.planning import plan
-
+def measure_profile(
+    model: str, kind: str, given: Mapping[str, Any], reporter: Reporter
+) -> HeadProfile:
+    """Measure a profile of a model; arguments as in `profile_heads`."""
     known = {key: value for key, value in given.items() if value is not None}
     grid = Grid.from_dict(
-        {"tasks": TASK, "samples": 33, **known, "models": model, "policies": "full"}
+        {"tasks": TASK, "samples": SAMPLES, **known, "models": model, "policies": "full"}
     )
     (stage,) = plan(grid, reporter.message).stages
-    needles = [n for job in stage.jobs for n in find_needles(stage.tokenizer, job.prompts)]
     network = load_model(
         model,
         grid.revision,
@@ -94,52 +93,115 @@ def profiles(
     )
     check_single(network, "a head profile")
     info = model_info(network)
-    reporter.start(len(needles), f"head profile of {model}")
     try:
-        found = measure(network, stage.tokenizer, needles, reporter)
+        measurement = _measure(network, stage, model, kind, grid, reporter)
     finally:
         reporter.stop()
-    return {
-        kind: HeadProfile(
-            model=reference.NAME if model == "reference" else model,
-            revision=stage.jobs[0].cells[0].model_revision,
-            kind=kind,
-            layers=info.layers,
-            kv_heads=info.kv_heads,
-            query_heads=info.query_heads,
-            scores=normalised(found, kind, info.kv_heads),
-            task=",".join(dict.fromkeys(job.task.name for job in stage.jobs)),
-            lengths=tuple(dict.fromkeys(job.task.length for job in stage.jobs)),
-            samples=grid.samples,
-            seed=grid.seed,
-            answered=round(found.answered, 4),
-            kvbench=kvbench.__version__,
+    total = float(measurement.scores.sum())
+    return HeadProfile(
+        model=reference.NAME if model == "reference" else model,
+        revision=stage.jobs[0].cells[0].model_revision,
+        kind=kind,
+        layers=info.layers,
+        kv_heads=info.kv_heads,
+        query_heads=info.query_heads,
+        scores=tuple(tuple(row) for row in (measurement.scores / total).tolist()),
+        task=",".join(dict.fromkeys(job.task.name for job in stage.jobs)),
+        lengths=tuple(dict.fromkeys(job.task.length for job in stage.jobs)),
+        samples=grid.samples,
+        seed=grid.seed,
+        answered=round(measurement.answered, 4),
+        loss_top=round(measurement.evidence.top, 4),
+        loss_others=round(measurement.evidence.others, 4),
+        kvbench=kvbench.__version__,
+    )
+
+
+@dataclass(frozen=True)
+class _Measurement:
+    """Scores of the KV heads, `[L, H]`, not normalised, and what supports them."""
+
+    scores: Tensor
+    answered: float
+    evidence: Evidence
+
+
+def _measure(
+    network: nn.Module, stage: Stage, model: str, kind: str, grid: Grid, reporter: Reporter
+) -> _Measurement:
+    needles = [n for job in stage.jobs for n in find_needles(stage.tokenizer, job.prompts)]
+    reporter.start(len(needles), f"{model} answers")
+    measured = measure(network, stage.tokenizer, needles, reporter)
+    answers = [answer for answer in measured.answers if answer.correct]
+    if len(answers) < LEAST_ANSWERS:
+        raise UserError(
+            f"model {model} answers {len(answers)} of {len(needles)} samples correctly, too few to "
+            "profile its heads; use an easier --task, a shorter --length or more --samples"
         )
-        for kind in kinds
-    }
+    if kind == "ablation":
+        reporter.start(len(answers), f"heads of {model} ablated one by one")
+        scores = significant(head_losses(network, answers, grid.seed, reporter), model)
+    else:
+        scores = per_kv_head(measured, kind, model_info(network).kv_heads, model)
+    reporter.start(len(answers), f"the {kind} profile of {model} is checked")
+    evidence = verify(network, answers, scores, grid.seed, reporter)
+    check(evidence, kind, model)
+    return _Measurement(scores, measured.answered, evidence)
 
 
-def normalised(found: Measured, kind: str, kv_heads: int) -> tuple[tuple[float, ...], ...]:
-    """Scores of the KV heads `[L][H]`: the group's query heads summed, together 1.
+def significant(losses: Tensor, model: str) -> Tensor:
+    """Mean losses of the heads, `[L, H]`; 0 for heads whose 95% interval reaches 0.
+
+    Args:
+        losses: Losses by answer, `[S, L, H]`.
+        model: The model's name, for the message.
+
+    Raises:
+        UserError: That is so for all heads.
+    """
+    mean = Mean.of(losses)
+    scores = torch.where(mean.lower > 0, mean.mean, 0.0)
+    if not bool(scores.any()):
+        raise UserError(
+            f"no KV head of {model} is needed for the answers, as far as {len(losses)} of them "
+            "tell; use a --task whose answer is in the context, a longer --length or more --samples"
+        )
+    return scores
+
+
+def per_kv_head(measured: Measured, kind: str, kv_heads: int, model: str) -> Tensor:
+    """Attention scores of the KV heads, `[L, H]`: the sum over the query heads of each.
 
     Raises:
         UserError: They are all 0.
     """
-    scores = {str(name): x for name, x in found.scores.items()}
-    summed = scores[kind].unflatten(1, (kv_heads, -1)).sum(-1)
-    total = float(summed.sum())
-    if total <= 0:
-        other: Kind = "reason" if kind == "copy" else "copy"
+    scores: Tensor = measured.scores[kind].unflatten(1, (kv_heads, -1)).sum(-1)
+    if not bool(scores.any()):
         raise UserError(
-            f"no head of the model attends to a needle as the {kind} profile counts it "
-            f"({found.answered:.0%} of the samples were answered rightly); "
-            f"--kind {other} or more --samples may be right"
+            f"no head of {model} attends to a needle as the {kind} profile counts it; use --kind "
+            "ablation"
         )
-    return tuple(tuple(row) for row in (summed / total).tolist())
+    return scores
+
+
+def check(evidence: Evidence, kind: str, model: str) -> None:
+    """Refuse a profile that does not tell heads that matter from others.
+
+    Raises:
+        UserError: Ablating its best heads costs no more than ablating others.
+    """
+    if evidence.holds:
+        return
+    instead = "more --samples" if kind == "ablation" else "--kind ablation"
+    raise UserError(
+        f"the {kind} profile of {model} does not tell which heads matter: the answers lose "
+        f"{evidence.top:.2g} nats per token without its best {evidence.heads} of {evidence.total} "
+        f"heads, and {evidence.others:.2g} without as many others; use {instead}"
+    )
 
 
 def describe(made: HeadProfile) -> str:
-    """What a profile says, in one line."""
+    """Summarise a profile in one line."""
     flat = sorted(
         ((x, i, h) for i, row in enumerate(made.scores) for h, x in enumerate(row)),
         key=lambda entry: (-entry[0], entry[1:]),
@@ -151,8 +213,11 @@ def describe(made: HeadProfile) -> str:
         f"{made.kind} profile of {made.model}: {made.layers} layers by {made.kv_heads} KV heads; "
         f"half of it lies in {half} of the {len(flat)} heads ({shown})"
     )
+    if made.loss_top is not None and made.loss_others is not None:
+        text += (
+            f"; the answers lose {made.loss_top:.2g} nats per token without that half, and "
+            f"{made.loss_others:.2g} without as many other heads"
+        )
     if made.answered is not None:
-        text += f"; the model answered {made.answered:.0%} of the samples rightly"
-        if made.answered < 0.5:
-            text += ", which is little for a profile to rest on"
+        text += f"; the model answered {made.answered:.0%} of the samples correctly"
     return text

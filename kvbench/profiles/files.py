@@ -1,28 +1,26 @@
-"""Head profiles on disk: what is in one, where the one of a model is, whether it fits."""
+"""Head profiles on disk: their content, its checks, and the profile of a model."""
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import math
 import os
-import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from kvbench.artifacts import Artifacts, MadeFor
 from kvbench.errors import UserError
 
-Kind = Literal["reason", "copy"]
+Kind = Literal["ablation", "reason", "copy"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-SHIPPED = Path(__file__).resolve().parent / "shipped"
-"""Profiles that come with kvbench: `<folder name of the model>.<kind>.json`."""
+"""Kinds of profiles; a policy that names none takes the first that a model has."""
 
 _DIGITS = 9
-"""A profile is stored to so many decimals; they are renormalised when it is read."""
+"""Decimals to which a profile is stored; it is normalised again when it is read."""
 
 
 @dataclass(frozen=True)
@@ -30,19 +28,22 @@ class HeadProfile:
     """How much of a model's retrieval every KV head does.
 
     Attributes:
-        model: As the user named it.
-        revision: Commit of the hub, or digest of the local weights; "" where unknown.
-        kind: `reason` or `copy`.
+        model: The model as the user named it.
+        revision: Commit of the hub, or digest of the local weights; "" if unknown.
+        kind: `ablation`, `reason` or `copy`.
         layers: Full-attention layers, `L`.
         kv_heads: KV heads of a layer, `H`.
         query_heads: Query heads of a layer.
         scores: `[L][H]`, 0 or more, summed over the group's query heads; together they are 1.
-        task: Where the needles are from.
+        task: Task of the needles.
         lengths: Tokens of prompt and answer; 0 for data that is not sized.
-        samples: Per task and length, at most.
-        seed: Of the data.
-        answered: Share of the samples that the model answered rightly.
-        kvbench: Version that made it.
+        samples: Number of samples per task and length, at most.
+        seed: Seed of the data.
+        answered: Share of the samples that the model answered correctly.
+        loss_top: Nats per token that the answer loses without the heads that hold half of the
+            profile; None if it was not measured.
+        loss_others: The same without as many other heads.
+        kvbench: Version of kvbench that made it.
     """
 
     model: str
@@ -57,10 +58,12 @@ class HeadProfile:
     samples: int = 0
     seed: int = 0
     answered: float | None = None
+    loss_top: float | None = None
+    loss_others: float | None = None
     kvbench: str = ""
 
     def save(self, path: Path) -> None:
-        """Write the profile, at once or not at all.
+        """Write the profile completely or not at all.
 
         Raises:
             UserError: The file cannot be written.
@@ -80,7 +83,7 @@ class HeadProfile:
 
 
 def _spelled(value: Any) -> str:
-    """A value as JSON; a table has a line for every row."""
+    """A value as JSON; a table has one line per row."""
     if isinstance(value, list):
         return "[\n" + ",\n".join(f"    {json.dumps(row)}" for row in value) + "\n  ]"
     return json.dumps(value)
@@ -90,17 +93,17 @@ def read(path: Path) -> HeadProfile:
     """Read and check a profile.
 
     Raises:
-        UserError: The file cannot be read or is no profile; it says what is wrong.
+        UserError: The file cannot be read or is not a profile; the message says why.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cannot read the head profile {path}: {error.strerror}") from None
     except ValueError:
-        raise UserError(f"{path} is no head profile: it is not JSON") from None
+        raise UserError(f"{path} is not a head profile: it is not JSON") from None
     wrong = _wrong(content)
     if wrong:
-        raise UserError(f"{path} is no head profile: {wrong}")
+        raise UserError(f"{path} is not a head profile: {wrong}")
     total = math.fsum(x for row in content["scores"] for x in row)
     return HeadProfile(
         model=str(content.get("model", "")),
@@ -115,20 +118,22 @@ def read(path: Path) -> HeadProfile:
         samples=content.get("samples", 0),
         seed=content.get("seed", 0),
         answered=content.get("answered"),
+        loss_top=content.get("loss_top"),
+        loss_others=content.get("loss_others"),
         kvbench=str(content.get("kvbench", "")),
     )
 
 
 def _wrong(content: Any) -> str:
-    """What keeps a JSON value from being a profile; "" where nothing does."""
+    """Reason why a JSON value is not a profile, or an empty string."""
     if not isinstance(content, Mapping):
-        return "a JSON object would be right"
+        return "it is not a JSON object"
     if content.get("kind") not in KINDS:
-        return f"its kind is {content.get('kind')!r}; {' or '.join(KINDS)} would be right"
+        return f"its kind is {content.get('kind')!r} instead of {' or '.join(KINDS)}"
     for key in ("layers", "kv_heads", "query_heads"):
         value = content.get(key)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            return f"{key} is {value!r}; a whole number, 1 or more, would be right"
+            return f"{key} is {value!r} instead of a whole number, 1 or more"
     layers, heads, query_heads = (content[k] for k in ("layers", "kv_heads", "query_heads"))
     if query_heads % heads:
         return f"{query_heads} query heads do not divide among {heads} KV heads"
@@ -138,77 +143,55 @@ def _wrong(content: Any) -> str:
         return f"its scores are not a table of {layers} layers by {heads} KV heads"
     lengths = content.get("lengths", [])
     if not isinstance(lengths, list) or any(not isinstance(x, int) for x in lengths):
-        return f"lengths is {lengths!r}; a list of whole numbers would be right"
+        return f"lengths is {lengths!r} instead of a list of whole numbers"
     flat = [x for row in rows for x in row]
     if any(not isinstance(x, int | float) or isinstance(x, bool) for x in flat):
-        return "a score is no number"
+        return "a score is not a number"
     if any(not math.isfinite(x) or x < 0 for x in flat):
         return "a score is below 0 or not finite"
     total = math.fsum(flat)
     if abs(total - 1) > 1e-3:
-        return f"its scores sum to {total:.6g}; 1 would be right"
+        return f"its scores sum to {total:.6g} instead of 1"
     return ""
 
 
-# --- which file ---------------------------------------------------------------------------------
+# --- the profile of a model -----------------------------------------------------------------------
 
 
-def slug(model: str) -> str:
-    """The name of a model's files: of its hub id, or of its folder and where that lies."""
-    folder = _folder(model)
-    name = model if folder is None else folder.name
-    text = re.sub(r"[^A-Za-z0-9._]+", "--", name).strip("-") or "model"
-    if folder is None:
-        return text
-    return f"{text}-{hashlib.sha256(str(folder).encode()).hexdigest()[:8]}"
+def _made_for(path: Path) -> MadeFor:
+    profile = read(path)
+    return MadeFor(profile.model, profile.revision)
 
 
-def user_path(model: str, kind: str) -> Path:
-    """Where `kvbench profile heads` writes: in the user's cache."""
-    from kvbench.files import cache_dir
-
-    return cache_dir() / "profiles" / f"{slug(model)}.{kind}.json"
-
-
-def shipped_path(model: str, kind: str) -> Path | None:
-    """The profile that comes with kvbench, if the model is one that comes with it."""
-    folder = _folder(model)
-    if folder is None:
-        return None
-    path = SHIPPED / f"{folder.name}.{kind}.json"
-    return path if path.is_file() and _fits(folder, path) else None
+PROFILES = Artifacts(
+    noun="head profile",
+    option="profile",
+    shipped=Path(__file__).resolve().parent / "shipped",
+    folder="profiles",
+    pattern="{model}.{kind}.json",
+    command="kvbench profile heads --model {model} --kind {kind}",
+    made_for=_made_for,
+)
 
 
-def find(model: str, kind: str, profile: str | None = None) -> Path:
-    """Find the profile of a model: the file that is named, the shipped one, the user's own.
+def find(model: str, kind: str | None, profile: str | None = None) -> Path:
+    """Find the profile of a model: the named file, the shipped one, or the user's own.
 
     Args:
         model: `ModelInfo.name` or what `--model` names: `reference`, a folder or a hub id.
-        kind: `reason` or `copy`; a file that is named is taken as it is.
-        profile: Path of a profile, or None.
+        kind: One of `KINDS`; None takes the first of them that there is.
+        profile: Path of a profile, whose kind and model are not compared; or None.
 
     Raises:
-        UserError: There is none; it says which command makes it.
+        UserError: There is none; the message names the command that makes it.
     """
-    if profile is not None:
-        path = Path(profile).expanduser()
-        if not path.is_file():
-            raise UserError(f"profile={profile}: no such file")
-        return path
-    shipped = shipped_path(model, kind)
-    if shipped is not None:
-        return shipped
-    path = user_path(model, kind)
-    if not path.is_file():
-        raise UserError(
-            f"model {model} has no {kind} head profile: {_command(model, kind)} it "
-            "(profile=FILE names another)"
-        )
-    return path
+    return PROFILES.find(model, _kinds(kind), profile)
 
 
-def load(model: str, kind: str, profile: str | None, layers: int, kv_heads: int) -> HeadProfile:
-    """Find, read and check the profile of a model; a file that has not changed is read once.
+def load(
+    model: str, kind: str | None, profile: str | None, layers: int, kv_heads: int
+) -> HeadProfile:
+    """Find, read and check the profile of a model; an unchanged file is read once.
 
     Args:
         model: As in `find`.
@@ -222,56 +205,28 @@ def load(model: str, kind: str, profile: str | None, layers: int, kv_heads: int)
     """
     path = find(model, kind, profile)
     state = path.stat()
-    found = _read(path, state.st_mtime_ns, state.st_size)
-    if (found.layers, found.kv_heads) != (layers, kv_heads):
+    loaded = _read(path, state.st_mtime_ns, state.st_size)
+    if (loaded.layers, loaded.kv_heads) != (layers, kv_heads):
         raise UserError(
-            f"{path} is of {found.layers} layers by {found.kv_heads} KV heads, model {model} has "
-            f"{layers} by {kv_heads}: {_command(model, kind)} its own"
+            f"{path} is for {loaded.layers} layers by {loaded.kv_heads} KV heads, but model "
+            f"{model} has {layers} by {kv_heads}; run {PROFILES.how(model, _kinds(kind)[0])}"
         )
-    folder = _folder(model)
-    if profile is None and folder is not None and not _fits(folder, path):
-        raise UserError(f"{path} is of other weights of {model}: {_command(model, kind)} it anew")
-    return found
+    return loaded
 
 
-def fingerprint(model: str, kind: str, profile: str | None) -> str:
+def fingerprint(model: str, kind: str | None, profile: str | None) -> str:
     """16 hex digits of the content of the file that `find` gives.
 
     Raises:
-        UserError: There is none, or it is no profile.
+        UserError: There is none, or it is not a profile.
     """
     path = find(model, kind, profile)
     read(path)
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    return PROFILES.digest(path)
 
 
-def _command(model: str, kind: str) -> str:
-    option = "" if kind == KINDS[0] else f" --kind {kind}"
-    return f"`kvbench profile heads --model {model}{option}` makes"
-
-
-def _folder(model: str) -> Path | None:
-    """The folder of a local model, resolved; None for one of the hub."""
-    from kvbench import reference
-
-    folder = reference.path() if model == "reference" else Path(model).expanduser()
-    return folder.resolve() if folder.is_dir() else None
-
-
-def _fits(folder: Path, path: Path) -> bool:
-    """Whether a local model has the weights that a profile was measured on."""
-    return _compared(folder, path, path.stat().st_mtime_ns)
-
-
-@functools.lru_cache(maxsize=64)
-def _compared(folder: Path, path: Path, changed: int) -> bool:
-    from kvbench import reference
-    from kvbench.engine.loading import model_digest
-
-    if path.parent == SHIPPED and folder.parent == reference.path().parent:
-        return True  # weights never change under the same name
-    revision = read(path).revision
-    return not revision or revision == model_digest(str(folder))
+def _kinds(kind: str | None) -> Sequence[str]:
+    return KINDS if kind is None else (kind,)
 
 
 @functools.lru_cache(maxsize=16)

@@ -1,4 +1,4 @@
-"""Measures how much every head retrieves, on the full cache, while the model answers greedily.
+"""Lets the model answer with the full cache, and measures how much attention heads give the needle.
 
 Retrieval heads: Wu, Wang, Xiao, Peng, Fu: Retrieval Head Mechanistically Explains Long-Context
 Factuality, arXiv 2404.15574 (`copy`). Fu, Cai, Asi, Xiong, Dong, Xiao: Not All Heads Matter: A
@@ -15,106 +15,109 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvbench.engine.attachment import Forward, Step, attached
-from kvbench.engine.cache import RaggedCache
-from kvbench.engine.decode import Stop
-from kvbench.engine.driver import forward
+from kvbench.engine.attachment import Forward, Step
+from kvbench.engine.decode import Stop, end_tokens, greedy
+from kvbench.engine.driver import engine
 from kvbench.engine.layer import RaggedLayer
-from kvbench.engine.models import decoder_of, model_info
-from kvbench.profiles.files import Kind
+from kvbench.engine.models import model_info
+from kvbench.engine.prefix import Prefix
 from kvbench.profiles.needles import Needle
 from kvbench.progress import Reporter
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What some samples say of the heads.
+class Answer:
+    """The model's answer to a prompt with the full cache.
 
     Attributes:
-        scores: By kind, float64 `[L, H_q]` (CPU), the mean over the samples, not normalised.
-        answered: Share of the samples whose answer stands in the response.
+        needle: The prompt and where its needle is.
+        tokens: Token ids of the answer.
+        correct: Whether the needle's value is in the answer.
     """
 
-    scores: dict[Kind, Tensor]
-    answered: float
+    needle: Needle
+    tokens: tuple[int, ...]
+    correct: bool
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Answers to needle prompts, and the attention of the heads while they were given.
+
+    Attributes:
+        scores: By kind (`reason`, `copy`) float64 `[L, H_q]` (CPU), the mean over the samples, not
+            normalised.
+        answers: The answers, in the order of the prompts.
+    """
+
+    scores: dict[str, Tensor]
+    answers: tuple[Answer, ...]
+
+    @property
+    def answered(self) -> float:
+        """Share of the samples that were answered correctly."""
+        return sum(a.correct for a in self.answers) / max(1, len(self.answers))
 
 
 @torch.no_grad()
 def measure(
     model: nn.Module, tokenizer: Any, needles: Sequence[Needle], reporter: Reporter
 ) -> Measured:
-    """Score every query head on needle prompts, one after the other, with the full cache.
+    """Answer needle prompts one after the other with the full cache, and score every query head.
 
-    At each step of the answer a head's attention `A` is that of the query which gives the step's
-    token (of the first: the prompt's last token), softmax in float32 over all tokens so far.
+    At each step of the answer, a head's attention `A` is that of the query that produces the step's
+    token (for the first step, the prompt's last token), softmax in float32 over all tokens so far.
 
-        copy:   + 1 / |needle|   where the largest `A` lies in the needle, on the token emitted
-        reason: + A / |needle|   for each of the |needle| largest `A` that lies in the needle
+        copy:   + 1 / |needle|   if the largest `A` is in the needle, on the emitted token
+        reason: + A / |needle|   for each of the |needle| largest `A` that is in the needle
 
-    Ties go to the more recent token. The answer ends when the needle's value stands in it, at a
-    stop string of the task, at the end-of-sequence token or at the task's limit.
+    Ties go to the more recent token. The answer ends when it contains the needle's value, at a stop
+    string of the task, at the end-of-sequence token or at the task's limit.
 
     Args:
         model: A causal language model in evaluation mode.
         tokenizer: Its tokenizer.
         needles: The prompts and where their needles are.
         reporter: Told of every sample.
-
-    Returns:
-        Both kinds of scores.
     """
     info = model_info(model)
     device = next(model.parameters()).device
     watch = _Watch(info.layers, info.query_heads, device)
-
-    def before(cache: RaggedCache, opened: Forward) -> None:
-        opened.on_layer = watch.on_layer
-
-    ends = _ends(model, tokenizer)
-    answered = 0
-    with attached(model, before, lambda cache, ended: None):
+    answers = []
+    with engine(model, watch.on_layer):
         for needle in needles:
-            answered += _answer(model, tokenizer, needle, watch, ends, device)
+            answers.append(_answer(model, tokenizer, needle, watch))
             reporter.advance()
-    scores: dict[Kind, Tensor] = {"reason": watch.reason, "copy": watch.copy}
     count = max(1, len(needles))
-    return Measured(
-        {kind: x.double().cpu() / count for kind, x in scores.items()}, answered / count
-    )
+    scores = {"reason": watch.reason, "copy": watch.copy}
+    means = {kind: x.double().cpu() / count for kind, x in scores.items()}
+    return Measured(means, tuple(answers))
 
 
-def _answer(
-    model: nn.Module,
-    tokenizer: Any,
-    needle: Needle,
-    watch: _Watch,
-    ends: Sequence[int],
-    device: torch.device,
-) -> bool:
-    """Answer one prompt; whether the needle's value stands in the response."""
-    question = needle.prompt.request
-    value = question.target[0]
-    stop = Stop(tokenizer, ends, [*question.until, value])
-    ids = torch.tensor([*needle.prompt.context_ids, *needle.prompt.question_ids], device=device)
-    watch.begin(ids, needle)
-    cache = RaggedCache(decoder_of(model).config)
-    tokens: list[int] = []
-    new = ids
-    while len(tokens) < question.max_new_tokens and not stop.reason(tokens):
-        token = forward(model, cache, new[None])[0].argmax()
+def _answer(model: nn.Module, tokenizer: Any, needle: Needle, watch: _Watch) -> Answer:
+    """Answer one prompt."""
+    request = needle.prompt.request
+    value = request.target[0]
+    stop = Stop(tokenizer, end_tokens(model, tokenizer), [*request.until, value])
+    prefix = Prefix(model, ())
+    ids = torch.tensor([*needle.prompt.context_ids, *needle.prompt.question_ids])
+    watch.begin(ids.to(prefix.device), needle)
+    logits = prefix.extend(ids[None].to(prefix.device))
+    tokens = []
+    for token in greedy(prefix, logits, request.max_new_tokens, stop):
         watch.emitted(token)
-        tokens.append(int(token))
-        new = token[None]
-    return value in tokenizer.decode(tokens, skip_special_tokens=True)
+        tokens.append(token)
+    correct = value in tokenizer.decode(tokens, skip_special_tokens=True)
+    return Answer(needle, tuple(tokens), correct)
 
 
 class _Watch:
-    """Sees the attention of every layer and adds up what its heads retrieve.
+    """Sees the attention of every layer and adds up the scores of its heads.
 
     Args:
         layers: Full-attention layers.
         query_heads: Query heads of a layer.
-        device: Of the model.
+        device: Device of the model.
     """
 
     def __init__(self, layers: int, query_heads: int, device: torch.device) -> None:
@@ -123,12 +126,12 @@ class _Watch:
         self._best = torch.zeros(layers, query_heads, dtype=torch.int64, device=device)
 
     def begin(self, ids: Tensor, needle: Needle) -> None:
-        """Start a prompt of ids `[n]`."""
+        """Start a prompt with token ids `[n]`."""
         self._ids = ids
         self._start, self._stop = needle.start, needle.stop
 
     def on_layer(self, opened: Forward, layer: RaggedLayer, step: Step) -> None:
-        """Look at what the last new query of a layer attends to."""
+        """Score what the last new query of a layer attends to."""
         assert layer.key is not None
         query = step.query[0, :, -1].float()
         key = layer.key[0].float()
@@ -143,16 +146,8 @@ class _Watch:
         self.reason[step.index] += (order.values[:, :size] * inside).sum(-1) / size
         self._best[step.index] = place[:, 0]
 
-    def emitted(self, token: Tensor) -> None:
-        """Take in the token that followed from what was seen last."""
+    def emitted(self, token: int) -> None:
+        """Score the token that followed from what was seen last."""
         inside = (self._best >= self._start) & (self._best < self._stop)
         held = self._ids[self._best.clamp(max=len(self._ids) - 1)]
         self.copy += (inside & (held == token)) / (self._stop - self._start)
-
-
-def _ends(model: nn.Module, tokenizer: Any) -> list[int]:
-    """Token ids that end a response."""
-    config: Any = getattr(model, "generation_config", None)
-    found = getattr(config, "eos_token_id", None)
-    listed = found if isinstance(found, list) else [found]
-    return [end for end in (*listed, tokenizer.eos_token_id) if end is not None]

@@ -1,6 +1,6 @@
-"""Makes the profiles that ship with kvbench: `python -m kvbench.profiles.ship`.
+"""Makes the head profile that ships with kvbench: `python -m kvbench.profiles.ship`.
 
-To be run again whenever the reference model gets a successor; it takes about a minute on two cores.
+Run it again whenever the reference model gets a successor; it takes a few minutes on two cores.
 """
 
 from __future__ import annotations
@@ -8,20 +8,20 @@ from __future__ import annotations
 from rich.console import Console
 
 from kvbench import reference
-from kvbench.profiles.command import describe, profiles
-from kvbench.profiles.files import KINDS, SHIPPED
+from kvbench.profiles.command import describe, measure_profile
+from kvbench.profiles.files import PROFILES
 from kvbench.progress import reporter
 
+KIND = "ablation"
 SETTINGS = {"lengths": [512, 1024, 2048], "samples": 33, "seed": 0, "device": "cpu"}
 
 
 def main() -> None:
-    """Measure both kinds for the reference model and write them beside this file."""
-    made = profiles("reference", KINDS, SETTINGS, reporter(Console(stderr=True)))
-    for kind, profile in made.items():
-        path = SHIPPED / f"{reference.NAME}.{kind}.json"
-        profile.save(path)
-        print(f"wrote {path}\n{describe(profile)}")
+    """Measure the profile of the reference model and write it beside this file."""
+    profile = measure_profile("reference", KIND, SETTINGS, reporter(Console(stderr=True)))
+    path = PROFILES.shipped / PROFILES.pattern.format(model=reference.NAME, kind=KIND)
+    profile.save(path)
+    print(f"wrote {path}\n{describe(profile)}")
 
 
 if __name__ == "__main__":

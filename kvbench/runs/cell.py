@@ -153,7 +153,7 @@ class Cell:
         }
 
     @functools.cached_property
-    def versions(self) -> dict[str, str]:
+    def versions(self) -> dict[str, object]:
         """The versions that responses depend on, by package, policy, exchanged part and files."""
         return versions(self.policy, self.files, self.packages)
 
@@ -192,12 +192,13 @@ class Cell:
         return {"cell": self.cell, "match": self.match, **self.labels, "versions": text}
 
 
-def versions(policy: Policy, files: str = "", packages: Sequence[str] = ()) -> dict[str, str]:
+def versions(policy: Policy, files: str = "", packages: Sequence[str] = ()) -> dict[str, object]:
     """What the responses of a policy depend on besides the flags.
 
     Args:
         policy: The digest of its file, or the package and version that registers it, is part of
-            the answer, and so are those of exchanged parts.
+            the answer, and so are those of exchanged parts. Versions of its parts are recorded
+            only above 1, so that the hashes of other cells stay as they are.
         files: Digest of the files that the policy reads for the model.
         packages: More packages that responses depend on.
 
@@ -205,13 +206,15 @@ def versions(policy: Policy, files: str = "", packages: Sequence[str] = ()) -> d
         Versions by name, in the order of the names.
     """
     always = ("kvbench", "torch", "transformers", "lm_eval")
-    known = {name: _installed(name) for name in (*always, *packages)}
+    known: dict[str, object] = {name: _installed(name) for name in (*always, *packages)}
     known["policy"] = policy.origin
     for kind, part in exchanged_parts(policy).items():
         if part is not None and (name := f"{kind}.{part.name}") in registry.names(registry.PARTS):
             known[kind] = registry.origin(registry.PARTS, name)
     if files:
         known["files"] = files
+    if policy.part_versions:
+        known["part_versions"] = policy.part_versions
     return dict(sorted(known.items()))
 
 

@@ -15,14 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from kvbench.benchmark import Benchmark
 from kvbench.decoding import Thinking
-from kvbench.engine.loading import (
-    load_config,
-    load_tokenizer,
-    model_digest,
-    pick_device,
-    pick_dtype,
-    resolve_model,
-)
+from kvbench.engine.loading import load_config, load_tokenizer, pick_device, pick_dtype
 from kvbench.engine.quantization import check_quantization, quantization_packages
 from kvbench.errors import LeftOut, UserError
 from kvbench.files import cache_dir
@@ -32,7 +25,7 @@ from kvbench.harness.lm_eval import LmEvalHarness
 from kvbench.harness.protocol import Harness, LoadedTask, TaskSettings
 from kvbench.judge.base import Judge
 from kvbench.judge.choosing import Judges
-from kvbench.named import lexicon_of
+from kvbench.named import lexicon_of, model_digest, resolve_model
 from kvbench.plugin import Policy
 from kvbench.runs.answers import Prompt
 from kvbench.runs.cell import Cell, Variant

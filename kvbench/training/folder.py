@@ -24,7 +24,7 @@ MADE = "gates.json"
 
 def wanted_of(planned: Plan) -> dict[str, Any]:
     """All that can change the gates, as the folder's `training.json` holds it."""
-    from kvbench.engine.loading import model_digest
+    from kvbench.named import model_digest
 
     return {
         "policy": planned.method.name,

@@ -1,4 +1,4 @@
-"""Ada-PyramidKV: PyramidKV's shares of the layers, AdaKV's shares of the heads inside each.
+"""Ada-PyramidKV: PyramidKV's shares of the layers, and within each layer AdaKV's of the heads.
 
 arXiv 2407.11550 on arXiv 2406.02069; see `adakv` and `pyramidkv`.
 """
@@ -19,7 +19,7 @@ from kvbench_policies.snapkv import WindowAttention
 
 @dataclass(frozen=True)
 class AdaPyramid(HeadAdaptive):
-    """A pyramid over the layers, then head-adaptive in each: `b` is the layer's own share.
+    """A pyramid over the layers, then head-adaptive within each; `b` is the layer's own share.
 
     Attributes:
         steepness: See `pyramidkv.Pyramid`.
@@ -46,7 +46,7 @@ ADA_PYRAMIDKV = Policy(
     score=WindowAttention(),
     allocate=AdaPyramid(),
     select=TopK(),
-    summary="SnapKV's scores; a pyramid over layers, whose heads share what their layer gets",
+    summary="SnapKV's scores; a pyramid over layers, and the heads of a layer share its budget",
     paper="arXiv 2407.11550, Algorithms 1 and 2, on arXiv 2406.02069",
     cost="time O(w T d + H T log(H T)), memory O(w T), as adakv",
 )

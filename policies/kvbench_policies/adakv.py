@@ -1,4 +1,4 @@
-"""AdaKV: the heads of a layer share its budget by where the large attention weights lie.
+"""AdaKV: the heads of a layer share its budget according to where the large attention weights are.
 
 Feng, Lv, Cao, Xie, Zhou: Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for
 Efficient LLM Inference, arXiv 2407.11550, Algorithms 1 and 2 (safeguard alpha = 0.2).
@@ -14,9 +14,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvbench.errors import UserError
 from kvbench.parts import TopK, best, order_key, portion
 from kvbench.plugin import Allocator, Policy, Scored, Scores
+from kvbench_policies.ranges import check_share
 from kvbench_policies.snapkv import WindowAttention
 
 
@@ -24,14 +24,14 @@ from kvbench_policies.snapkv import WindowAttention
 class HeadAdaptive(Allocator):
     """The largest scores of a layer over all its heads, each head with a floor.
 
-    `b` is the layer's mean entries per head. Protected entries count as the largest.
+    `b` is the layer's mean number of entries per head. Protected entries count as the largest.
 
     Attributes:
-        safeguard: AdaKV's alpha: every head is sure of `floor(alpha * b)` entries.
-        safeguard_mode: `reserve`: every head first keeps its own best `floor(alpha * b)`, the rest
-            goes to the best remaining entries of the layer (kvpress and CriticalKV's code). `mix`:
-            with `w` protected entries a head and `b' = b - w`, counts `c_h` of one joint
-            top-`H * b'` are mixed with an even split to
+        safeguard: AdaKV's alpha: every head gets at least `floor(alpha * b)` entries.
+        safeguard_mode: `reserve`: every head first keeps its own best `floor(alpha * b)`, and the
+            rest goes to the best remaining entries of the layer (kvpress and CriticalKV's code).
+            `mix`: with `w` protected entries per head and `b' = b - w`, the counts `c_h` of one
+            joint top-`H * b'` are mixed with an even split,
             `n_h = (1 - alpha) c_h + floor(alpha b') + w`, rounded by largest remainder (AdaKV's own
             repository).
     """
@@ -43,10 +43,7 @@ class HeadAdaptive(Allocator):
 
     def __post_init__(self) -> None:
         """Check the range."""
-        if not 0 <= self.safeguard <= 1:
-            raise UserError(
-                f"safeguard={self.safeguard}: a share of the budget in [0, 1] would be right"
-            )
+        check_share("safeguard", self.safeguard)
 
     def allocate(self, layers: Sequence[Scored], total: Tensor) -> Tensor:
         """Spread a layer's total (int64 `[B]`) over its heads, int64 `[B, 1, H]`."""
@@ -73,7 +70,7 @@ class HeadAdaptive(Allocator):
         even = portion(free, self.safeguard, heads)[:, None] + window
         real = (alpha.denominator - alpha.numerator) * (joint - window) + alpha.denominator * even
         mixed = _largest_remainder(real, alpha.denominator, total, v.valid.sum(-1))
-        # Where the protected entries fill the layer there is nothing to mix.
+        # If the protected entries fill the layer there is nothing to mix.
         return torch.where((free > 0)[:, None], mixed, joint)
 
 
@@ -81,7 +78,7 @@ def _largest_remainder(real: Tensor, unit: int, total: Tensor, most: Tensor) -> 
     """Round shares `real / unit` `[B, H]` to integers that sum to `total`, none above `most`."""
     shares = torch.minimum(real // unit, most)
     order = (real % unit).argsort(dim=-1, descending=True, stable=True)
-    for _ in range(2):  # flooring every head and the even part leaves less than two entries a head
+    for _ in range(2):  # flooring a head and the even part leaves fewer than two entries per head
         left = (total - shares.sum(-1))[:, None]
         room = (shares < most).gather(-1, order)
         given = (room & (room.cumsum(-1) <= left)).long()
@@ -96,7 +93,7 @@ ADAKV = Policy(
     score=WindowAttention(),
     allocate=HeadAdaptive(),
     select=TopK(),
-    summary="SnapKV's scores; the heads of a layer share its budget, each sure of 20% of the mean",
+    summary="SnapKV's scores; heads share a layer's budget, each with a floor of 20% of the mean",
     paper="arXiv 2407.11550, Algorithms 1 and 2",
     cost="time O(H_q w T d), memory O(H_q w T + H T d)",
 )

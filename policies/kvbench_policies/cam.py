@@ -1,4 +1,4 @@
-"""CaM: the values of evicted tokens are spread over the kept tokens behind them.
+"""CaM: the values of evicted tokens are spread over the kept ones among the tokens that follow.
 
 Zhang, Du, Luo, Zhong, Zhang, Liu, Ji: CaM: Cache Merging for Memory-efficient LLMs Inference,
 ICML 2024, on H2O's eviction.
@@ -12,42 +12,44 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvbench.errors import UserError
 from kvbench.parts import TopK, Uniform
 from kvbench.plugin import AttentionMass, Merger, Need, Policy, View
+from kvbench_policies import merging
 from kvbench_policies.h2o import AccumulatedAttention
-from kvbench_policies.merging import pack, put, sum_rows_into, take, window_sum
+from kvbench_policies.merging import sum_before
+from kvbench_policies.ranges import check_count
 
 
 @dataclass(frozen=True)
 class ValueMerge(Merger):
-    """An evicted value is added, divided by `merge_span`, to the values of the next kept tokens.
+    """An evicted value, divided by `merge_span`, is added to kept values shortly behind it.
 
-    An evicted token `i` is merged with probability `min(1, a_i / mean a)`, `a` the attention that
-    was accumulated (mean over the query heads of a KV head) and its mean that of the next
-    `merge_span` kept tokens behind `i`; one draw decides for all of them. Where fewer are left
-    behind it those take part, each still gets the `merge_span`-th part, and what the missing ones
-    would have got is lost; with none behind it, the token is dropped. Keys stay as they are.
+    The receivers are the kept ones among the next `merge_span` tokens by position, as in the
+    authors' code, and not the next kept tokens, however far away: at a one-shot cut those would
+    collect many values each. What the other tokens of the span would have received is lost, and so
+    is the value if none of them is kept. Keys stay as they are.
 
-    The first cut of a cache merges all that it evicts. Later ones merge only the tokens that came
-    since the cut before (one that evicts nothing from the layer does not count). Kept values are
-    sums, so the order of the evicted does not matter.
+    An evicted token `i` is merged with probability `min(1, a_i / mean a)`, where `a` is the
+    accumulated attention (mean over the query heads of a KV head) and the mean is over the next
+    `merge_span` tokens, kept or not; near the end of the sequence over those that exist. One draw
+    decides for all receivers. The draw is the view's noise at the evicted token, so it is the same
+    in every batch and for every budget.
 
-    Draws are the view's noise at the evicted token: the same in every batch and for every budget.
+    The first cut of a cache merges all that it evicts. A later cut merges only tokens that came
+    since the previous one (a cut that evicts nothing from the layer does not count). Kept values
+    are sums, so the order of the evicted tokens does not matter.
 
     Attributes:
         merge_span: The paper's m, in tokens.
     """
 
     name: ClassVar[str] = "value"
+    version = 2  # merged into the next kept tokens, however far behind
     merge_span: int = 32
 
     def __post_init__(self) -> None:
         """Check the range."""
-        if self.merge_span < 1:
-            raise UserError(
-                f"merge_span={self.merge_span}: a number of tokens, 1 or more, would be right"
-            )
+        check_count("merge_span", self.merge_span, 1)
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -57,30 +59,47 @@ class ValueMerge(Merger):
     def merge(self, v: View, keep: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Give the keys and values to store, `[B, H, n, d]` each; the keys are the view's own.
 
-        The state is `seen`, int64 `[B]`: tokens that the sequence had seen at the cut before, 0
-        before the first.
+        The state is `seen`, int64 `[B]`: how many tokens the sequence had seen at the previous cut;
+        0 before the first.
         """
-        gone = v.valid & ~keep
+        evicted = v.valid & ~keep
         seen = state.get("seen", torch.zeros_like(v.length))
-        state["seen"] = torch.where(gone.any(2).any(1), v.length, seen)
-        gone = gone & (v.position >= seen[:, None, None])
-        kept, there = pack(keep)
-        if kept.shape[2] == 0:
+        state["seen"] = torch.where(evicted.any(2).any(1), v.length, seen)
+        # Tokens that came since then were never evicted before, so from a candidate on adjacent
+        # entries are adjacent tokens.
+        candidate = evicted & (v.position >= seen[:, None, None])
+        mass = v.grouped(v.obs[AttentionMass()]).double().masked_fill(~v.valid, 0.0)
+        total, count = (self._after(x) for x in (mass, v.valid.double()))
+        merged = candidate & (v.noise(1).double() * total < mass * count)
+        receives = keep & (sum_before(merged.double(), self.merge_span) > 0)
+        if not bool(receives.any()):
             return v.key, v.value
-        mass = v.grouped(v.obs[AttentionMass()]).double()
-        first = keep.cumsum(-1)  # of an evicted token: place of the next kept one
-        gone = gone & (first < keep.sum(-1, keepdim=True))
-        ahead = (mass.gather(2, kept).masked_fill(~there, 0.0), there.double())
-        total, count = (window_sum(x.flip(2), self.merge_span).flip(2) for x in ahead)
-        slot = first.clamp(max=kept.shape[2] - 1)
-        mean = (total / count.clamp(min=1)).gather(2, slot)
-        go = gone & (v.noise(1).double() * mean < mass)
-        if not bool(go.any()):
-            return v.key, v.value
-        entry = torch.arange(v.shape[2], device=keep.device).expand(v.shape)
-        sums = sum_rows_into(v.value, entry, go, slot, kept.shape[2])
-        rows = take(v.value, kept) + window_sum(sums, self.merge_span) / self.merge_span
-        return v.key, put(v.value, kept, there, rows)
+        return v.key, self._add(v.value, merged, receives)
+
+    def _after(self, x: Tensor) -> Tensor:
+        """Sum over the `merge_span` entries after every entry, `[B, H, n]`."""
+        return sum_before(x.flip(2), self.merge_span).flip(2)
+
+    def _add(self, value: Tensor, merged: Tensor, receives: Tensor) -> Tensor:
+        """Add merged values to their receivers, in float32, block by block of entries.
+
+        Args:
+            value: `[B, H, n, d]`; not changed.
+            merged: Which entries are merged, bool `[B, H, n]`.
+            receives: Which entries receive anything, bool `[B, H, n]`.
+        """
+        out = value.clone()
+        batch, heads, n, dim = value.shape
+        step = max(self.merge_span, merging.BLOCK // (batch * heads * dim))
+        for start in range(0, n, step):
+            block = slice(start, start + step)
+            size = merged[:, :, block].shape[2]
+            reach = slice(max(0, start - self.merge_span), start + step)
+            rows = value[:, :, reach].float().masked_fill(~merged[:, :, reach, None], 0.0)
+            gained = sum_before(rows, self.merge_span)[:, :, -size:] / self.merge_span
+            grown = (value[:, :, block].float() + gained).to(value.dtype)
+            out[:, :, block] = torch.where(receives[:, :, block, None], grown, value[:, :, block])
+        return out
 
 
 CAM = Policy(
@@ -89,7 +108,7 @@ CAM = Policy(
     allocate=Uniform(),
     select=TopK(),
     merge=ValueMerge(),
-    summary="H2O whose evicted values are added, thinned, to those of the kept tokens behind them",
+    summary="H2O whose evicted values are added, thinned, to kept ones among the next 32 tokens",
     paper="CaM, ICML 2024",
     moments=("context", "question", "decode"),
     cost="time O(n d log m), memory O(n d)",

@@ -8,41 +8,42 @@ selection on SnapKV is `critical_snapkv`.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from kvbench.errors import UserError
 from kvbench.parts import best, order_key, portion
 from kvbench.plugin import Policy, Scores, Selector, View
 from kvbench_policies.adakv import HeadAdaptive
 from kvbench_policies.kernels.value_norm.op import value_norm
+from kvbench_policies.ranges import check_finite, check_share
 from kvbench_policies.snapkv import WindowAttention
 
 
 @dataclass(frozen=True)
 class TwoStage(Selector):
-    """Algorithm 1. Stage 1: by attention; stage 2: by attention times the projected value's norm.
+    """Algorithm 1. Stage 1 selects by attention, stage 2 by attention times the value's norm.
 
-    A head of share `n`, its window (all that is protected, `w` entries) included: stage 1 keeps the
-    window and the top `max(0, floor(first_stage * n) - w)` others by attention `A`; stage 2 fills
-    the rest with the largest `(A_i + eps) * ||V_i W_O||`. Shares are settled before, from
-    attention alone. Ties go to the more recent token.
+    A head's share `n` includes its window, the `w` protected entries. Stage 1 keeps the window and
+    the top `max(0, floor(first_stage * n) - w)` others by attention `A`. Stage 2 fills the rest
+    with the largest `(A_i + eps) * ||V_i W_O||`. Shares are settled before, from attention alone.
+    Ties go to the more recent token.
 
-    Scores that fall below zero (not attention: `knorm`, `recency`, ...) are shifted, head by head,
-    so that the smallest of the head's valid entries is 0; scores that do not are taken as they are.
+    The algorithm is about attention, which is never negative. A head whose scores go below zero
+    (`knorm`, `recency`, ...) has them shifted so that its smallest is 0: unshifted, the product
+    would rank entries of large value norm last, the opposite of what stage 2 is for. Only
+    `variant=release` multiplies negative scores as they are, as kvpress does.
 
     Attributes:
         first_stage: Share of a head's entries that stage 1 keeps, the paper's alpha.
-        eps: Added to attention so that the norm decides among what got none.
+        eps: Added to attention so that the norm decides among entries without attention.
         norm: `l1`, or `l2` (appendix).
         variant: `paper`, or `release` (the authors' and kvpress' code): the head's best
-            `floor(safeguard * b)` entries are in stage 1 as well, so that a head at its floor has
-            no stage 2; `b` is the layer's mean share.
-        safeguard: The allocator's safeguard, read by `variant=release` alone.
+            `floor(safeguard * b)` entries are in stage 1 as well, so a head at its floor has no
+            stage 2 (`b` is the layer's mean share); negative scores are not shifted.
+        safeguard: The allocator's safeguard; only `variant=release` reads it.
     """
 
     name: ClassVar[str] = "two_stage"
@@ -54,11 +55,14 @@ class TwoStage(Selector):
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        for key, share in (("first_stage", self.first_stage), ("safeguard", self.safeguard)):
-            if not 0 <= share <= 1:
-                raise UserError(f"{key}={share}: a share in [0, 1] would be right")
-        if not (self.eps >= 0 and math.isfinite(self.eps)):
-            raise UserError(f"eps={self.eps}: a number, 0 or more, would be right")
+        check_share("first_stage", self.first_stage)
+        check_share("safeguard", self.safeguard)
+        check_finite("eps", self.eps, 0)
+
+    @property
+    def version(self) -> int:
+        """2 for `variant=release`, which shifted negative scores."""
+        return 2 if self.variant == "release" else 1
 
     def select(self, v: View, scores: Scores, share: Tensor) -> Tensor:
         """Choose exactly `share` (int64 `[B, H]`) entries per head, bool `[B, H, n]`."""
@@ -70,9 +74,11 @@ class TwoStage(Selector):
         first = torch.minimum(torch.maximum(first, window), share)
         stage1 = best(order_key(v, scores), first)
         attention = scores.value.float()
-        least = attention.masked_fill(~v.valid, 0.0).amin(-1, keepdim=True).clamp(max=0.0)
+        if self.variant == "paper":
+            valid = attention.masked_fill(~v.valid, 0.0)
+            attention = attention - valid.amin(-1, keepdim=True).clamp(max=0.0)
         size = value_norm(v.value, v.model.output_weight(v.layer), self.norm)
-        worth = (attention - least + self.eps) * size
+        worth = (attention + self.eps) * size
         chosen = Scores(worth, stage1.to(torch.int8))
         return best(order_key(v, chosen), share)
 
@@ -82,7 +88,7 @@ CRITICALKV = Policy(
     score=WindowAttention(),
     allocate=HeadAdaptive(),
     select=TwoStage(),
-    summary="AdaKV with the second half of every head's share chosen by attention times ||V W_O||",
+    summary="AdaKV; the second half of every head's share is chosen by attention times ||V W_O||",
     paper="arXiv 2502.03805, Algorithm 1, on AdaKV",
     cost="time O(H_q T d (w + d_model)), memory O(H_q w T + H T d)",
 )

@@ -1,11 +1,12 @@
-"""D2O: shares by the variance of attention, and evicted entries merged into their nearest kept one.
+"""D2O: layer shares by the variance of attention; evicted entries merge into the nearest kept one.
 
 Wan, Wu, Zhang and others: D2O: Dynamic Discriminative Operations for Efficient Long-Context
 Inference of Large Language Models, arXiv 2406.13035, section 4.2: token eviction (equations 6 to 8)
-and dynamic token merging (equations 9 to 12). The shares of the layers (section 4.1) are
+and dynamic token merging (equations 9 to 12). The shares of the layers (section 4.1) are in
 `inverse_variance`.
 
-The authors' released code differs from the paper in what `variant=release` names at each part.
+Where the authors' released code differs from the paper, `variant=release` follows the code; each
+part says how.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from kvbench.errors import UserError
 from kvbench.parts import portion, rank_entries
 from kvbench.plugin import (
     AttentionMass,
@@ -34,20 +34,21 @@ from kvbench.plugin import (
 )
 from kvbench_policies.inverse_variance import InverseVariance
 from kvbench_policies.merging import pack, put, sum_into, sum_rows_into, take
+from kvbench_policies.ranges import check_count, check_share
 
 _BLOCK = 1 << 25
-"""Similarities held at once, in float32 (128 MiB)."""
+"""Number of similarities held at once, in float32 (128 MiB)."""
 
 
 @dataclass(frozen=True)
 class Accumulated(Score):
-    """`s_i = sum_q A[q, i]` over all queries, nothing protected.
+    """`s_i = sum_q A[q, i]` over all queries; nothing is protected.
 
-    As `mass`, H2O's score, but without a window: `important_recent` takes the window from each
-    head's own share.
+    H2O's score `mass` without its window: `important_recent` takes the window from each head's own
+    share.
 
     Attributes:
-        observe: Of a prefill, count only that many last queries (none: all).
+        observe: Number of last queries of a prefill that count; none counts all.
         group: How the query heads of a KV head are reduced: `mean`, `max` or `sum`.
     """
 
@@ -58,10 +59,8 @@ class Accumulated(Score):
 
     def __post_init__(self) -> None:
         """Check the range."""
-        if self.observe is not None and self.observe < 1:
-            raise UserError(
-                f"observe={self.observe}: a number of queries, 1 or more, or none would be right"
-            )
+        if self.observe is not None:
+            check_count("observe", self.observe, 1, "queries, or none")
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -76,17 +75,17 @@ class Accumulated(Score):
 
 @dataclass(frozen=True)
 class ImportantRecent(Selector):
-    """A share of every head for its recent tokens, the rest for sinks and the largest scores.
+    """Part of every head's share for recent tokens, the rest for sinks and the largest scores.
 
-    Of a head's share `n` the last `floor(recent * n)` tokens are kept, at least the newest, and the
-    first `sinks` tokens; the largest scores fill the rest. Where that does not fit the oldest
-    tokens of the window go first, then sinks, the newest token last. What the score protects is
-    protected as well.
+    A head of share `n` keeps its last `floor(recent * n)` tokens, at least the newest, and the
+    first `sinks` tokens; the largest scores fill the rest. If these tokens do not fit, the oldest
+    tokens of the window give way first, then the last sinks, and the newest token last. Whatever
+    the score protects is protected as well.
 
     Attributes:
-        recent: Share of a head's share; none is the variant's: 0.25 (3:1, paper), 0.5 (1:1,
-            release).
-        sinks: First tokens of the sequence that are protected.
+        recent: Fraction of a head's share for recent tokens; none means the variant's value: 0.25
+            (3:1, paper) or 0.5 (1:1, release).
+        sinks: Number of first tokens that are protected.
         variant: `paper`, or `release` (the authors' code).
     """
 
@@ -97,10 +96,14 @@ class ImportantRecent(Selector):
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        if self.recent is not None and not 0 <= self.recent <= 1:
-            raise UserError(f"recent={self.recent}: a share of a head in [0, 1] would be right")
-        if self.sinks < 0:
-            raise UserError(f"sinks={self.sinks}: a number of tokens, 0 or more, would be right")
+        if self.recent is not None:
+            check_share("recent", self.recent)
+        check_count("sinks", self.sinks, 0)
+
+    @property
+    def version(self) -> int:
+        """2 with two or more sinks: of sinks that do not fit, the last now gives way first."""
+        return 2 if self.sinks > 1 else 1
 
     def select(self, v: View, scores: Scores, share: Tensor) -> Tensor:
         """Choose exactly `share` (int64 `[B, H]`) valid entries per head, bool `[B, H, n]`."""
@@ -119,26 +122,26 @@ class ImportantRecent(Selector):
 
 @dataclass(frozen=True)
 class EmaMerge(Merger):
-    """Evicted entries whose nearest kept key is near enough are merged into it.
+    """Evicted entries are merged into their nearest kept entry if that is near enough.
 
-    In each head, with kept keys `k_j` and evicted `k_i`: `u_ij = cos(k_i, k_j)`, `j*(i) =
-    argmax_j u_ij` (of equals the more recent). An evicted entry is merged into `j*(i)` if
-    `max_j u_ij >= tau`, else dropped; `tau` is the mean of `max_j u_ij` at a head's first cut, and
-    then `ema * mean + (1 - ema) * tau`:
+    In each head, with kept keys `k_j` and evicted keys `k_i`, let `u_ij = cos(k_i, k_j)` and
+    `j*(i) = argmax_j u_ij` (ties go to the more recent entry). An evicted entry is merged into
+    `j*(i)` if `max_j u_ij >= tau`, and dropped otherwise. At a head's first cut, `tau` is the mean
+    of `max_j u_ij`; at later cuts it becomes `ema * mean + (1 - ema) * tau`:
 
         w_j = e / (e + sum_{i -> j} exp(u_ij)),    w_i = exp(u_ij) / (e + sum_{i -> j} exp(u_ij))
         k_j <- w_j k_j + sum_{i -> j} w_i k_i,     v_j <- w_j v_j + sum_{i -> j} w_i v_i
 
-    A kept entry that receives nothing does not change, nor does `tau` at a cut that evicts nothing
-    from a head. In float32, cast back at the end. The similarities are formed block by block of
-    evicted entries, never held whole.
+    A kept entry that receives nothing does not change, and neither does `tau` at a cut that evicts
+    nothing from a head. Sums are in float32 and cast back at the end. Similarities are computed in
+    blocks of evicted entries; the whole matrix is never held.
 
     Attributes:
-        ema: The paper's beta; none is the variant's: 0.7 (paper), 0.5 (release).
-        variant: `paper`, or `release` (the authors' code): `(k_j + sum u_ij k_i) / (1 + count)`;
-            one threshold for all heads of a layer, from the mean over all their evicted entries;
-            and one decision: the s-th evicted entries of all heads are merged if the mean of their
-            `max_j u_ij` over heads reaches it.
+        ema: The paper's beta; none means the variant's value: 0.7 (paper) or 0.5 (release).
+        variant: `paper`, or `release` (the authors' code): a kept entry becomes
+            `(k_j + sum u_ij k_i) / (1 + count)`; all heads of a layer share one threshold, the mean
+            over all their evicted entries; and they decide together: the s-th evicted entries of
+            all heads are merged if the mean of their `max_j u_ij` over heads reaches it.
     """
 
     name: ClassVar[str] = "ema"
@@ -147,37 +150,37 @@ class EmaMerge(Merger):
 
     def __post_init__(self) -> None:
         """Check the range."""
-        if self.ema is not None and not 0 <= self.ema <= 1:
-            raise UserError(f"ema={self.ema}: a weight in [0, 1] would be right")
+        if self.ema is not None:
+            check_share("ema", self.ema)
 
     def merge(self, v: View, keep: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Give the keys and values to store, `[B, H, n, d]` each.
 
-        The state is `tau`, float64, and `cuts`, int64, how many it is made of: `[B, H]`, or
-        `[B, 1]` where the heads share one.
+        The state holds `tau` (float64) and `cuts` (int64), the number of cuts behind it: `[B, H]`,
+        or `[B, 1]` if the heads share one threshold.
         """
-        kept, there = pack(keep, newest_first=True)
+        kept, in_use = pack(keep, newest_first=True)
         evicted, real = pack(v.valid & ~keep & keep.any(-1, keepdim=True))
-        similarity, near = _nearest(v.key, kept, there, evicted)
+        similarity, near = _nearest(v.key, kept, in_use, evicted)
         go = self._decide(similarity.double(), real, state)
         if not bool(go.any()):
             return v.key, v.value
         if self.variant == "release":
-            own, weight, norm = 1.0, similarity, go.float()
+            kept_weight, weight, norm = 1.0, similarity, go.float()
         else:
-            own, weight = math.e, similarity.exp()
+            kept_weight, weight = math.e, similarity.exp()
             norm = weight.masked_fill(~go, 0.0)
         slots = kept.shape[2]
-        below = own + sum_into(norm, near, slots)
-        there = there & (sum_into(go.float(), near, slots) > 0)
+        below = kept_weight + sum_into(norm, near, slots)
+        in_use = in_use & (sum_into(go.float(), near, slots) > 0)
         merged = []
         for x in (v.key, v.value):
-            total = own * take(x, kept) + sum_rows_into(x, evicted, go, near, slots, weight)
-            merged.append(put(x, kept, there, total / below[..., None]))
+            total = kept_weight * take(x, kept) + sum_rows_into(x, evicted, go, near, slots, weight)
+            merged.append(put(x, kept, in_use, total / below[..., None]))
         return merged[0], merged[1]
 
     def _decide(self, similarity: Tensor, real: Tensor, state: dict[str, Tensor]) -> Tensor:
-        """Update the threshold; say which evicted entries are merged, bool `[B, H, E]`."""
+        """Update the threshold and decide which evicted entries are merged, bool `[B, H, E]`."""
         ema = self.ema
         if ema is None:
             ema = 0.5 if self.variant == "release" else 0.7
@@ -190,25 +193,25 @@ class EmaMerge(Merger):
         mean = value / count.clamp(min=1)
         cuts = state.get("cuts", torch.zeros_like(count))
         before = state.get("tau", torch.zeros_like(mean))
-        # In this form a mean that stays as it was leaves the threshold as it was, to the bit.
+        # In this form a mean equal to the threshold leaves it unchanged to the last bit.
         after = torch.where(cuts > 0, before + ema * (mean - before), mean)
         tau = torch.where(count > 0, after, before)
         state["tau"], state["cuts"] = tau, cuts + (count > 0).long()
         return (worth >= tau[..., None]) & real
 
 
-def _nearest(key: Tensor, kept: Tensor, there: Tensor, evicted: Tensor) -> tuple[Tensor, Tensor]:
-    """Give every evicted entry its nearest kept one.
+def _nearest(key: Tensor, kept: Tensor, in_use: Tensor, evicted: Tensor) -> tuple[Tensor, Tensor]:
+    """Find the nearest kept entry of every evicted entry.
 
     Args:
         key: `[B, H, n, d]`.
-        kept: Entries that stay, newest first, int64 `[B, H, C]`.
-        there: Which of them there are, bool `[B, H, C]`.
-        evicted: Entries that go, int64 `[B, H, E]`.
+        kept: Indices of the kept entries, newest first, int64 `[B, H, C]`.
+        in_use: Which of these indices are real, bool `[B, H, C]`.
+        evicted: Indices of the evicted entries, int64 `[B, H, E]`.
 
     Returns:
-        The cosine, float32 `[B, H, E]`, and the place in `kept`, int64 `[B, H, E]`; of equally near
-        ones the first.
+        The cosine, float32 `[B, H, E]`, and the position within `kept`, int64 `[B, H, E]`; ties go
+        to the first.
     """
     similarity = torch.zeros(evicted.shape, device=key.device)
     near = torch.zeros_like(evicted)
@@ -220,7 +223,7 @@ def _nearest(key: Tensor, kept: Tensor, there: Tensor, evicted: Tensor) -> tuple
     for start in range(0, evicted.shape[2], step):
         part = slice(start, start + step)
         cosine = normalize(take(key, evicted[:, :, part]), dim=-1) @ unit
-        cosine = cosine.masked_fill_(~there[:, :, None], float("-inf"))
+        cosine = cosine.masked_fill_(~in_use[:, :, None], float("-inf"))
         similarity[:, :, part], near[:, :, part] = cosine.max(-1)
     return similarity, near
 
@@ -231,7 +234,7 @@ D2O = Policy(
     allocate=InverseVariance(),
     select=ImportantRecent(),
     merge=EmaMerge(),
-    summary="layers that attend evenly keep more; evicted entries join their nearest kept one",
+    summary="layers that attend evenly keep more; evicted entries merge into the nearest kept one",
     paper="arXiv 2406.13035, sections 4.1 and 4.2, equations 4 to 12",
     moments=("context", "question", "decode"),
     cost="time O(E C d) for E evicted and C kept entries of a head, memory O(n d)",

@@ -1,9 +1,9 @@
-"""DefensiveKV: the worst case of a token's importance instead of its mean, two stages by mass.
+"""DefensiveKV: the largest instead of the mean attention of a token, and two stages by mass.
 
 Feng, Guo, Lv, Zhou, Xie: Taming the Fragility of KV Cache Eviction in LLM Inference,
 arXiv 2510.13334. Attention is aggregated by its maximum over queries and heads, with a floor, so
-that a token which mattered once is not lost in a mean. `layer_defensivekv` spreads the budget over
-layers as well.
+that a token that mattered once is not lost in a mean. `layer_defensivekv` also spreads the budget
+over layers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
-from kvbench.errors import UserError
 from kvbench.parts import best, order_key, rank_entries
 from kvbench.plugin import (
     Need,
@@ -31,24 +30,25 @@ from kvbench.plugin import (
 from kvbench_policies.adakv import HeadAdaptive
 from kvbench_policies.joint import Global
 from kvbench_policies.kernels.value_norm.op import value_norm
+from kvbench_policies.ranges import check_count, check_odd, check_share
 
 _TINY = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True)
 class Defensive(Score):
-    """The largest attention that a token got, floored at the mean, times its values' part.
+    """The largest attention of a token, floored at the mean, times its share of the value norms.
 
         m_i = max_{g in group, q in window} pooled( A_g[q, .] )_i        for i < T - window
         s_i = max(m_i, mean_i m_i) * n_{h,i} / sum_h n_{h,i},    n = mean_g || V_{h,i} W_O^(g) ||_1
 
-    Every row `A_g[q, .]` is cut to the past, pooled by average (zeros beyond its ends, counted) and
-    scaled back to the mass that it had. The window is protected. The sum over KV heads is that of
-    one token; after an earlier cut some heads no longer hold it (see `share_of_heads`).
+    Every row `A_g[q, .]` is cut to the past, average-pooled (zeros beyond its ends count) and
+    scaled back to the mass that it had. The window is protected. The sum over KV heads is over one
+    token; after an earlier cut some heads no longer hold it (see `share_of_heads`).
 
     Attributes:
-        window: Queries that observe, in tokens.
-        kernel: Width of the pooling in entries, odd; 1 pools nothing.
+        window: Number of observing queries, in tokens.
+        kernel: Width of the pooling in entries, odd; 1 turns pooling off.
     """
 
     name: ClassVar[str] = "defensive"
@@ -58,9 +58,8 @@ class Defensive(Score):
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        _check_window(self.window)
-        if self.kernel < 1 or self.kernel % 2 == 0:
-            raise UserError(f"kernel={self.kernel}: an odd number, 1 or more, would be right")
+        check_count("window", self.window, 1)
+        check_odd("kernel", self.kernel)
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -69,21 +68,21 @@ class Defensive(Score):
 
     def score(self, v: View) -> Scores:
         """Score the entries of one layer, float32 `[B, H, n]`; 0 in the window."""
-        past = (v.age >= self.window) & v.valid
+        before_window = (v.age >= self.window) & v.valid
         rows = v.window_attention(self.window).unflatten(1, (-1, v.model.group))
-        rows = rows.masked_fill(~past[:, :, None, None], 0.0)
-        largest = self._pool(rows, past).amax((2, 3))
-        count = past.sum(-1, keepdim=True).clamp(min=1)
+        rows = rows.masked_fill(~before_window[:, :, None, None], 0.0)
+        largest = self._pool(rows, before_window).amax((2, 3))
+        count = before_window.sum(-1, keepdim=True).clamp(min=1)
         floored = torch.maximum(largest, largest.sum(-1, keepdim=True) / count)
         size = value_norm(v.value, v.model.output_weight(v.layer))
         value = floored * share_of_heads(v, size)
-        return Scores(value.masked_fill(~past, 0.0), protect_window(v, self.window))
+        return Scores(value.masked_fill(~before_window, 0.0), protect_window(v, self.window))
 
-    def _pool(self, rows: Tensor, past: Tensor) -> Tensor:
-        """Pool rows `[B, H, G, window, n]` over neighbours and keep each one's mass."""
+    def _pool(self, rows: Tensor, before_window: Tensor) -> Tensor:
+        """Pool rows `[B, H, G, window, n]` over neighbours, keeping the mass of each row."""
         flat = rows.flatten(1, 3)
         pooled = avg_pool1d(flat, self.kernel, stride=1, padding=self.kernel // 2)
-        pooled = pooled.view(rows.shape).masked_fill(~past[:, :, None, None], 0.0)
+        pooled = pooled.view(rows.shape).masked_fill(~before_window[:, :, None, None], 0.0)
         mass = rows.sum(-1, keepdim=True) / pooled.sum(-1, keepdim=True).clamp(min=_TINY)
         return pooled * mass
 
@@ -91,11 +90,11 @@ class Defensive(Score):
 def share_of_heads(v: View, size: Tensor) -> Tensor:
     """Divide every entry's size by the sum over the KV heads that hold the same token.
 
-    Where only `k` of the `H` heads hold it the sum is taken `H / k` times.
+    If only `k` of the `H` heads hold the token, the sum is multiplied by `H / k`.
 
     Args:
         v: The layer.
-        size: 0 or more, `[B, H, n]`.
+        size: Sizes, 0 or more, `[B, H, n]`.
 
     Returns:
         float32 `[B, H, n]`.
@@ -114,21 +113,24 @@ def share_of_heads(v: View, size: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ByMass(Selector):
-    """Two stages: what holds most of the window's attention, then the largest scores.
+    """Two stages: the entries that hold most of the window's attention, then the largest scores.
 
-    Stage 1, per head: the entries that the score does not protect (the past) by their plain window
-    attention (mean over the group and the window, not pooled, renormalised over the past); the
-    longest prefix whose mass stays below `mass` less the share of attention that the protected
-    entries (the window) hold, at most `b` less their number (`b` is the mean of all layers). It is
-    protected before the budget is allocated; where an allocator gives a head less than that, its
-    least attended entries go first. Stage 2: the largest of what the score gives, of whatever sign:
-    stage 1 looks at attention alone, so that any score will do. Ties go to the more recent token.
+    Stage 1, per head, sorts the entries that the score does not protect (the past) by their plain
+    window attention: the mean over the group and the window, not pooled, renormalised over the
+    past. It protects the longest prefix whose mass stays below `mass` minus the share of attention
+    that the protected entries (the window) hold, at most `b` minus their number (`b` is the mean
+    over all layers). This happens before the budget is allocated; if an allocator gives a head
+    less, its least attended entries give way first. Stage 2 takes the largest scores, whatever
+    their sign: stage 1 looks at attention alone, so any score works. Ties go to the more recent
+    token.
 
     Attributes:
         mass: Share of the window's attention that stage 1 may secure.
-        variant: `paper`, or `release` (the authors' code): the window's share is read, one number a
-            layer, from the `window` tokens before the window.
-        window: Queries that observe, in tokens.
+        variant: `paper`, or `release` (the authors' code): the window's share of attention is read
+            from the `window` tokens before the window, as one number per layer; and stage 1 is at
+            most `floor((n - w) b / n) - w` long for a head that holds `n` entries, `w` of them
+            protected, because the code takes the kept fraction of a length without the window.
+        window: Number of observing queries, in tokens.
     """
 
     name: ClassVar[str] = "mass"
@@ -138,9 +140,13 @@ class ByMass(Selector):
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        _check_window(self.window)
-        if not 0 <= self.mass <= 1:
-            raise UserError(f"mass={self.mass}: a share of attention in [0, 1] would be right")
+        check_count("window", self.window, 1)
+        check_share("mass", self.mass)
+
+    @property
+    def version(self) -> int:
+        """2 for `variant=release`, whose first stage was longer."""
+        return 2 if self.variant == "release" else 1
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -148,34 +154,34 @@ class ByMass(Selector):
         return frozenset({Queries(self.window)})
 
     def prepare(self, v: View, scores: Scores) -> Scores:
-        """Protect stage 1; the values of its entries become their attention, to give way by."""
-        held = v.valid & (scores.protect > 0)
-        past = v.valid & ~held
+        """Protect stage 1; its entries get their attention as value, the order they give way in."""
+        protected_entries = v.valid & (scores.protect > 0)
+        protected = protected_entries.sum(-1)
+        unprotected = v.valid & ~protected_entries
         plain = v.grouped(v.window_attention(self.window).sum(2))
         plain = plain / v.length.clamp(max=self.window)[:, None, None]
         if self.variant == "release":
             slip = v.valid & (v.age >= self.window) & (v.age < 2 * self.window)
-            own = plain.masked_fill(~slip, 0.0).sum(-1).mean(-1, keepdim=True)
+            window_share = plain.masked_fill(~slip, 0.0).sum(-1).mean(-1, keepdim=True)
         else:
-            own = plain.masked_fill(~held, 0.0).sum(-1)
-        plain = plain.masked_fill(~past, 0.0)
+            window_share = plain.masked_fill(~protected_entries, 0.0).sum(-1)
+        plain = plain.masked_fill(~unprotected, 0.0)
         plain = plain / plain.sum(-1, keepdim=True).clamp(min=_TINY)
-        rank = rank_entries(Scores(plain, protect_nothing(v)), past)
+        rank = rank_entries(Scores(plain, protect_nothing(v)), unprotected)
         order = torch.empty_like(plain).scatter_(-1, rank, plain)
-        below = order.double().cumsum(-1) < (self.mass - own)[..., None]
-        first = torch.minimum(below.sum(-1), v.budget[:, None] - held.sum(-1))
-        chosen = past & (rank < first[..., None])
+        below = order.double().cumsum(-1) < (self.mass - window_share)[..., None]
+        limit = v.budget[:, None].expand_as(protected)
+        if self.variant == "release":
+            entries = v.valid.sum(-1)
+            limit = (entries - protected) * limit // entries.clamp(min=1)
+        first = torch.minimum(below.sum(-1), limit - protected)
+        chosen = unprotected & (rank < first[..., None])
         classes = torch.where(chosen, Scores.CHOSEN, scores.protect)
         return Scores(torch.where(chosen, plain, scores.value), classes.to(torch.int8))
 
     def select(self, v: View, scores: Scores, share: Tensor) -> Tensor:
         """Choose exactly `share` (int64 `[B, H]`) entries per head, bool `[B, H, n]`."""
         return best(order_key(v, scores), share)
-
-
-def _check_window(window: int) -> None:
-    if window < 1:
-        raise UserError(f"window={window}: a number of tokens, 1 or more, would be right")
 
 
 _COST = "time O(w T d + H_q T d d_model), memory O(H_q w T)"

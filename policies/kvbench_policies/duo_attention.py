@@ -1,12 +1,14 @@
-"""DuoAttention: retrieval heads keep everything, streaming heads sinks and a recent window.
+"""DuoAttention: retrieval heads keep everything, streaming heads keep sinks and a recent window.
 
 Xiao, Tang, Zuo, Guo, Yang, Tang, Fu, Han: DuoAttention: Efficient Long-Context LLM Inference with
-Retrieval and Streaming Heads, arXiv 2410.10819. The paper learns which heads are which; here they
-are ranked by the head profile that `kvbench profile heads` makes.
+Retrieval and Streaming Heads, arXiv 2410.10819. The paper learns which heads retrieve; kvbench
+ranks them by the head profile that `kvbench profile heads` measures. Streaming heads hold 64 sinks
+and 256 recent tokens, as in the repository's evaluation scripts (its gates are trained with 128).
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -14,75 +16,64 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvbench.errors import UserError
 from kvbench.parts import TopK, apportion
-from kvbench.plugin import ModelInfo, Policy, Score, Scored, Scores, View
+from kvbench.plugin import ModelInfo, Policy, Scored
 from kvbench.profiles.allocators import Profiled
+from kvbench_policies.local import Recency
+from kvbench_policies.ranges import check_count
 
 
 @dataclass(frozen=True)
-class SinksRecent(Score):
-    """The first tokens, then the most recent ones.
-
-    In a share that is too small for all the sinks the first of them stay, behind the newest token,
-    which stays in any share. (`streaming_llm`'s score differs there: its oldest sinks go first.)
+class SinksRecent(Recency):
+    """The score of a streaming head: `recency`, with more sinks.
 
     Attributes:
-        sinks: First tokens of the sequence that go before recent ones.
+        sinks: Number of first tokens that are protected, together with the newest token.
     """
 
     name: ClassVar[str] = "sinks_recent"
-    sinks: int = 128
-
-    def __post_init__(self) -> None:
-        """Check the range."""
-        _check_sinks(self.sinks)
-
-    def score(self, v: View) -> Scores:
-        """Score the entries of one layer, `-age`, of the sinks `-position`, `[B, H, n]`."""
-        sink = v.valid & (v.position < self.sinks)
-        newest = v.valid & (v.age == 0)
-        protect = sink.to(torch.int8) * Scores.CHOSEN
-        protect = torch.where(newest, Scores.NEWEST, protect).to(torch.int8)
-        return Scores(-torch.where(sink, v.position, v.age).float(), protect)
-
-
-def _check_sinks(sinks: int) -> None:
-    if sinks < 0:
-        raise UserError(f"sinks={sinks}: a number of tokens, 0 or more, would be right")
+    version = 2  # 64 sinks instead of 128
+    sinks: int = 64
 
 
 @dataclass(frozen=True)
 class Retrieval(Profiled):
-    """Sinks and a recent window for every head; what is left, whole, to the best by the profile.
+    """Sinks and a recent window for every head; the rest goes, whole, to the best heads.
 
-    First `s = min(sinks + recent, b, T)` entries are reserved for each head. Then, from the head of
-    the highest profile down (ties to the lower layer, then head), a head is filled up to the `T`
-    tokens of the context until `N` is spent; the last one may be filled in part. Which entries a
-    share holds is the score's affair: with `duo_attention`'s own score the sinks and the most
-    recent tokens.
+    Each head is first given `s = min(sinks + recent, b, T)` entries. Then heads are filled up to
+    the `T` tokens of the context, from the highest profile down (ties go to the lower layer, then
+    the lower head), until `N` is spent; the last head may be filled in part. If `sinks + recent`
+    exceeds `b`, all heads get the same share and no head retrieves; a warning says so once.
 
-    Where the engine gives a layer another total than this plan, its heads are filled by the same
-    rule within the layer.
+    If the engine gives a layer another total than this plan, the heads of the layer are filled by
+    the same rule.
 
     Attributes:
-        sinks: First tokens that a streaming head holds; the score's sinks bear the same name.
-        recent: Recent tokens that a streaming head holds.
+        sinks: Number of first tokens that a streaming head holds; also a parameter of the score.
+        recent: Number of recent tokens that a streaming head holds.
     """
 
     name: ClassVar[str] = "retrieval"
     scope: ClassVar[Literal["head", "layer", "model"]] = "layer"
-    sinks: int = 128
+    version = 2  # 64 sinks instead of 128
+    sinks: int = 64
     recent: int = 256
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        _check_sinks(self.sinks)
-        if self.recent < 1:
-            raise UserError(f"recent={self.recent}: a number of tokens, 1 or more, would be right")
+        check_count("sinks", self.sinks, 0)
+        check_count("recent", self.recent, 1)
 
     def shares(self, model: ModelInfo, length: Tensor, budget: Tensor) -> Tensor:
         """Entries of every layer, int64 `[B, L]`, summing to `L * H * b`."""
+        if bool(((budget <= self.sinks + self.recent) & (budget < length)).any()):
+            # No number of this batch in the text: Python shows equal warnings once.
+            warnings.warn(
+                f"duo_attention (allocate=retrieval): {self.sinks} sinks and {self.recent} recent "
+                "tokens fill the budget of every head, so no head keeps the whole context; use a "
+                "larger --budget, or smaller sinks= and recent=",
+                stacklevel=2,
+            )
         heads = model.layers * model.kv_heads
         most = length[:, None].expand(-1, heads)
         reserved = torch.minimum(self._reserved(budget)[:, None], most)
@@ -106,14 +97,14 @@ class Retrieval(Profiled):
 
 
 def fill_by_rank(worth: Tensor, total: Tensor, reserved: Tensor, most: Tensor) -> Tensor:
-    """Fill heads up from the worthiest down, after a reserve for each.
+    """Reserve entries for every head, then fill heads up from the worthiest down.
 
     Args:
-        worth: Of every head, `[K]`; ties to the lower index.
-        total: What is spread, int64 `[B]`, at most the sum of `most`.
-        reserved: What each head has first, int64 `[B, K]`; where the total is smaller than their
-            sum, it is spread evenly below them.
-        most: What each head can hold, int64 `[B, K]`, at least `reserved`.
+        worth: Worth of every head, `[K]`; ties go to the lower index.
+        total: Entries to spread, int64 `[B]`, at most the sum of `most`.
+        reserved: Entries that each head gets first, int64 `[B, K]`. A total below their sum is
+            spread evenly, up to these numbers.
+        most: Entries that each head can hold, int64 `[B, K]`, at least `reserved`.
 
     Returns:
         int64 `[B, K]` summing to `total`.
@@ -132,7 +123,7 @@ DUO_ATTENTION = Policy(
     score=SinksRecent(),
     allocate=Retrieval(),
     select=TopK(),
-    summary="the best heads by profile keep everything, the others 128 sinks and 256 recent tokens",
+    summary="the best heads by profile keep everything, the others 64 sinks and 256 recent tokens",
     paper="arXiv 2410.10819",
     moments=("context", "question", "chunked"),
     cost="time O(T), memory O(T)",

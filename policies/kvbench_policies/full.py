@@ -10,7 +10,7 @@ FULL = Policy(
     score=None,
     allocate=Uniform(),
     select=TopK(),
-    summary="keeps everything: the reference that the others are compared with",
+    summary="keeps everything; the other policies are compared with it",
     moments=("context", "question", "decode", "chunked", "turns"),
     cost="nothing",
 )

@@ -1,8 +1,8 @@
-"""H2O: the heavy hitters of accumulated attention, and a recent window of half the budget.
+"""H2O: the heavy hitters of accumulated attention and a recent window of half the budget.
 
 Zhang, Sheng, Zhou, Chen, Zheng, Cai, Song, Tian, Re, Barrett, Wang, Chen: H2O: Heavy-Hitter Oracle
-for Efficient Generative Inference of Large Language Models, arXiv 2306.14048,
-Algorithm 1. `observe=256` is the simulation of H2O in CriticalKV's experiments.
+for Efficient Generative Inference of Large Language Models, arXiv 2306.14048, Algorithm 1.
+`observe=256` reproduces the simulation of H2O in CriticalKV's experiments.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from kvbench.errors import UserError
 from kvbench.parts import TopK, Uniform, portion
 from kvbench.plugin import AttentionMass, Need, Policy, Score, Scores, View, protect_window
+from kvbench_policies.ranges import check_count, check_share
 
 
 @dataclass(frozen=True)
 class AccumulatedAttention(Score):
-    """`s_i = sum_q A[q, i]` over all queries, exact; the most recent tokens are protected.
+    """`s_i = sum_q A[q, i]` over all queries, exactly; the most recent tokens are protected.
 
-    The sum goes on after a cut: what new queries give is added to what was there.
+    The sum continues after a cut: attention from new queries is added to it.
 
     Attributes:
-        recent: Share of `b` that the protected recent window takes: `floor(recent * b)` tokens.
-        observe: Count the last so many queries alone (none: all of them).
+        recent: Share of `b` for the protected recent window: `floor(recent * b)` tokens.
+        observe: Number of last queries that count; none counts all of them.
         group: How the query heads of a KV head are reduced: `mean`, `max` or `sum`.
     """
 
@@ -35,12 +35,9 @@ class AccumulatedAttention(Score):
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        if not 0 <= self.recent <= 1:
-            raise UserError(f"recent={self.recent}: a share of the budget in [0, 1] would be right")
-        if self.observe is not None and self.observe < 1:
-            raise UserError(
-                f"observe={self.observe}: a number of queries, 1 or more, or none would be right"
-            )
+        check_share("recent", self.recent)
+        if self.observe is not None:
+            check_count("observe", self.observe, 1, "queries, or none")
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -58,7 +55,7 @@ H2O = Policy(
     score=AccumulatedAttention(),
     allocate=Uniform(),
     select=TopK(),
-    summary="keeps what got most attention from all queries; half of the budget is a recent window",
+    summary="keeps the largest attention sums over all queries, and half the budget as a window",
     paper="arXiv 2306.14048, Algorithm 1",
     moments=("context", "question", "decode"),
     cost="time O(H_q T^2 d) during the prefill, by blocks; memory O(H_q T)",

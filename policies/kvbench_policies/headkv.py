@@ -1,4 +1,4 @@
-"""HeadKV: heads share the whole cache by how much they retrieve, as an offline profile says.
+"""HeadKV: heads share the whole cache according to an offline profile of how much they retrieve.
 
 Fu, Cai, Asi, Xiong, Dong, Xiao: Not All Heads Matter: A Head-Level KV Cache Compression Method with
 Integrated Retrieval and Reasoning, arXiv 2410.19258, with SnapKV's window attention as the score.
@@ -8,7 +8,6 @@ Integrated Retrieval and Reasoning, arXiv 2410.19258, with SnapKV's window atten
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -20,28 +19,29 @@ from kvbench.errors import UserError
 from kvbench.parts import TopK, apportion, fill, largest_remainder
 from kvbench.plugin import ModelInfo, Policy, Scored
 from kvbench.profiles.allocators import Profiled
+from kvbench_policies.ranges import check_count, check_finite
 from kvbench_policies.snapkv import WindowAttention
 
 
 @dataclass(frozen=True)
 class HeadProfileShares(Profiled):
-    """A window and a base for every head, and a pool that is shared by the profile `p`.
+    """A window and a base for every head, and a pool that is shared according to the profile `p`.
 
     With `b' = b - w`, `beta >= 1` and `p` raised to `temp` and normalised again:
 
         n[l, h] = (b' - b'/beta) + (b'/beta) * L * H * p[l, h] + w
 
     A window larger than `b` shrinks to `b`. No head gets more than the context's `T` tokens: the
-    excess goes to the heads below `T` in proportion to `p`, evenly where theirs is 0. Rounded by
-    largest remainder over the whole model. Where the engine gives a layer another total than this
-    plan (a cut at decode, when the layer holds less), its heads share that in the plan's
+    excess goes to the heads below `T` in proportion to `p`, or evenly if their `p` is 0. Shares are
+    rounded by largest remainder over the whole model. If the engine gives a layer another total
+    than this plan (a cut at decode, when the layer holds less), its heads share it in the plan's
     proportions.
 
     Attributes:
-        pool_share: Size of the pool: a share `1/beta` of `b'` in (0, 1], or above 1 the paper's
-            `beta` itself: 1.01 and 0.990099 are the same.
+        pool_share: Size of the pool: up to 1, the share `1/beta` of `b'`; above 1, the paper's
+            `beta` itself. 1.01 and 0.990099 mean the same.
         temp: Exponent of the profile; 0 shares evenly.
-        window: `w`, tokens that every head is sure of; the score's window bears the same name.
+        window: `w`, the number of tokens that every head gets first; also a parameter of the score.
     """
 
     name: ClassVar[str] = "head_profile"
@@ -52,14 +52,13 @@ class HeadProfileShares(Profiled):
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        if not (self.pool_share > 0 and math.isfinite(self.pool_share)):
+        if not 0 < self.pool_share < float("inf"):
             raise UserError(
-                f"pool_share={self.pool_share}: a share in (0, 1], or beta above 1, would be right"
+                f"pool_share={self.pool_share} is out of range; use a share above 0 and up to 1, "
+                "or the paper's beta above 1"
             )
-        if not (self.temp >= 0 and math.isfinite(self.temp)):
-            raise UserError(f"temp={self.temp}: a number, 0 or more, would be right")
-        if self.window < 0:
-            raise UserError(f"window={self.window}: a number of tokens, 0 or more, would be right")
+        check_finite("temp", self.temp, 0)
+        check_count("window", self.window, 0)
 
     def shares(self, model: ModelInfo, length: Tensor, budget: Tensor) -> Tensor:
         """Entries of every layer, int64 `[B, L]`, summing to `L * H * b`."""
@@ -68,8 +67,8 @@ class HeadProfileShares(Profiled):
     def allocate(self, layers: Sequence[Scored], total: Tensor) -> Tensor:
         """Spread a layer's total (int64 `[B]`) over its heads, int64 `[B, 1, H]`."""
         ((v, _),) = layers
-        mine = self.plan(v.model, v.length, v.budget)[:, v.layer]
-        return apportion(mine.double(), total, v.valid.sum(-1))[:, None]
+        planned = self.plan(v.model, v.length, v.budget)[:, v.layer]
+        return apportion(planned.double(), total, v.valid.sum(-1))[:, None]
 
     def plan(self, model: ModelInfo, length: Tensor, budget: Tensor) -> Tensor:
         """Entries of every head of the model, int64 `[B, L, H]`.
@@ -79,17 +78,11 @@ class HeadProfileShares(Profiled):
             length: `T` of every sequence, int64 `[B]`.
             budget: `b` of every sequence, int64 `[B]`.
         """
-        found = self.load_profile(model)
+        profile = self.load_profile(model)
         share = self.pool_share if self.pool_share <= 1 else 1 / self.pool_share
-        made = _plan(
-            found.scores,
-            share,
-            self.temp,
-            self.window,
-            tuple(length.tolist()),
-            tuple(budget.tolist()),
-        )
-        return made.to(length.device)
+        lengths, budgets = tuple(length.tolist()), tuple(budget.tolist())
+        plan = _plan(profile.scores, share, self.temp, self.window, lengths, budgets)
+        return plan.to(length.device)
 
 
 @functools.lru_cache(maxsize=32)
@@ -101,7 +94,7 @@ def _plan(
     length: tuple[int, ...],
     budget: tuple[int, ...],
 ) -> Tensor:
-    """The plan of `HeadProfileShares`, once for all layers of a cut (CPU; never written to)."""
+    """The plan of `HeadProfileShares`, made once for all layers of a cut; read-only, on the CPU."""
     p = torch.tensor(scores, dtype=torch.float64)
     layers, heads = p.shape
     p = (p / p.max()).flatten() ** temp
@@ -109,10 +102,10 @@ def _plan(
     mean = torch.tensor(budget)
     most = torch.tensor(length)[:, None].expand_as(p)
     total = mean * layers * heads
-    own = mean.clamp(max=window)
-    base = ((mean - own) * (1.0 - share) + own)[:, None].double()
-    # Where no head is at its cap this is the formula as it stands; the pool that caps leave over
-    # goes on in proportion to p.
+    kept_window = mean.clamp(max=window)
+    base = ((mean - kept_window) * (1.0 - share) + kept_window)[:, None].double()
+    # If no head is at its cap this is the formula itself; what caps leave of the pool is spread
+    # over the other heads in proportion to p.
     real = base + fill(p, total.double() - base[:, 0] * layers * heads, most - base)
     return largest_remainder(real, total, most).view(-1, layers, heads)
 
@@ -122,7 +115,7 @@ HEADKV = Policy(
     score=WindowAttention(),
     allocate=HeadProfileShares(),
     select=TopK(),
-    summary="SnapKV's scores; heads share the cache by a profile of how much they retrieve",
+    summary="SnapKV's scores; heads share the cache according to a profile of their retrieval",
     paper="arXiv 2410.19258",
     moments=("context", "question"),
     cost="time O(w T d), memory O(w T)",

@@ -1,4 +1,4 @@
-"""D2O's shares of the layers: the more evenly a layer attends, the more it keeps.
+"""D2O's shares of the layers: a layer keeps more the more evenly it attends.
 
 Wan, Wu, Zhang and others: D2O: Dynamic Discriminative Operations for Efficient Long-Context
 Inference of Large Language Models, arXiv 2406.13035, section 4.1, equations 4 and 5, and the other
@@ -14,20 +14,20 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvbench.errors import BudgetError, UserError
+from kvbench.errors import BudgetRefused, UserError
 from kvbench.parts import largest_remainder
 from kvbench.plugin import Allocator, AttentionMass, Need, Scored
 
 _LEAST_VARIANCE = 1e-12
-"""What a variance of 0 counts as where its reciprocal is taken."""
+"""Smallest variance whose reciprocal is taken."""
 
 
 def fill_logs(logs: Tensor, total: Tensor, most: Tensor, least: Tensor) -> Tensor:
     """Spread totals in proportion to `exp(logs)`, each share within its bounds, not yet rounded.
 
-    What a bound cuts off goes to the others in proportion to their weights. The weights are only
-    compared with the largest of those that still take part, so that they may lie any number of
-    orders of magnitude apart; equal ones share evenly.
+    What a bound cuts off goes to the others in proportion to their weights. Weights are compared
+    only with the largest weight that still takes part, so they may be any number of orders of
+    magnitude apart; equal weights share evenly.
 
     Args:
         logs: Logarithms of the weights, finite float64 `[B, K]`.
@@ -41,7 +41,7 @@ def fill_logs(logs: Tensor, total: Tensor, most: Tensor, least: Tensor) -> Tenso
     low, high = least.double(), most.double()
     fixed = torch.zeros_like(low, dtype=torch.bool)
     share = low
-    for _ in range(logs.shape[-1] + 1):  # a round pins a share to a bound, or is the last
+    for _ in range(logs.shape[-1] + 1):  # every round but the last pins a share to a bound
         left = total.double() - share.masked_fill(~fixed, 0.0).sum(-1)
         parts = torch.softmax(logs.masked_fill(fixed, float("-inf")), -1)
         part = (left[:, None] * parts).masked_fill(fixed, 0.0)
@@ -49,8 +49,8 @@ def fill_logs(logs: Tensor, total: Tensor, most: Tensor, least: Tensor) -> Tenso
         share = torch.where(fixed, share, clipped)
         gained = (clipped - part).masked_fill(fixed, 0.0).sum(-1, keepdim=True)
         below, above = ~fixed & (part < low), ~fixed & (part > high)
-        # Lower bounds gave away more than upper bounds cut off: the lower ones hold for good, and
-        # the other way round.
+        # If lower bounds add more than upper bounds cut off, the lower bounds are final, and vice
+        # versa.
         pinned = torch.where(gained > 0, below, torch.where(gained < 0, above, below | above))
         if not bool(pinned.any()):
             break
@@ -60,29 +60,31 @@ def fill_logs(logs: Tensor, total: Tensor, most: Tensor, least: Tensor) -> Tenso
 
 @dataclass(frozen=True)
 class InverseVariance(Allocator):
-    """Layers share the budget by how much the attention that their entries received varies.
+    """Layers share the budget by the variance of the attention that their entries received.
 
         F_l = mean_h Var_i( sum_q A_{l,h}[q, i] ),    layer l gets exp(-F_l) / sum_m exp(-F_m)
 
     `h` runs over the layer's query heads, as in the authors' code. All KV heads of a layer get the
-    same. Their shares are clipped to `[max(1, floor(0.01 T)), T]` (the floor shrinks to the mean
-    share `b`), what that cuts off is spread over the others in proportion to their weights, and all
-    is rounded by largest remainder, ties to the lower layer and head.
+    same share, clipped to `[max(1, floor(0.01 T)), T]` (the floor shrinks to the mean share `b`).
+    What this cuts off is spread over the others in proportion to their weights. Shares are rounded
+    by largest remainder; ties go to the lower layer and head.
 
-    `F` is of the prefill: at moment `decode` a cache that was cut before keeps the shares that its
-    heads have. At `chunked` and `turns` new context follows, and every cut measures `F` anew from
-    what is held.
+    `F` belongs to the prefill: at moment `decode` a cache that was cut before keeps the shares that
+    its heads have. At `chunked` and `turns` new context follows, and every cut measures `F` again
+    from the held entries.
 
     Attributes:
-        scale: `release` (the authors' code): the variances of a layer's heads are scaled to
-            `(x - min) / (max - min + 1e-6)` before the mean over heads, so that `F` lies in [0, 1];
-            `raw`: as in the equation, where one layer takes nearly all at real lengths;
-            `standardized`: `F` less its mean over layers, divided by its standard deviation.
-        share: `inverse_variance`; or `reciprocal` (`1 / F_l`) and `uniform` of the paper's Table 4;
-            or `layer_decay`, `exp(-l / L)`, which is ours (the paper gives no formula for its
+        scale: `release` (the authors' code) scales the variances of a layer's heads to
+            `(x - min) / (max - min + 1e-6)` before the mean over heads, so that `F` is in [0, 1].
+            `raw` follows the equation; at real lengths one layer then takes nearly everything.
+            `standardized` subtracts from `F` its mean over layers and divides by its standard
+            deviation.
+        share: `inverse_variance`; `reciprocal` (`1 / F_l`) and `uniform` from the paper's Table 4;
+            or kvbench's own `layer_decay`, `exp(-l / L)` (the paper gives no formula for its
             exponential decay).
-        heads: `query`: variances of every query head's attention; `kv`: of its mean over the query
-            heads of a KV head (with two KV heads and `scale=release`, `F` is 1/2 in all layers).
+        heads: `query` takes the variances of every query head's attention, `kv` those of its mean
+            over the query heads of a KV head (with two KV heads and `scale=release`, `F` is then
+            1/2 in all layers).
         variant: `paper`, or `release` (the authors' code): the first two layers and the last keep
             everything (at `decode` they grow with the text), and the others share the rest of the
             budget.
@@ -99,8 +101,8 @@ class InverseVariance(Allocator):
         """Refuse the reciprocal of numbers around 0."""
         if self.share == "reciprocal" and self.scale == "standardized":
             raise UserError(
-                "share=reciprocal with scale=standardized: half of the standardized variances are "
-                "below 0; scale=release or scale=raw would be right"
+                "share=reciprocal cannot use scale=standardized, whose variances may be negative; "
+                "use scale=release or scale=raw"
             )
 
     @property
@@ -112,7 +114,7 @@ class InverseVariance(Allocator):
         """Spread a total (int64 `[B]`) over the heads of all layers, int64 `[B, L, H]`.
 
         Raises:
-            BudgetError: `variant=release`, and the layers that stay whole leave too little.
+            BudgetRefused: The layers that `variant=release` keeps whole leave too little.
         """
         v = layers[0].view
         count, heads = len(layers), v.model.kv_heads
@@ -125,7 +127,7 @@ class InverseVariance(Allocator):
         least = (v.length // 100).clamp(min=1)
         stay = torch.zeros_like(v.length, dtype=torch.bool)
         if v.moment == "decode":
-            # All heads gained the same number of entries since the cache held this total.
+            # Every head gained the same number of entries since the cache held this total.
             gained = (held.sum((1, 2)) - total).double() / (count * heads)
             before = (held - gained[:, None, None]).clamp(min=1e-9)
             stay = (held < v.length[:, None, None]).any(2).any(1)
@@ -154,10 +156,10 @@ class InverseVariance(Allocator):
         n, taken = int(total[row]), int(total[row] - left[row])
         need = -(-(taken + others) // units)
         kept = whole.nonzero()[:, 0].tolist()
-        raise BudgetError(
-            f"inverse_variance:variant=release leaves layers {', '.join(map(str, kept))} whole: "
-            f"they hold {taken} entries and the others at least {others}, the budget allows {n}; "
-            f"{need} entries per head or more would be right"
+        raise BudgetRefused(
+            f"inverse_variance:variant=release keeps layers {', '.join(map(str, kept))} whole: "
+            f"they hold {taken} entries and the others at least {others}, but the budget allows "
+            f"{n}; use a budget of {need} entries per head or more"
         )
 
     def _logs(self, layers: Sequence[Scored]) -> Tensor:

@@ -1,8 +1,6 @@
-"""One top-N over several heads at once, and the global allocator that is made of it.
+"""The global allocator: one top-N over all heads of all layers.
 
-The order is that of `kvbench.parts.order_key`, carried across heads: protected entries first, by
-class and then recency (those of class `CHOSEN` by value); the others by value, ties to the more
-recent token, then to the lower layer and head.
+The order is that of `kvbench.parts.order_key` across heads; ties go to the lower layer and head.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from kvbench_policies.kernels.global_select.op import select_largest
 class Global(Allocator):
     """No allocation: the `N` best entries of the whole cache, all layers and heads together.
 
-    A head may be left with nothing, except for what its score protects.
+    A head may be left with nothing but its protected entries, or with nothing at all.
 
     Attributes:
         normalise: `none` compares scores as they are; `layer` first standardises the unprotected
@@ -40,7 +38,7 @@ class Global(Allocator):
         keys = [order_key(v, self._comparable(v, scores)) for v, scores in layers]
         longest = max(key.shape[-1] for key in keys)
         for i, key in enumerate(keys):
-            if key.shape[-1] < longest:  # at a later cut layers hold different numbers of entries
+            if key.shape[-1] < longest:  # at a later cut, layers hold different numbers of entries
                 keys[i] = pad(key, (0, longest - key.shape[-1]), value=-1)
         chosen = select_largest(torch.cat(keys, 1), total)
         return chosen.sum(-1).view(len(total), len(layers), -1)

@@ -1,8 +1,8 @@
-"""KeyDiff: keys that differ from the mean direction of all keys.
+"""KeyDiff: keeps the keys that differ most from the mean direction of all keys.
 
 Park, Jones, Morse, Goel, Lee, Lott: KeyDiff: Key Similarity-Based KV Cache Eviction for
-Long-Context LLM Inference in Resource-Constrained Environments, arXiv 2504.15364, with
-the normalised anchor.
+Long-Context LLM Inference in Resource-Constrained Environments, arXiv 2504.15364, with the
+normalised anchor.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class KeyDifference(Score):
     def score(self, v: View) -> Tensor:
         """Score the entries of one layer, float32 `[B, H, n]` in [-1, 1]."""
         unit = normalize(v.key.float(), dim=-1).masked_fill(~v.valid[..., None], 0.0)
-        # Only the anchor's direction counts, so the sum does for the mean.
+        # Only the direction of the anchor matters, so the sum replaces the mean.
         anchor = normalize(unit.sum(2, keepdim=True), dim=-1)
         return -(unit * anchor).sum(-1)
 

@@ -1,8 +1,8 @@
-"""Key norm: keys of small norm receive much attention.
+"""Key norm: keeps the keys of smallest norm, which receive the most attention.
 
 Devoto, Zhao, Scardapane, Minervini: A Simple and Effective L2 Norm-Based Strategy for KV Cache
-Compression, arXiv 2406.11430. (The paper leaves the first two layers whole; here every
-layer is cut, as every policy keeps exactly its budget.)
+Compression, arXiv 2406.11430. The paper leaves the first two layers whole; here every layer is
+cut, because every policy keeps exactly its budget.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvbench.plugin import Policy, Score, View
 
 @dataclass(frozen=True)
 class KeyNorm(Score):
-    """`s_i = -||k_i||_2`, of the key as it is cached."""
+    """`s_i = -||k_i||_2` of the key as cached."""
 
     name: ClassVar[str] = "knorm"
 

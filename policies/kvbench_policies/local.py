@@ -7,19 +7,19 @@ from typing import ClassVar
 
 import torch
 
-from kvbench.errors import UserError
 from kvbench.parts import TopK, Uniform
 from kvbench.plugin import Policy, Score, Scores, View, protect_nothing, protect_sinks
+from kvbench_policies.ranges import check_count
 
 
 @dataclass(frozen=True)
 class Recency(Score):
-    """`s_i = i - t <= 0`: the more recent, the better.
+    """`s_i = i - t <= 0`: the more recent a token, the higher its score.
 
     Attributes:
-        sinks: First tokens of the sequence that are protected (0: none). With sinks the newest
-            token is protected too, and gives way after them: where a share is smaller than
-            `sinks + 1` entries the last token stays.
+        sinks: Number of first tokens that are protected (0 protects none). With sinks the newest
+            token is protected as well: a share that cannot hold all of them keeps the newest token
+            and then the first sinks.
     """
 
     name: ClassVar[str] = "recency"
@@ -27,8 +27,12 @@ class Recency(Score):
 
     def __post_init__(self) -> None:
         """Check the range."""
-        if self.sinks < 0:
-            raise UserError(f"sinks={self.sinks}: a number of tokens, 0 or more, would be right")
+        check_count("sinks", self.sinks, 0)
+
+    @property
+    def version(self) -> int:
+        """2 with two or more sinks: of sinks that do not fit, the last now gives way first."""
+        return 2 if self.sinks > 1 else 1
 
     def score(self, v: View) -> Scores:
         """Score the entries of one layer, `[B, H, n]`."""

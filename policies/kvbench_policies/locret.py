@@ -1,8 +1,8 @@
-"""LocRet: retaining heads predict how large a logit the answer will give a token.
+"""LocRet: retaining heads predict the largest logit that the answer will give a token.
 
 Huang, Yuan, Han, Xiao, Liu: Locret: Enhancing Eviction in Long-Context LLM Inference with Trained
-Retaining Heads on Consumer-Grade Devices, arXiv 2410.01805. Chunks of 3072 tokens and a budget of
-6000 are its setting.
+Retaining Heads on Consumer-Grade Devices, arXiv 2410.01805. The paper uses chunks of 3072 tokens
+and a budget of 6000.
 """
 
 from __future__ import annotations
@@ -10,26 +10,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvbench.errors import UserError
 from kvbench.parts import TopK, Uniform
 from kvbench.plugin import Policy, Scores, View, protect_window
 from kvbench_policies.gates.config import Kind
 from kvbench_policies.gates.learned import Learned
+from kvbench_policies.ranges import check_count
 
 
 @dataclass(frozen=True)
 class PredictedLogit(Learned):
-    """The largest logit that the queries of the answer are predicted to give to a token.
+    """Predicted largest logit that the queries of the answer give to a token.
 
-    It comes from the token's own queries, keys and values before RoPE, once, and is kept beside the
-    entry. At moment `chunked` the prompt's last `local` tokens are prefilled after the last cut, so
-    that they do not see what was evicted; before it, the last `stabilizers` entries of every head
-    are protected at every cut but the last. At the other moments, where all is there when it is
-    cut, the last `local` tokens are protected. Either way they count in the budget.
+    It is computed once from the token's own queries, keys and values before RoPE, and kept beside
+    the entry. At moment `chunked` the prompt's last `local` tokens are prefilled after the last
+    cut, so they do not see what was evicted; every earlier cut protects the last `stabilizers`
+    entries of every head. At the other moments the whole text is present at a cut, and the last
+    `local` tokens are protected. In both cases they count in the budget.
 
     Attributes:
-        stabilizers: Entries, the newest, that a cut between chunks protects.
-        local: Tokens, the newest, that are always kept.
+        stabilizers: Number of newest entries that a cut between chunks protects.
+        local: Number of newest tokens that are always kept.
     """
 
     name: ClassVar[str] = "locret"
@@ -39,22 +39,19 @@ class PredictedLogit(Learned):
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        for name in ("stabilizers", "local"):
-            if getattr(self, name) < 0:
-                raise UserError(
-                    f"{name}={getattr(self, name)}: a number of tokens, 0 or more, would be right"
-                )
+        check_count("stabilizers", self.stabilizers, 0, "entries")
+        check_count("local", self.local, 0)
 
     @property
     def tail(self) -> int:
-        """The local tokens are prefilled after the last cut."""
+        """The local tokens, which are prefilled after the last cut."""
         return self.local
 
     def score(self, v: View) -> Scores:
         """Score the entries of one layer, float32 `[B, H, n]`."""
         protect = protect_window(v, max(0, self.local - v.coming))
         if not v.final:
-            newer = v.valid.sum(-1, keepdim=True) - v.valid.cumsum(-1)  # entries after this one
+            newer = v.valid.sum(-1, keepdim=True) - v.valid.cumsum(-1)  # entries behind this one
             protect = (v.valid & (newer < self.stabilizers)).to(protect.dtype) * Scores.WINDOW
         return Scores(self.learned(v), protect)
 

@@ -1,7 +1,7 @@
-"""What mergers share: entries of ragged heads side by side, and sums over them.
+"""What mergers share: packing entries of ragged heads side by side, and sums over entries.
 
-A head's entries lie anywhere among the columns that a view shows. A merger packs those that stay,
-or those that go, into a rectangle and works on that.
+The entries that a head keeps lie anywhere among the columns that a view shows. A merger packs the
+kept entries, or the evicted ones, into a rectangle and works on that.
 """
 
 from __future__ import annotations
@@ -10,19 +10,20 @@ import torch
 from torch import Tensor
 
 BLOCK = 1 << 22
-"""Numbers that a merger holds at once beside its results: 16 MiB in float32."""
+"""Number of values that a merger holds at once beside its results: 16 MiB in float32."""
 
 
 def pack(mask: Tensor, newest_first: bool = False) -> tuple[Tensor, Tensor]:
-    """Put the chosen entries of every head side by side.
+    """Pack the chosen entries of every head side by side.
 
     Args:
-        mask: Which entries, bool `[B, H, n]`.
-        newest_first: In falling instead of rising order.
+        mask: Which entries are chosen, bool `[B, H, n]`.
+        newest_first: Pack in falling instead of rising order.
 
     Returns:
-        Their indices, int64 `[B, H, m]`, and which of them there are, bool `[B, H, m]`; `m` is the
-        largest count of a head. Where there is none the index is that of some other entry.
+        Indices of the chosen entries, int64 `[B, H, m]`, and which of these slots are in use, bool
+        `[B, H, m]`; `m` is the largest count of a head. The index in an unused slot is that of
+        another entry.
     """
     n = mask.shape[-1]
     chosen = mask.flip(-1) if newest_first else mask
@@ -53,8 +54,8 @@ def sum_into(x: Tensor, target: Tensor, slots: int) -> Tensor:
 
     Args:
         x: float32 `[B, H, m]`.
-        target: The slot of every number, int64 `[B, H, m]`.
-        slots: Slots of a head.
+        target: Slot of every number, int64 `[B, H, m]`.
+        slots: Number of slots of a head.
 
     Returns:
         float32 `[B, H, slots]`.
@@ -73,11 +74,11 @@ def sum_rows_into(
 
     Args:
         x: Keys or values, `[B, H, n, d]`.
-        index: Entries, int64 `[B, H, m]`.
-        go: Which of them are summed, bool `[B, H, m]`.
-        target: The slot of each, int64 `[B, H, m]`.
-        slots: Slots of a head.
-        weight: Factor of each, float32 `[B, H, m]`; None: 1.
+        index: Indices of entries, int64 `[B, H, m]`.
+        go: Which of these entries are summed, bool `[B, H, m]`.
+        target: Slot of each, int64 `[B, H, m]`.
+        slots: Number of slots of a head.
+        weight: Factor of each, float32 `[B, H, m]`; None means 1.
 
     Returns:
         float32 `[B, H, slots, d]`.
@@ -95,31 +96,32 @@ def sum_rows_into(
     return total.view(batch, heads, slots, dim)
 
 
-def put(x: Tensor, index: Tensor, there: Tensor, rows: Tensor) -> Tensor:
+def put(x: Tensor, index: Tensor, in_use: Tensor, rows: Tensor) -> Tensor:
     """Give a copy of `x` `[B, H, n, d]` with other rows at the slots of `index`.
 
     Args:
         x: Keys or values.
         index: Entry of every slot, int64 `[B, H, m]`.
-        there: Which slots are written, bool `[B, H, m]`.
-        rows: float32 `[B, H, m, d]`, cast to the type of `x`.
+        in_use: Which slots are written, bool `[B, H, m]`.
+        rows: New rows, float32 `[B, H, m, d]`, cast to the type of `x`.
     """
     out = x.clone()
-    b, h, c = there.nonzero(as_tuple=True)
+    b, h, c = in_use.nonzero(as_tuple=True)
     out[b, h, index[b, h, c]] = rows[b, h, c].to(x.dtype)
     return out
 
 
-def window_sum(x: Tensor, width: int) -> Tensor:
-    """Sum the last `width` of axis 2 up to every place, the place itself included.
+def sum_before(x: Tensor, width: int) -> Tensor:
+    """Sum the `width` places of axis 2 before every place, itself excluded.
 
-    By doubling: no running sum, whose rounding errors would grow with the length.
+    By doubling instead of by a running sum, whose rounding errors would grow with the length. The
+    sum at a place depends on nothing but the places it adds up, to the last bit.
 
     Args:
         x: `[B, H, m, ...]`.
         width: 1 or more.
     """
-    total, reach = torch.zeros_like(x), 0
+    total, reach = torch.zeros_like(x), 1
     power, size = x, 1
     while width:
         if width & 1:
@@ -133,7 +135,7 @@ def window_sum(x: Tensor, width: int) -> Tensor:
 
 
 def _later(x: Tensor, by: int) -> Tensor:
-    """Shift axis 2 back by some places, zeros in front."""
+    """Shift axis 2 back by some places, with zeros in front."""
     if by == 0:
         return x
     out = torch.zeros_like(x)

@@ -1,4 +1,4 @@
-"""Random eviction, the control: what a method must beat to have learned anything."""
+"""Random eviction: the control that a method must beat."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RANDOM = Policy(
     allocate=Uniform(),
     select=TopK(),
     summary="keeps entries at random, seeded",
-    paper="a control, of no paper",
+    paper="a control; no paper",
     moments=("context", "question", "decode"),
     cost="time and memory O(H T)",
 )

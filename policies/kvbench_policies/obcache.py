@@ -1,8 +1,8 @@
-"""OBCache: what the attention output would lose with an entry, to second order.
+"""OBCache: how much the attention output changes without an entry, to second order.
 
 Gu, Liang, Zhao, Diao: OBCache: Optimal Brain KV Cache Pruning for Efficient Long-Context LLM
-Inference, arXiv 2510.07651. The three scores are derived here from the abstract's description: the
-squared change of the output of a query, expanded to second order, when an entry's value, its logit
+Inference, arXiv 2510.07651. The three scores are derived here from the description in the abstract:
+the squared change of a query's output, expanded to second order, when an entry's value, its logit
 or both are set to 0.
 """
 
@@ -15,32 +15,32 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
-from kvbench.errors import UserError
 from kvbench.parts import TopK, Uniform
 from kvbench.plugin import Need, Policy, Queries, Score, Scores, View, protect_window
+from kvbench_policies.ranges import check_count, check_odd
 
 _BLOCK = 1 << 22
-"""Elements (query heads times queries times entries) scored at once for each sequence."""
+"""Number of elements (query heads x queries x entries) scored at once for each sequence."""
 
 
 @dataclass(frozen=True)
 class OutputAware(Score):
-    """Squared change of the window queries' outputs when an entry goes, to second order.
+    """Squared change of the window queries' outputs without an entry, to second order.
 
-    With scaled logit `z`, attention `A` over all that a query sees and output `o_q = sum_i A v_i`:
+    With scaled logit `z`, attention `A` over all that a query sees, and output `o_q = sum_i A v_i`:
 
         joint   s_i = sum_q A[q, i]^2 || v_i + z[q, i] (v_i - o_q) ||^2
         value   s_i = sum_q A[q, i]^2 || v_i ||^2
         key     s_i = sum_q (A[q, i] z[q, i])^2 || v_i - o_q ||^2
 
     summed over the queries of the last `window` tokens, which are protected, and over the group.
-    The norms are expanded, so that no vector per (query, entry) is ever formed.
+    The norms are expanded, so no vector per (query, entry) is ever formed.
 
     Attributes:
-        variant: `joint`, `value` or `key`: what is set to 0.
-        window: Queries that observe, in tokens.
-        kernel: Width of a pooling over the past in entries, odd; 1 pools nothing.
-        pool: `max` or `avg`; beyond the ends lie zeros.
+        variant: What is set to 0: the value (`value`), the logit (`key`) or both (`joint`).
+        window: Number of observing queries, in tokens.
+        kernel: Width of a pooling over the past in entries, odd; 1 turns pooling off.
+        pool: `max` or `avg`; zeros lie beyond the ends.
         group: How the query heads of a KV head are reduced: `sum`, `mean` or `max`.
     """
 
@@ -54,10 +54,8 @@ class OutputAware(Score):
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        if self.window < 1:
-            raise UserError(f"window={self.window}: a number of tokens, 1 or more, would be right")
-        if self.kernel < 1 or self.kernel % 2 == 0:
-            raise UserError(f"kernel={self.kernel}: an odd number, 1 or more, would be right")
+        check_count("window", self.window, 1)
+        check_odd("kernel", self.kernel)
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -66,12 +64,12 @@ class OutputAware(Score):
 
     def score(self, v: View) -> Scores:
         """Score the entries of one layer, float32 `[B, H, n]`; 0 in the window."""
-        past = (v.age >= self.window) & v.valid
-        value = v.grouped(self._lost(v), self.group).masked_fill(~past, 0.0)
+        before_window = (v.age >= self.window) & v.valid
+        value = v.grouped(self._lost(v), self.group).masked_fill(~before_window, 0.0)
         if self.kernel > 1:
             pool = max_pool1d if self.pool == "max" else avg_pool1d
             value = pool(value, self.kernel, stride=1, padding=self.kernel // 2)
-        return Scores(value.masked_fill(~past, 0.0), protect_window(v, self.window))
+        return Scores(value.masked_fill(~before_window, 0.0), protect_window(v, self.window))
 
     def _lost(self, v: View) -> Tensor:
         """Sum over the window's queries for each query head, float32 `[B, H_q, n]`."""
@@ -79,7 +77,7 @@ class OutputAware(Score):
         rows = (heads, v.model.group * self.window)
         weight = v.window_attention(self.window).reshape(batch, *rows, n)
         query = v.obs[Queries(self.window)].float().reshape(batch, *rows, -1) * v.scale
-        # What does not exist has no weight, but may hold what times 0 is not 0.
+        # Padding has weight 0 but may hold NaN or infinity, whose product with 0 is not 0.
         value = v.value.float().masked_fill(~v.valid[..., None], 0.0)
         output = weight @ value
         lost = torch.empty(batch, heads, v.model.group, n, device=value.device)
@@ -93,17 +91,17 @@ class OutputAware(Score):
 
     def _term(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> Tensor:
         """The factor of `A^2`, `[B, H, G * window, m]`, from scaled queries and `m` entries."""
-        own = value.square().sum(-1)[:, :, None]
+        value_square = value.square().sum(-1)[:, :, None]
         if self.variant == "value":
-            return own
+            return value_square
         z = query @ key.transpose(-1, -2)
         cross = output @ value.transpose(-1, -2)
-        theirs = output.square().sum(-1, keepdim=True)
+        output_square = output.square().sum(-1, keepdim=True)
         if self.variant == "key":
-            return z.square() * (own - 2 * cross + theirs).clamp(min=0.0)
+            return z.square() * (value_square - 2 * cross + output_square).clamp(min=0.0)
         # || v + z (v - o) ||^2 = || (1 + z) v - z o ||^2
         grown = 1 + z
-        square = grown.square() * own - 2 * z * grown * cross + z.square() * theirs
+        square = grown.square() * value_square - 2 * z * grown * cross + z.square() * output_square
         return square.clamp(min=0.0)
 
 
@@ -112,7 +110,7 @@ OBCACHE = Policy(
     score=OutputAware(),
     allocate=Uniform(),
     select=TopK(),
-    summary="keeps what the last 32 queries' outputs would lose most without, to second order",
+    summary="keeps the entries that change the last 32 queries' outputs most, to second order",
     paper="arXiv 2510.07651",
     cost="time O(H_q w T d), memory O(H_q w T)",
 )

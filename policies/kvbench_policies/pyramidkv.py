@@ -1,8 +1,8 @@
-"""PyramidKV: the lower layers keep more than the upper ones, falling evenly.
+"""PyramidKV: lower layers keep more than upper ones, decreasing linearly.
 
 Cai, Zhang, Gao, Y. Liu, T. Liu, Lu, Xiong, Dong, Chang, Hu, Xiao: PyramidKV: Dynamic KV Cache
 Compression based on Pyramidal Information Funneling, arXiv 2406.02069. The window counts in the
-budget, and a small budget does not fall back to SnapKV (as kvpress does).
+budget. Unlike in kvpress, a small budget does not fall back to SnapKV.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvbench.errors import UserError
 from kvbench.parts import TopK, Uniform, largest_remainder
 from kvbench.plugin import ModelInfo, Policy
+from kvbench_policies.ranges import check_count, check_finite
 from kvbench_policies.snapkv import WindowAttention
 
 
 def pyramid_shares(
     layers: int, length: Tensor, budget: Tensor, steepness: float, window: int
 ) -> Tensor:
-    """Entries that every head of a layer keeps, falling evenly from the first layer to the last.
+    """Entries that every head of a layer keeps, decreasing linearly from the first layer on.
 
         b' = b - w,   min = b' / steepness,   max = 2 b' - min
-        where max > T - w:   max = T - w,   min = 2 b' - max
+        if max > T - w:   max = T - w,   min = 2 b' - max
         b_l = max - l (max - min) / (L - 1) + w
 
-    Even where `L = 1`, `b' <= 0` or `T < 2 b'`. Rounded by largest remainder, ties to the lower
-    layer.
+    Shares are even if `L = 1`, `b' <= 0` or `T < 2 b'`. They are rounded by largest remainder; ties
+    go to the lower layer.
 
     Args:
-        layers: `L`.
+        layers: Number of layers, `L`.
         length: Tokens of every sequence, `T`, int64 `[B]`.
         budget: Mean entries per (layer, head), `b`, at most `T`, int64 `[B]`.
         steepness: 1 or more; 1 is even.
@@ -61,20 +61,18 @@ def check_pyramid(steepness: float, window: int) -> None:
     Raises:
         UserError: One is out of range.
     """
-    if not 1 <= steepness < float("inf"):
-        raise UserError(f"steepness={steepness}: a number, 1 or more (1 is even), would be right")
-    if window < 1:
-        raise UserError(f"window={window}: a number of tokens, 1 or more, would be right")
+    check_finite("steepness", steepness, 1)
+    check_count("window", window, 1)
 
 
 @dataclass(frozen=True)
 class Pyramid(Uniform):
-    """Layers get less the higher they lie; the heads of a layer get the same.
+    """Upper layers get less than lower ones; the heads of a layer get the same.
 
     Attributes:
-        steepness: The paper's beta: beyond the window, the last layer keeps `1 / steepness` of
-            the mean and the first what it lacks of twice the mean.
-        window: Tokens that every layer keeps in any case; they count in the budget.
+        steepness: The paper's beta: beyond the window, the last layer keeps `1 / steepness` of the
+            mean, and the first layer twice the mean minus that.
+        window: Number of tokens that every layer keeps in any case; they count in the budget.
     """
 
     name: ClassVar[str] = "pyramid"
@@ -96,7 +94,7 @@ PYRAMIDKV = Policy(
     score=WindowAttention(),
     allocate=Pyramid(),
     select=TopK(),
-    summary="SnapKV's scores; lower layers keep more than upper ones, falling evenly",
+    summary="SnapKV's scores; lower layers keep more than upper ones, decreasing linearly",
     paper="arXiv 2406.02069",
     cost="time O(w T d), memory O(w T), as snapkv",
 )

@@ -1,4 +1,4 @@
-"""RoCo: mean attention per query, with the entries of most varied attention protected.
+"""RoCo: mean attention per query; entries whose attention varies most are protected.
 
 Ren, Zhu: On the Efficacy of Eviction Policy for Key-Value Constrained Generative Language Model
 Inference, arXiv 2402.06262.
@@ -12,7 +12,6 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvbench.errors import UserError
 from kvbench.parts import TopK, Uniform, portion, rank_entries
 from kvbench.plugin import (
     AttentionMass,
@@ -25,29 +24,32 @@ from kvbench.plugin import (
     protect_sinks,
     protect_window,
 )
+from kvbench_policies.ranges import check_count, check_share
 
 _PREFILL, _DECODE = 0.1, 0.3
-"""Default shares of `b` that the entries of largest standard deviation take."""
+"""Default share of `b` for the entries of largest standard deviation."""
 
 
 @dataclass(frozen=True)
 class MeanAttention(Score):
-    """Attention per query that could see the entry; what received it unevenly is protected.
+    """Mean attention over the queries that could see an entry; uneven attention protects it.
 
         s_i = 1/c_i sum_q A[q, i],    std_i = sqrt( 1/c_i sum_q A[q, i]^2 - s_i^2 ),    c_i = T - i
 
-    `c_i` counts the queries since the token itself came, at a later cut too: what is held was seen
-    by all of them. The deviation is taken in each query head and then reduced over the group.
+    `c_i` counts the queries from the token's own on, also at a later cut, since every held entry
+    was visible to all of them. The deviation is computed per query head and then reduced over the
+    group.
 
-    Protected are the `floor(b_std * b)` entries of largest deviation among all that the head holds,
-    the last `window` tokens and, except at decode, the first `sinks`. A share that cannot hold all
-    of them gives up those of large deviation first, in the order in which RoCo evicts (least mean
-    attention), then the oldest of the window, then sinks; the newest token stays.
+    Three kinds of entries are protected: the `floor(b_std * b)` entries of largest deviation that
+    the head holds, the last `window` tokens and, except at decode, the first `sinks` tokens. A
+    share that cannot hold all of them first gives up entries of large deviation, in the order in
+    which RoCo evicts (least mean attention first), then the oldest tokens of the window, then the
+    last sinks. The newest token stays.
 
     Attributes:
-        b_std: Share of `b` that the entries of largest deviation take; none: 0.1, at decode 0.3.
-        window: Last tokens that are protected.
-        sinks: First tokens that are protected, except at decode.
+        b_std: Share of `b` for the entries of largest deviation; none means 0.1, at decode 0.3.
+        window: Number of last tokens that are protected.
+        sinks: Number of first tokens that are protected, except at decode.
         group: How the query heads of a KV head are reduced: `mean`, `max` or `sum`.
     """
 
@@ -60,17 +62,19 @@ class MeanAttention(Score):
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        if self.b_std is not None and not 0 <= self.b_std <= 1:
-            raise UserError(
-                f"b_std={self.b_std}: a share of the budget in [0, 1] or none would be right"
-            )
-        for key, count in (("window", self.window), ("sinks", self.sinks)):
-            if count < 0:
-                raise UserError(f"{key}={count}: a number of tokens, 0 or more, would be right")
+        if self.b_std is not None:
+            check_share("b_std", self.b_std)
+        check_count("window", self.window, 0)
+        check_count("sinks", self.sinks, 0)
+
+    @property
+    def version(self) -> int:
+        """2 with two or more sinks: of sinks that do not fit, the last now gives way first."""
+        return 2 if self.sinks > 1 else 1
 
     @property
     def needs(self) -> frozenset[Need]:
-        """The attention that every entry received, and its squares."""
+        """The attention that every entry received, and the sum of its squares."""
         return frozenset({AttentionMass(), AttentionMass(power=2)})
 
     def score(self, v: View) -> Scores:
@@ -88,9 +92,9 @@ class MeanAttention(Score):
         return Scores(mean, protect)
 
     def _moments(self, v: View) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation of the attention received, float32 `[B, H, n]` each."""
+        """Mean and standard deviation of the received attention, float32 `[B, H, n]` each."""
         count = (v.age + 1).clamp(min=1).repeat_interleave(v.model.group, 1)
-        # In float64: the variance is the difference of two numbers that may be nearly equal.
+        # In float64, because the variance is the difference of two nearly equal numbers.
         mean = v.obs[AttentionMass()].double() / count
         variance = v.obs[AttentionMass(power=2)].double() / count - mean.square()
         std = variance.clamp(min=0.0).sqrt()
@@ -105,7 +109,7 @@ ROCO = Policy(
     score=MeanAttention(),
     allocate=Uniform(),
     select=TopK(),
-    summary="keeps what got most attention per query; protects what got it most unevenly",
+    summary="keeps the largest mean attention per query; protects the most uneven attention",
     paper="arXiv 2402.06262",
     moments=("context", "question", "decode"),
     cost="time O(H_q T^2 d) for two passes of column sums, memory O(H_q T)",

@@ -1,7 +1,7 @@
 """SirLLM: the tokens that surprised the model, with attention sinks; older turns fade.
 
 Yao, Li, Zhao: SirLLM: Streaming Infinite Retentive LLM, arXiv 2405.12528: token entropy with
-decay. 4 sinks; decay 1, 0.9 or 0.7 by task.
+decay. The paper uses 4 sinks and, depending on the task, a decay of 1, 0.9 or 0.7.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from typing import ClassVar
 
 import torch
 
-from kvbench.errors import UserError
 from kvbench.parts import TopK, Uniform
 from kvbench.plugin import Need, Policy, Score, Scores, Surprisal, View, protect_sinks
+from kvbench_policies.ranges import check_count, check_share
 
 
 @dataclass(frozen=True)
 class TokenSurprisal(Score):
     """`s_i = -log p(x_i | x_<i) * decay ** turns_ago`, the same in all heads and layers.
 
-    The first token of a sequence takes the largest surprisal of all. Where the budget leaves no
-    room beside the sinks the last token stays before them.
+    The first token of a sequence gets the largest surprisal of the sequence. If the budget is not
+    larger than the number of sinks, the newest token is protected before them.
 
     Attributes:
-        sinks: First tokens of the sequence that are protected.
-        decay: What a turn of the dialogue leaves of an older turn's scores.
+        sinks: Number of first tokens that are protected.
+        decay: Factor by which each later turn of the dialogue reduces a token's score.
     """
 
     name: ClassVar[str] = "surprisal"
@@ -35,14 +35,17 @@ class TokenSurprisal(Score):
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        if self.sinks < 0:
-            raise UserError(f"sinks={self.sinks}: a number of tokens, 0 or more, would be right")
-        if not 0 <= self.decay <= 1:
-            raise UserError(f"decay={self.decay}: a factor in [0, 1] would be right")
+        check_count("sinks", self.sinks, 0)
+        check_share("decay", self.decay)
+
+    @property
+    def version(self) -> int:
+        """2 with two or more sinks: of sinks that do not fit, the last now gives way first."""
+        return 2 if self.sinks > 1 else 1
 
     @property
     def needs(self) -> frozenset[Need]:
-        """Every token's surprisal."""
+        """The surprisal of every token."""
         return frozenset({Surprisal()})
 
     def score(self, v: View) -> Scores:

@@ -1,8 +1,8 @@
-"""SnapKV: the attention of the last queries on the context, pooled over neighbours.
+"""SnapKV: attention of the last queries on the context, pooled over neighbours.
 
 Li, Huang, Yang, Venkitesh, Locatelli, Ye, Cai, Lewis, Chen: SnapKV: LLM Knows What You are Looking
-for Before Generation, arXiv 2404.14469, section 4 and Listing 1. Window 32 and max pooling of size
-7 are the settings of CriticalKV's and AdaKV's experiments.
+for Before Generation, arXiv 2404.14469, section 4 and Listing 1. CriticalKV's and AdaKV's
+experiments use a window of 32 and max pooling of size 7.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import ClassVar, Literal
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
-from kvbench.errors import UserError
 from kvbench.parts import TopK, Uniform
 from kvbench.plugin import Need, Policy, Queries, Score, Scores, View, protect_window
+from kvbench_policies.ranges import check_count, check_odd
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,15 @@ class WindowAttention(Score):
 
         s_i = pool( reduce_{g in group}( mean_{q in window} A_g[q, i] ) )   for i < T - window
 
-    Softmax in float32 over the whole context, causal within the window; the query heads of a KV
-    head are reduced BEFORE pooling; the window's own columns are cut off before pooling and are
-    protected. Pooling sees the past alone: beyond its ends (the sequence's start, with or without
-    padding, and the window) lie zeros, which max pooling ignores and `avg` counts in its divisor.
+    The softmax is in float32 over the whole context, causal within the window. The query heads of a
+    KV head are reduced BEFORE pooling. The window's own columns are cut off before pooling and are
+    protected. Pooling sees only the past: beyond its ends (the start of the sequence, with or
+    without padding, and the window) lie zeros, which max pooling ignores and `avg` counts in its
+    divisor.
 
     Attributes:
-        window: Queries that observe, in tokens.
-        kernel: Width of the pooling in entries, odd; 1 pools nothing.
+        window: Number of observing queries, in tokens.
+        kernel: Width of the pooling in entries, odd; 1 turns pooling off.
         pool: `max` or `avg`.
         group: How the query heads of a KV head are reduced: `mean`, `max` or `sum`.
     """
@@ -45,10 +46,8 @@ class WindowAttention(Score):
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        if self.window < 1:
-            raise UserError(f"window={self.window}: a number of tokens, 1 or more, would be right")
-        if self.kernel < 1 or self.kernel % 2 == 0:
-            raise UserError(f"kernel={self.kernel}: an odd number, 1 or more, would be right")
+        check_count("window", self.window, 1)
+        check_odd("kernel", self.kernel)
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -58,9 +57,9 @@ class WindowAttention(Score):
     def score(self, v: View) -> Scores:
         """Score the entries of one layer, float32 `[B, H, n]`; 0 in the window."""
         attention = v.window_attention(self.window).mean(2)
-        past = (v.age >= self.window) & v.valid
-        value = v.grouped(attention, self.group).masked_fill(~past, 0.0)
-        value = self._pool(value).masked_fill(~past, 0.0)
+        before_window = (v.age >= self.window) & v.valid
+        value = v.grouped(attention, self.group).masked_fill(~before_window, 0.0)
+        value = self._pool(value).masked_fill(~before_window, 0.0)
         return Scores(value, protect_window(v, self.window))
 
     def _pool(self, value: Tensor) -> Tensor:

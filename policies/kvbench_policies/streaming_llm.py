@@ -2,8 +2,8 @@
 
 Xiao, Tian, Chen, Han, Lewis: Efficient Streaming Language Models with Attention Sinks,
 arXiv 2309.17453, section 3.2 (rolling KV cache with attention sinks).
-Keys stay where they were rotated: evicting never moves a key, so positions are those of the text
-and not those of the cache.
+Keys keep the rotation they were cached with: eviction never moves a key, so positions are those of
+the text and not those within the cache.
 """
 
 from __future__ import annotations

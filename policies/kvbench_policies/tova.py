@@ -1,4 +1,4 @@
-"""TOVA: keep what the last query attends to, averaged over all heads of the layer.
+"""TOVA: keeps what the last query attends to, averaged over all heads of the layer.
 
 Oren, Hassid, Yarden, Adi, Schwartz: Transformers are Multi-State RNNs, arXiv 2401.06104.
 """
@@ -17,13 +17,13 @@ from kvbench.plugin import Need, Policy, Queries, Score, View
 
 @dataclass(frozen=True)
 class LastAttention(Score):
-    """Attention of the newest token's query, mean over all `H_q` query heads of the layer.
+    """Attention of the newest token's query, averaged over all `H_q` query heads of the layer.
 
         s_i = mean_g A_g[t, i]
 
-    A token has the same value in every KV head that holds it, so that heads of equal shares keep
-    the same tokens; a head that holds it no longer gives it nothing. Nothing is protected: the
-    newest token stays only if the attention says so.
+    A token has the same value in every KV head that holds it, so heads of equal shares keep the
+    same tokens. A head that no longer holds it contributes 0. Nothing is protected: the newest
+    token stays only if its attention is large enough.
     """
 
     name: ClassVar[str] = "tova"
@@ -44,25 +44,25 @@ class LastAttention(Score):
 def sum_over_holders(value: Tensor, position: Tensor, valid: Tensor) -> Tensor:
     """Sum a value over the KV heads that hold the same token, whatever else each of them holds.
 
-    Every token is summed once and in the order of the heads, so that its sum is equal to the last
-    bit in all of them. Holds `H * H * n` numbers a sequence.
+    Every token is summed once and in the order of the heads, so its sum is equal to the last bit in
+    all of them. Uses memory for `H * H * n` numbers per sequence.
 
     Args:
         value: `[B, H, n]`.
         position: Logical position of every entry, int64 `[B, H, n]`; a head holds a token once.
-        valid: Which entries exist, bool `[B, H, n]`; the others count nowhere.
+        valid: Which entries exist, bool `[B, H, n]`; the others are ignored.
 
     Returns:
-        The sums, `[B, H, n]`; 0 where there is no entry.
+        The sums, `[B, H, n]`; 0 at places without an entry.
     """
     batch, heads, n = value.shape
     ordered, order = position.masked_fill(~valid, -1).flatten(1).sort(dim=-1, stable=True)
     begins = torch.nn.functional.pad(ordered.diff(dim=-1) != 0, (1, 0))
-    # Tokens numbered from 0 in the order of their positions; what does not exist shares a number.
+    # Tokens are numbered from 0 in the order of their positions; missing entries share a number.
     number = torch.empty_like(order).scatter_(-1, order, begins.long().cumsum(-1))
     by_head = number.view(batch, heads, n)
     spread = value.new_zeros(batch, heads, heads * n)
-    spread.scatter_(-1, by_head, value)  # in a head's row each token has a place of its own
+    spread.scatter_(-1, by_head, value)  # in a head's row each token has its own place
     return spread.sum(1).gather(-1, number).view(batch, heads, n).masked_fill(~valid, 0.0)
 
 

@@ -1,7 +1,7 @@
-"""TRIM-KV: a gate says once of every token how fast it may be forgotten; the most faded goes.
+"""TRIM-KV: a learned gate gives every token a rate of decay; what has faded most is evicted.
 
 Bui, Sharma, Lamba, Mishra, Ying: Cache What Lasts: Token Retention for Memory-Bounded KV Cache in
-LLMs, arXiv 2512.03324, section 4.3 and Algorithm 1. Everything is in the log domain.
+LLMs, arXiv 2512.03324, section 4.3 and Algorithm 1. All computations are in the log domain.
 """
 
 from __future__ import annotations
@@ -19,27 +19,33 @@ from kvbench_policies.gates.learned import Learned
 
 @dataclass(frozen=True)
 class Retention(Learned):
-    """`s_i = (t - i) log beta_i`: what is left of an entry's log retention at the newest, `t`.
+    """`s_i = (t - i) log beta_i`, the log retention of entry `i` at the newest token, `t`.
 
-    `log beta_i <= 0` comes from a gate of the layer, once, when the token enters the cache, and is
-    kept beside the entry; `t` and `i` are positions, whatever was evicted between. Nothing is
-    protected, but the newest entry has the largest score there is, 0.
+    A gate of the layer computes `log beta_i <= 0` once, when the token enters the cache, and it is
+    kept beside the entry. `t` and `i` are positions, whatever was evicted between them. Nothing is
+    protected, but the newest entry has the largest possible score, 0.
 
     Attributes:
-        variant: `paper`, or `release`: the age is `t + 1 - i`, as in the authors' code.
+        variant: `paper`, or `release` (the authors' code): the age is `t + 2 - i`, because queries
+            are counted from one beyond the number of tokens seen and positions from 0.
     """
 
     name: ClassVar[str] = "retention"
     kind: ClassVar[Kind] = "trimkv"
     variant: Literal["paper", "release"] = "paper"
 
+    @property
+    def version(self) -> int:
+        """2 for `variant=release`, whose age was one less."""
+        return 2 if self.variant == "release" else 1
+
     def score(self, v: View) -> Tensor:
         """Score the entries of one layer, float32 `[B, H, n]`, 0 or less."""
-        age = v.age + (1 if self.variant == "release" else 0)
+        age = v.age + (2 if self.variant == "release" else 0)
         return (age.double() * self.learned(v).double()).float()
 
     def log_retention(self, v: View) -> Tensor:
-        """What the gates said: `log beta`, float32 `[B, H, n]`."""
+        """The gates' `log beta`, float32 `[B, H, n]`."""
         return self.learned(v)
 
 

@@ -22,13 +22,15 @@ from kvbench.plugin import Scores, View
         max_size=12,
     )
 )
-def test_rank_is_by_class_then_value_then_recency(entries: list[tuple[float, int, bool]]) -> None:
+def test_rank_is_by_class_then_value_then_position(entries: list[tuple[float, int, bool]]) -> None:
     value, protect, valid = (torch.tensor(x)[None, None] for x in zip(*entries, strict=True))
     ranks = rank_entries(Scores(value, protect.to(torch.int8)), valid)[0, 0].tolist()
 
     def worth(i: int) -> tuple[float, ...]:
         x, c, exists = entries[i]
-        return (exists, c, 0.0 if c > Scores.CHOSEN else x, i) if exists else (False, 0, 0.0, i)
+        if not exists:
+            return (False, 0, 0.0, i)
+        return (True, c, 0.0 if c > Scores.CHOSEN else x, -i if c == Scores.SINK else i)
 
     best = [i for i in sorted(range(len(entries)), key=worth, reverse=True) if entries[i][2]]
     assert [ranks[i] for i in best] == list(range(len(best)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -20,5 +21,6 @@ def seeded() -> None:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder, and no gates that are shipped."""
     monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(files, "SHIPPED", tmp_path / "shipped")
+    elsewhere = dataclasses.replace(files.GATES, shipped=tmp_path / "shipped")
+    monkeypatch.setattr(files, "GATES", elsewhere)
     return tmp_path / "cache"

@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvbench import registry, spelling
 from kvbench.engine.models import model_info
-from kvbench.errors import BudgetError, UserError
+from kvbench.errors import BudgetRefused, UserError
 from kvbench.plugin import ModelInfo, Part, Policy
 
 LAYERS, HEADS, VOCABULARY = 2, 2, 128
@@ -121,14 +121,5 @@ def unless_refused() -> Iterator[None]:
     """Pass over what a part says it cannot meet (the engine's own checks never may fail)."""
     try:
         yield
-    except BudgetError as error:
-        if not refused(error):
-            raise
+    except BudgetRefused:
         reject()
-
-
-def refused(error: BudgetError) -> bool:
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and "kvbench_policies" in trace.tb_frame.f_code.co_filename

@@ -142,6 +142,12 @@ def recency_score(layer: Layer, sinks: int = 0) -> Ranked:
     return Ranked([value] * layer.heads, [classes] * layer.heads)
 
 
+def age_score(layer: Layer) -> Ranked:
+    """`recency` without sinks as it is, 0 or less: what a product with norms depends on."""
+    value = [float(t + 1 - layer.tokens) for t in range(layer.tokens)]
+    return Ranked([value] * layer.heads, [[FREE] * layer.tokens] * layer.heads)
+
+
 def knorm_score(layer: Layer) -> Ranked:
     value = [[-math.sqrt(sum(x * x for x in key)) for key in head] for head in layer.k]
     return Ranked(value, [[FREE] * layer.tokens] * layer.heads)
@@ -167,10 +173,15 @@ def given_score(value: np.ndarray) -> Ranked:
 # --- allocation -----------------------------------------------------------------------------------
 
 
+def place(c: int, i: int) -> int:
+    """Of equals the more recent goes last; of the sinks the first."""
+    return -i if c == SINK else i
+
+
 def order_head(ranked: Ranked, h: int) -> list[int]:
     def worth(i: int) -> tuple[float, ...]:
         c = ranked.classes[h][i]
-        return (c, 0.0 if c else ranked.value[h][i], i)
+        return (c, 0.0 if c else ranked.value[h][i], place(c, i))
 
     return sorted(range(len(ranked.value[h])), key=worth, reverse=True)
 
@@ -182,7 +193,7 @@ def joint(layers: list[Ranked], count: int, taken: set[tuple[int, int, int]]) ->
         for h, classes in enumerate(ranked.classes):
             for i, c in enumerate(classes):
                 if (m, h, i) not in taken:
-                    rest.append((-c, -(0.0 if c else ranked.value[h][i]), -i, m, h))
+                    rest.append((-c, -(0.0 if c else ranked.value[h][i]), -place(c, i), m, h))
     counts = [[0] * len(ranked.value) for ranked in layers]
     for m, h, _ in taken:
         counts[m][h] += 1
@@ -258,17 +269,24 @@ def two_stage(
     first_stage: float = 0.5,
     eps: float = 1e-4,
     norm: str = "l1",
-    preselected: int = 0,
+    release: float | None = None,
 ) -> list[list[int]]:
-    """Algorithm 1; `preselected` best entries join stage 1 (the release's safeguard)."""
+    """Algorithm 1, for scores that are 0 or more; others are shifted to be.
+
+    `release`: the safeguard of the released code, whose best entries join stage 1; it shifts
+    nothing.
+    """
     kept = []
     for h, n in enumerate(shares):
         order = order_head(ranked, h)
         protected = [i for i in order if ranked.classes[h][i]][:n]
         others = [i for i in order if not ranked.classes[h][i]]
         stage1 = protected + others[: max(0, floor_of(first_stage, n) - len(protected))]
-        stage1 = list(dict.fromkeys(stage1 + order[: min(n, preselected)]))
         shift = min(0.0, min(ranked.value[h]))
+        if release is not None:
+            safe = floor_of(release, Fraction(sum(shares), len(shares)))
+            stage1 = list(dict.fromkeys(stage1 + order[: min(n, safe)]))
+            shift = 0.0
         worth = {
             i: (ranked.value[h][i] - shift + eps) * value_norm(layer, h, i, norm)
             for i in order

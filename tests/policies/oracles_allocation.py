@@ -123,12 +123,15 @@ def first_stage(
     for h in range(layer.heads):
         own = slip if variant == "release" else sum(plain[h][i] for i in held[h])
         past = [i for i in range(layer.tokens) if i not in held[h]]
+        most = b - len(held[h])
+        if variant == "release":  # the kept fraction is taken of the length without the window
+            most = math.floor(Fraction(b, layer.tokens) * len(past)) - len(held[h])
         total = sum(plain[h][i] for i in past)
         taken: dict[int, float] = {}
         reached = 0.0
         for i in sorted(past, key=lambda i: (plain[h][i], i), reverse=True):
             reached += plain[h][i] / total
-            if reached >= mass - own or len(taken) >= b - len(held[h]):
+            if reached >= mass - own or len(taken) >= most:
                 break
             taken[i] = plain[h][i] / total
         chosen.append(taken)
@@ -218,7 +221,7 @@ def sirllm(
     worth = [x * decay**turns for x, turns in zip(surprisal, turns_ago, strict=True)]
     first = range(min(sinks, tokens))
     if b <= sinks:
-        order = [tokens - 1, *(i for i in reversed(first) if i != tokens - 1)]
+        order = [tokens - 1, *(i for i in first if i != tokens - 1)]
     else:
         others = sorted(range(len(first), tokens), key=lambda i: (worth[i], i), reverse=True)
         order = [*first, *others]

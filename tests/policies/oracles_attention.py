@@ -34,7 +34,8 @@ def kept(worth: Worth, held: Held, share: int) -> list[list[int]]:
     for values, classes, tokens in zip(worth.value, worth.classes, held, strict=True):
         order = []
         for value, c, token in zip(values, classes, tokens, strict=True):
-            order.append((c, value if c in (FREE, CHOSEN) else 0.0, token))
+            place = -token if c == SINK else token  # of the sinks the first goes last
+            order.append((c, value if c in (FREE, CHOSEN) else 0.0, place, token))
         out.append(sorted(token for *_, token in sorted(order, reverse=True)[:share]))
     return out
 
@@ -212,8 +213,11 @@ def obcache(
 # --- R-KV: attention less redundancy --------------------------------------------------------------
 
 
-def redundancy_of(keys: list[np.ndarray]) -> list[float]:
-    """`softmax_j( mean_i c_ij )`, for every `i` its most recent like `j` spared."""
+def redundancy_of(keys: list[np.ndarray], spare_oldest: bool = False) -> list[float]:
+    """`softmax_j( mean_i c_ij )`, for every `i` its most recent like `j` spared.
+
+    `spare_oldest`: where no `j` is like `i`, the oldest is spared.
+    """
     n = len(keys)
     total = [0.0] * n
     for i in range(n):
@@ -222,8 +226,8 @@ def redundancy_of(keys: list[np.ndarray]) -> list[float]:
             dot = sum(float(a) * float(b) for a, b in zip(keys[i], keys[j], strict=True))
             row.append(0.0 if i == j else dot / math.sqrt(square(keys[i]) * square(keys[j])))
         alike = [j for j in range(n) if row[j] > 0.5]
-        if alike:
-            row[alike[-1]] = 0.0
+        if alike or spare_oldest:
+            row[alike[-1] if alike else 0] = 0.0
         for j in range(n):
             total[j] += row[j]
     return softmax([x / n for x in total])
@@ -236,13 +240,14 @@ def rkv(
     window: int = 8,
     kernel: int = 7,
     group: str = "max",
+    variant: str = "paper",
 ) -> Worth:
     newest = layer.tokens - 1
     value, classes = [], []
     for h, tokens in enumerate(held):
         c = last_tokens(tokens, newest, window)
         past = [i for i, where in zip(tokens, c, strict=True) if where == FREE]
-        key = ("rkv", h, tuple(past), window, group)
+        key = ("rkv", h, tuple(past), window, group, variant)
         if past and key not in layer.known:
             mean = [0.0] * len(past)
             for t in range(newest - window + 1, newest + 1):
@@ -252,7 +257,9 @@ def rkv(
                     row.append(max(z) if group == "max" else sum(z) / len(z))
                 for n, a in enumerate(softmax(row)):
                     mean[n] += a / window
-            layer.known[key] = mean, redundancy_of([layer.k[h, i] for i in past])
+            compared = past if variant == "paper" else tokens
+            repeats = redundancy_of([layer.k[h, i] for i in compared], variant == "release")
+            layer.known[key] = mean, repeats[: len(past)]
         row = []
         if past:
             mean, alike = layer.known[key]  # type: ignore[misc]

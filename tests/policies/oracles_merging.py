@@ -122,7 +122,7 @@ def important_recent(
         if p == tokens - 1 and window:
             return (3, 0.0, p)
         if p < sinks:
-            return (2, 0.0, p)
+            return (2, 0.0, -p)  # position 0 gives way last
         if p >= tokens - window:
             return (1, 0.0, p)
         return (0, float(mass[i]), p)
@@ -223,12 +223,13 @@ def value_merge(
     for i in range(len(values)):  # oldest first
         if i in kept or positions[i] < last_cut:
             continue
-        behind = [j for j in sorted(kept) if positions[j] > positions[i]][:m]
+        behind = [j for j, p in enumerate(positions) if positions[i] < p <= positions[i] + m]
         if not behind:
             continue
         mean = sum(float(mass[j]) for j in behind) / len(behind)
         chance = min(1.0, float(mass[i]) / mean)
         if float(noise[i]) < chance:
             for j in behind:
-                after[j] = after[j] + values[i] / m
+                if j in kept:
+                    after[j] = after[j] + values[i] / m
     return after

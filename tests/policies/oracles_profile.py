@@ -50,7 +50,7 @@ def head_profile(
 
 
 def retrieval(
-    p: Profile, b: int, tokens: int, sinks: int = 128, recent: int = 256
+    p: Profile, b: int, tokens: int, sinks: int = 64, recent: int = 256
 ) -> list[list[int]]:
     """DuoAttention: a reserve for every head, then the top heads keep all until N is spent."""
     layers, heads = len(p), len(p[0])

@@ -29,8 +29,8 @@ Worth = Callable[[float, int], Number]  # of a log beta and an age t - i
 
 
 def retention(log_beta: float, age: int, *, release: bool = False) -> Number:
-    """Log of `beta^(t - i)`, or of `beta^(t + 1 - i)`."""
-    return exact.multiply(decimal.Decimal(log_beta), decimal.Decimal(age + release))
+    """Log of `beta^(t - i)`; the release has `beta^(t + 2 - i)`."""
+    return exact.multiply(decimal.Decimal(log_beta), decimal.Decimal(age + 2 * release))
 
 
 def look_ahead(log_beta: float, age: int, *, horizon: int) -> Number:

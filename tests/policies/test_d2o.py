@@ -88,7 +88,7 @@ def test_d2o_agrees_with_its_oracle_at_one_cut(lengths: tuple[int, ...], group: 
             ]
             if any(s is None for s in shares):
                 refused += 1
-                with pytest.raises(BudgetError, match="leaves layers 0, 1, 4 whole"):
+                with pytest.raises(BudgetError, match="keeps layers 0, 1, 4 whole"):
                     case.keep(chosen, budget)
                 continue
             kept = case.keep(chosen, budget)
@@ -115,7 +115,9 @@ def test_release_needs_room_for_three_whole_layers() -> None:
     chosen = policy("d2o:variant=release")
     first, second, *others, last = (int(k.sum()) for k in case.keep(chosen, [31]))
     assert (first, second, sum(others), last) == (100, 100, 10, 100)
-    with pytest.raises(BudgetError, match=r"300 entries .* at least 4, .* allows 300; 31 entries"):
+    with pytest.raises(
+        BudgetError, match=r"300 entries .* at least 4, .* allows 300; use a budget of 31 entries"
+    ):
         case.keep(chosen, [30])
     with pytest.raises(BudgetError):
         random_case((50,), layers=3).keep(chosen, [49])
@@ -256,7 +258,7 @@ def test_bad_parameters_are_refused() -> None:
         ("d2o:ema=1.5", "ema=1.5"),
         ("d2o:recent=-0.1", "recent=-0.1"),
         ("d2o:sinks=-1", "sinks=-1"),
-        ("d2o:share=reciprocal:scale=standardized", "share=reciprocal with scale=standardized"),
+        ("d2o:share=reciprocal:scale=standardized", "use scale=release or scale=raw"),
         ("cam:merge_span=0", "merge_span=0"),
         ("d2o:observe=0", "observe=0"),
     ):

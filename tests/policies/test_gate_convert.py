@@ -70,17 +70,20 @@ def test_a_public_checkpoint_is_converted(
         ({"model.layers.1.self_attn.retention_gate.linear2.weight": None}, "is missing"),
         (
             {"model.layers.1.self_attn.retention_gate.linear2.weight": torch.ones(3, 6)},
-            "layer 1: retention_gate.linear2.weight is [3, 6]; for this model it should be [2, 6]",
+            "layer 1: retention_gate.linear2.weight is [3, 6], but this model needs [2, 6]",
         ),
         (
             {"model.layers.1.self_attn.retention_gate.linear1.bias": torch.ones(5)},
             "linear1.bias is [5]",
         ),
-        ({"model.layers.1.self_attn.retention_gate.bias": torch.ones(3)}, "1 or 2 would be right"),
+        (
+            {"model.layers.1.self_attn.retention_gate.bias": torch.ones(3)},
+            "has 3 numbers instead of 1 or 2",
+        ),
         ({"model.layers.1.self_attn.retention_gate.norm": torch.ones(3)}, "norm is unknown"),
         (
             {"model.layers.3.self_attn.retention_gate.bias": torch.ones(2)},
-            "has gates for 4 layers, model made/up has 3",
+            "has gates for 4 layers, but model made/up has 3",
         ),
     ],
 )
@@ -100,7 +103,7 @@ def test_nothing_is_unpickled(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="pickle"):
             read_checkpoint(source)
     save_file({"other": torch.ones(2)}, tmp_path / "a.safetensors")
-    with pytest.raises(UserError, match="no tensor of a retention_gate"):
+    with pytest.raises(UserError, match="has no tensor of a retention_gate"):
         read_checkpoint(tmp_path)
 
 

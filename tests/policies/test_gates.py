@@ -129,18 +129,18 @@ def test_gradients_reach_every_parameter() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kind": "other"}, "kind=other: trimkv or dbtrimkv or locret would be right"),
-        ({"gate": "big"}, "gate=big: mlp or linear would be right"),
-        ({"input": "x"}, "input=x: hidden or kv or qkv would be right"),
-        ({"gating": "x"}, "gating=x: additive or multiplicative would be right"),
-        ({"hidden_dim": 0}, "hidden_dim=0: a whole number, 1 or more"),
-        ({"gate_dim": True}, "gate_dim=True: a whole number"),
+        ({"kind": "other"}, "unknown kind=other; use trimkv or dbtrimkv or locret"),
+        ({"gate": "big"}, "unknown gate=big; use mlp or linear"),
+        ({"input": "x"}, "unknown input=x; use hidden or kv or qkv"),
+        ({"gating": "x"}, "unknown gating=x; use additive or multiplicative"),
+        ({"hidden_dim": 0}, "hidden_dim=0 is invalid; use a whole number, 1 or more"),
+        ({"gate_dim": True}, "gate_dim=True is invalid; use a whole number"),
         ({"kv_heads": 3}, "4 query heads do not divide among 3 KV heads"),
-        ({"bias": float("inf")}, "bias=inf: a number would be right"),
+        ({"bias": float("inf")}, "bias=inf is invalid; use a finite number"),
         ({"activation": "sile"}, "activation=sile"),
         ({"kind": "locret", "tied": True}, "tied=true"),
         ({"tied": "yes"}, "tied=yes"),
-        ({"training": []}, "training is no JSON object"),
+        ({"training": []}, "training is not a JSON object"),
     ],
 )
 def test_a_wrong_configuration_is_one_line(changes: dict[str, Any], message: str) -> None:
@@ -174,18 +174,18 @@ def wrong_tensors(folder: Path, **changes: Tensor | None) -> None:
         (lambda f: wrong_json(f, format=9), "its format is 9"),
         (lambda f: wrong_json(f, wings=2), "wings is unknown"),
         (lambda f: wrong_json(f, layers=None), "layers is missing"),
-        (lambda f: wrong_json(f, layers="3"), "layers=3: a whole number"),
+        (lambda f: wrong_json(f, layers="3"), "layers=3 is invalid; use a whole number"),
         (lambda f: wrong_json(f, hidden_dim=8), "gates.json says"),
-        (lambda f: wrong_json(f, layers=4), "are of 4 layers, 2 KV and 4 query heads of 8"),
-        (lambda f: wrong_json(f, d_model=32), "hidden size 32; model made/up has"),
+        (lambda f: wrong_json(f, layers=4), "are for 4 layers, 2 KV and 4 query heads of 8"),
+        (lambda f: wrong_json(f, d_model=32), "hidden size 32, but model made/up has"),
         (lambda f: (f / "gates.json").write_text("{"), "it is not JSON"),
-        (lambda f: (f / "gates.json").write_text("[]"), "a JSON object would be right"),
+        (lambda f: (f / "gates.json").write_text("[]"), "it is not a JSON object"),
         (lambda f: (f / "gates.json").write_bytes(b"\xff\xfe"), "it is not text"),
         (lambda f: (f / "gates.json").unlink(), "no gates.json in that folder"),
         (lambda f: (f / "gates.safetensors").unlink(), "cannot read the gates"),
-        (lambda f: (f / "gates.safetensors").write_text("no"), "is no safetensors file"),
+        (lambda f: (f / "gates.safetensors").write_text("no"), "is not a safetensors file"),
         (lambda f: wrong_tensors(f, layers__1__bias=None), "layers.1.bias is missing"),
-        (lambda f: wrong_tensors(f, more=torch.ones(1)), "tensor more is none of what"),
+        (lambda f: wrong_tensors(f, more=torch.ones(1)), "tensor more is not one that"),
         (lambda f: wrong_tensors(f, layers__1__bias=torch.ones(3)), "layers.1.bias is [3]"),
         (
             lambda f: wrong_tensors(f, layers__0__bias=torch.tensor([1.0, float("nan")])),
@@ -219,12 +219,12 @@ def test_named_then_shipped_then_the_users_own(cache: Path, tmp_path: Path) -> N
     with pytest.raises(UserError) as error:
         files.find(name, "trimkv")
     assert "`kvbench train gates --model made/up --policy trimkv`" in str(error.value)
-    own = save(build(made()), files.user_path(name, "trimkv"))
+    own = save(build(made()), files.GATES.user_path(name, "trimkv"))
     assert own.is_relative_to(cache)
     assert files.find(name, "trimkv") == own
-    shipped = save(build(made(base_model=name)), files.SHIPPED / "up-trimkv")
+    shipped = save(build(made(base_model=name)), files.GATES.shipped / "up-trimkv")
     assert files.find(name, "trimkv") == shipped
-    assert files.locate("up-trimkv") == shipped
+    assert files.GATES.locate("up-trimkv") == shipped
     other = ModelInfo("other/up", 3, 2, 4, 8, 24, lambda layer: torch.empty(0))
     with pytest.raises(UserError, match="has no trimkv gates"):
         files.find(other.name, "trimkv")
@@ -239,11 +239,11 @@ def test_named_then_shipped_then_the_users_own(cache: Path, tmp_path: Path) -> N
 def test_gates_of_other_weights_are_not_taken(cache: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     llama(2).save_pretrained(folder)
-    from kvbench.engine.loading import model_digest
+    from kvbench.named import model_digest
 
-    path = files.user_path(str(folder), "trimkv")
+    path = files.GATES.user_path(str(folder), "trimkv")
     save(build(made(base_revision="other")), path)
-    with pytest.raises(UserError, match="trained for other weights"):
+    with pytest.raises(UserError, match=r"made for other weights .*kvbench train gates"):
         files.find(str(folder), "trimkv")
     save(build(made(base_revision=model_digest(str(folder)))), path)
     assert files.find(str(folder), "trimkv") == path
@@ -271,7 +271,7 @@ def test_all_leaves_out_a_policy_without_gates(
     planned = plan(Grid(policies=("all",), **place), said.append)
     cells = planned.stages[0].jobs[0].cells
     assert name not in {str(cell.policy) for cell in cells} and len(cells) > 20
-    reason = f"model {llama_folder} has no {name} gates: "
+    reason = f"model {llama_folder} has no {name} gates; run "
     assert planned.left_out[name].startswith(reason)
     assert any(line.startswith(f"{name} is left out: {reason}") for line in said)
     with pytest.raises(UserError, match=f"kvbench train gates --model {llama_folder}"):
@@ -285,5 +285,5 @@ def test_a_score_refuses_gates_of_the_other_sort(tmp_path: Path) -> None:
     found = policy("locret").stand_in(model_info(model), tmp_path)
     assert found.score is not None
     wrong = policy("trimkv", gates=found.score.parameters()["gates"])
-    with pytest.raises(UserError, match="are of locret; trimkv or dbtrimkv would be right"):
+    with pytest.raises(UserError, match="are for locret; name gates for trimkv or dbtrimkv"):
         kvbench.kept(model, torch.arange(9)[None], wrong, "4")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from . import oracles as o
 from . import oracles_profile as op
 from .views import Case, decide, random_case
 
+pytestmark = pytest.mark.filterwarnings("ignore:duo_attention")
 LAYERS, HEADS = 3, 2
 PROFILES: dict[str, op.Profile] = {
     "mixed": [[0.05, 0.21], [0.4, 0.013], [0.197, 0.13]],
@@ -60,7 +62,7 @@ CASES: dict[str, tuple[Callable[[o.Layer], o.Ranked], Allocate, Callable[..., li
     "duo_attention": (
         o.recency_score,
         op.retrieval,
-        partial(op.sinks_and_recent, sinks=128),
+        partial(op.sinks_and_recent, sinks=64),
     ),
     "duo_attention:sinks=5:recent=9": (
         o.recency_score,
@@ -197,6 +199,22 @@ def test_a_head_that_holds_less_than_its_share_gives_to_the_others(files: dict[s
         assert got.tolist() == [[[15, 10]]], spec
 
 
+def test_a_budget_that_sinks_and_window_fill_is_told_once(files: dict[str, Path]) -> None:
+    case = random_case((40, 31), heads=HEADS, layers=LAYERS)
+    chosen = policy("duo_attention:sinks=4:recent=8", profile=str(files["mixed"]))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("default")
+        case.keep(chosen, [40, 31])  # all is kept
+        case.keep(chosen, [13, 13])
+        assert not told
+        case.keep(chosen, [13, 12])
+        case.keep(chosen, [7, 7])
+    (one,) = told
+    assert "4 sinks and 8 recent tokens fill the budget" in str(one.message)
+    assert "use a larger --budget" in str(one.message)
+    assert "\n" not in str(one.message)
+
+
 def test_a_profile_is_found_read_and_fingerprinted(tmp_path: Path, files: dict[str, Path]) -> None:
     for spec in ("headkv", "critical_headkv", "duo_attention"):
         chosen = policy(f"{spec}:profile={files['mixed']}")
@@ -225,7 +243,7 @@ def test_without_a_profile_one_line_says_which_command_makes_it(
 
 def test_a_profile_of_another_shape_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "p.json", [[0.5, 0.5]])
-    with pytest.raises(UserError, match="1 layers by 2 KV heads, model test has 3 by 2"):
+    with pytest.raises(UserError, match="1 layers by 2 KV heads, but model test has 3 by 2"):
         random_case((9,), layers=3).keep(policy("headkv", profile=str(path)), [3])
 
 
@@ -235,7 +253,7 @@ def test_a_profile_of_another_shape_is_refused(tmp_path: Path) -> None:
         ("headkv:pool_share=0", "pool_share=0.0"),
         ("headkv:pool_share=inf", "pool_share=inf"),
         ("headkv:temp=-1", "temp=-1.0"),
-        ("headkv:kind=retrieval", "choose from reason, copy"),
+        ("headkv:kind=retrieval", "ablation, reason, copy"),
         ("duo_attention:sinks=-1", "sinks=-1"),
         ("duo_attention:recent=0", "recent=0"),
     ],
@@ -255,7 +273,7 @@ def test_the_reference_model_has_its_profile() -> None:
     ids = torch.randint(8, 500, (1, 90), generator=torch.Generator().manual_seed(0))
     for spec in (
         "headkv:window=8",
-        "critical_headkv:kind=copy:window=8",
+        "critical_headkv:kind=ablation:window=8",
         "duo_attention:sinks=4:recent=8",
     ):
         kept = [k for k in kvbench.kept(model, ids, spec, 20) if k is not None]

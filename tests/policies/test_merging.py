@@ -166,6 +166,24 @@ def test_an_evicted_value_goes_to_those_behind_it_alone() -> None:
     torch.testing.assert_close(value[keep], expected[keep[0, 0]])
 
 
+def test_an_evicted_value_goes_no_further_than_its_span() -> None:
+    """Tokens far from any kept one are lost; a kept value gains at most its neighbours' mean."""
+    cache = Cache([100], heads=1, group=1, rng=np.random.default_rng(7))
+    v = cache.view("context", [1])
+    keep = torch.zeros_like(v.valid)
+    keep[..., [40, 43, 99]] = True
+    v.obs = {need: torch.ones_like(x) for need, x in v.obs.items()}  # merged with probability 1
+    _, value = merger_of("value:merge_span=5").merge(v, keep, {})
+    x = v.value[0, 0]
+    expected = {
+        40: x[40] + x[35:40].sum(0) / 5,
+        43: x[43] + x[[38, 39, 41, 42]].sum(0) / 5,
+        99: x[99] + x[94:99].sum(0) / 5,
+    }
+    for token, row in expected.items():
+        torch.testing.assert_close(value[0, 0, token], row)
+
+
 def test_value_merging_is_seeded() -> None:
     rng = np.random.default_rng(5)
     cache = Cache([60], heads=2, group=1, rng=rng)

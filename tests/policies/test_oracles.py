@@ -35,11 +35,7 @@ def release(window: int, safeguard: float) -> Oracle:
     score = partial(o.window_score, window=window)
     allocate = partial(o.head_adaptive, safeguard=safeguard)
 
-    def run(layers: list[o.Layer], b: int) -> Kept:
-        select = partial(o.two_stage, preselected=o.floor_of(safeguard, b))
-        return made_of(score, allocate, select)(layers, b)
-
-    return run
+    return made_of(score, allocate, partial(o.two_stage, release=safeguard))
 
 
 window = o.window_score
@@ -79,6 +75,12 @@ ORACLES: dict[str, Oracle] = {
     "criticalkv:variant=release": release(32, 0.2),
     "criticalkv:window=2:safeguard=0.8:variant=release": release(2, 0.8),
     "knorm:select=two_stage": made_of(o.knorm_score, o.uniform, o.two_stage),
+    "knorm:select=two_stage:variant=release": made_of(
+        o.knorm_score, o.uniform, partial(o.two_stage, release=0.2)
+    ),
+    "local:select=two_stage:variant=release:first_stage=0.25": made_of(
+        o.age_score, o.uniform, partial(o.two_stage, release=0.2, first_stage=0.25)
+    ),
     "keydiff:allocate=global:select=two_stage": made_of(
         o.keydiff_score, o.global_shares, o.two_stage
     ),

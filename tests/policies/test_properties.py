@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvbench.spelling import policy
 
+from .drawing import FILES
 from .views import Case, decide, random_case
 
 SCORES = [
@@ -111,9 +114,20 @@ def test_a_window_that_does_not_fit_loses_its_oldest_tokens(allocate: str, budge
 
 def test_sinks_give_way_after_the_window_and_before_the_last_token() -> None:
     case = random_case((30,), layers=1, heads=1)
-    expected = {1: [29], 2: [3, 29], 5: [0, 1, 2, 3, 29], 6: [0, 1, 2, 3, 28, 29]}
-    for budget, tokens in expected.items():
+    for budget, tokens in {5: [0, 1, 2, 3, 29], 6: [0, 1, 2, 3, 28, 29]}.items():
         assert case.kept_tokens(policy("streaming_llm"), [budget], 0) == [[tokens]]
+
+
+SINKS = ["streaming_llm", "roco", "d2o", "sirllm", "duo_attention:sinks=4", "roco:allocate=global"]
+
+
+@pytest.mark.parametrize("spec", [*SINKS, *(f"{s}:select=two_stage" for s in SINKS[:2])])
+def test_of_sinks_that_do_not_fit_the_last_goes_first(spec: str) -> None:
+    case = random_case((30, 17), layers=1, heads=1)
+    chosen = policy(spec).stand_in(case.info, Path(FILES.name))
+    for row, last in enumerate((29, 16)):
+        for budget, tokens in {1: [last], 2: [0, last], 4: [0, 1, 2, last]}.items():
+            assert case.kept_tokens(chosen, [budget] * 2, row) == [[tokens]]
 
 
 def test_noise_is_even_and_differs_by_layer_head_and_seed() -> None:

@@ -8,15 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.analysis.common import stages
-from kvbench.engine.loading import (
-    load_config,
-    load_tokenizer,
-    pick_device,
-    pick_dtype,
-    resolve_model,
-)
+from kvbench.engine.loading import load_config, load_tokenizer, pick_device, pick_dtype
 from kvbench.errors import UserError
 from kvbench.harness.encode import split_encode
+from kvbench.named import resolve_model
 from kvbench.plugin import Policy
 from kvbench.progress import Reporter
 from kvbench.runs.grid import Grid

@@ -1,8 +1,8 @@
-"""Learned gates: small networks that say of every token how long it will be worth keeping.
+"""Learned gates: small networks that predict for every token how long it is worth keeping.
 
-`config` says what a set of gates is, `modules` computes them, `files` keeps them on disk, `learned`
-is what a score that reads them builds on, `convert` reads the checkpoints of others. Gates only
-score: the attention of the model stays its own.
+`config` describes a set of gates, `modules` computes them, `files` stores and finds them, `learned`
+is the base of scores that read them, `methods` says how they are trained, and `convert` reads
+checkpoints of other projects. Gates only score: they do not change the model's attention.
 """
 
 from kvbench_policies.gates.config import GateConfig

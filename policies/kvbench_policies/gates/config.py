@@ -1,4 +1,4 @@
-"""What a set of gates is: its architecture, the model it is for, how it was trained; as JSON.
+"""The configuration of a set of gates as JSON: architecture, base model and training.
 
 Equations and sizes: TRIM-KV (arXiv 2512.03324), DBTrimKV (arXiv 2605.09649), LocRet (arXiv
 2410.01805).
@@ -21,7 +21,7 @@ from kvbench.plugin import ModelInfo
 Kind = Literal["trimkv", "dbtrimkv", "locret"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 FORMAT = 1
-"""Version of the files; it rises when gates of an older one would be read wrongly."""
+"""Version of the file format; it rises when an older file would be read incorrectly."""
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "kind": KINDS,
@@ -39,7 +39,7 @@ _SIZES = ("layers", "kv_heads", "query_heads", "head_dim", "d_model", "hidden_di
 
 @dataclass(frozen=True)
 class GateConfig:
-    """Architecture, model and training of a set of gates.
+    """Architecture, base model and training of a set of gates.
 
     Attributes:
         kind: `trimkv`: one readout per KV head; `dbtrimkv`: one readout for all layers and heads;
@@ -49,20 +49,20 @@ class GateConfig:
         query_heads: Query heads of a layer, `H_q`.
         head_dim: `d`.
         d_model: Hidden size.
-        gate: `mlp`: one hidden layer; `linear`: none.
-        input: `hidden`: what enters the attention block, after its norm; `kv`: the layer's keys
+        gate: `mlp` (one hidden layer) or `linear` (none).
+        input: `hidden`: the input of the attention block, after its norm; `kv`: the layer's keys
             after RoPE and its values; `qkv`: its queries, keys and values before RoPE.
         hidden_dim: Width of the hidden layer.
-        gate_dim: Per head, what the tied readout reads (`p`); only where `tied`.
-        tied: One readout for all layers and heads.
-        bias: Where the readout's bias starts; `locret` has none.
-        activation: Name of the hidden layer's activation, as transformers calls it.
-        gating: How the training gates its attention: `additive`, `z + (t - i) log beta`, or
+        gate_dim: Inputs of the tied readout per head (`p`); used only if `tied`.
+        tied: Whether all layers and heads share one readout.
+        bias: Initial value of the readout's bias; `locret` has none.
+        activation: Name of the hidden layer's activation in transformers.
+        gating: How training gates attention: `additive`, `z + (t - i) log beta`, or
             `multiplicative`, `beta^(t - i) z`.
-        base_model: The model, as the user named it.
-        base_revision: Commit of the hub, or digest of the local weights; "" where unknown.
-        kvbench: Version that made it.
-        training: Facts of the training, anything that JSON can hold.
+        base_model: The model as the user named it.
+        base_revision: Commit of the hub, or digest of the local weights; "" if unknown.
+        kvbench: Version of kvbench that made it.
+        training: Facts about the training; anything that JSON can hold.
     """
 
     kind: Kind
@@ -85,50 +85,47 @@ class GateConfig:
     training: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check everything; what is wrong is said in one line."""
+        """Check all attributes; the first problem raises a one-line error."""
         for name, options in _CHOICES.items():
             if getattr(self, name) not in options:
-                raise UserError(
-                    f"{name}={getattr(self, name)}: {' or '.join(options)} would be right"
-                )
+                raise UserError(f"unknown {name}={getattr(self, name)}; use {' or '.join(options)}")
         for name in _SIZES:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise UserError(f"{name}={value}: a whole number, 1 or more, would be right")
+                raise UserError(f"{name}={value} is invalid; use a whole number, 1 or more")
         if self.query_heads % self.kv_heads:
             raise UserError(
                 f"{self.query_heads} query heads do not divide among {self.kv_heads} KV heads"
             )
         if not isinstance(self.tied, bool):
-            raise UserError(f"tied={self.tied}: true or false would be right")
+            raise UserError(f"tied={self.tied} is invalid; use true or false")
         if self.tied and self.kind == "locret":
-            raise UserError("tied=true: the gates of locret have no readout to tie")
+            raise UserError("tied=true is invalid: the gates of locret have no readout to tie")
         number = isinstance(self.bias, int | float) and not isinstance(self.bias, bool)
         if not number or not math.isfinite(self.bias):
-            raise UserError(f"bias={self.bias}: a number would be right")
+            raise UserError(f"bias={self.bias} is invalid; use a finite number")
         if self.activation not in ACT2FN:
-            raise UserError(f"activation={self.activation}: transformers has none of that name")
+            raise UserError(f"transformers has no activation={self.activation}")
         for name in ("base_model", "base_revision", "kvbench"):
             if not isinstance(getattr(self, name), str):
-                raise UserError(f"{name}={getattr(self, name)!r}: text would be right")
+                raise UserError(f"{name}={getattr(self, name)!r} is invalid; use text")
         if not isinstance(self.training, dict):
-            raise UserError("training is no JSON object")
+            raise UserError("training is not a JSON object")
 
     @classmethod
     def of(cls, kind: Kind, model: ModelInfo, **changes: Any) -> GateConfig:
-        """Give the configuration of a kind for a model, with the papers' sizes.
+        """Make the configuration of a kind for a model, with the papers' sizes.
 
         Args:
             kind: `trimkv`, `dbtrimkv` or `locret`.
             model: The model's shapes.
-            **changes: Any attribute; `activation` should be the model's own (`activation_of`).
+            **changes: Other attributes; `activation` should be the model's own (`activation_of`).
 
         Raises:
-            UserError: Something is out of its range.
+            UserError: An attribute is out of range.
         """
         if kind not in KINDS:
-            raise UserError(f"kind={kind}: {' or '.join(KINDS)} would be right")
-        own: dict[str, Any] = dict(_OF_KIND[kind])
+            raise UserError(f"unknown kind={kind}; use {' or '.join(KINDS)}")
         shapes = {
             "layers": model.layers,
             "kv_heads": model.kv_heads,
@@ -136,35 +133,36 @@ class GateConfig:
             "head_dim": model.head_dim,
             "d_model": model.hidden_size,
         }
-        return cls(kind=kind, **{**shapes, "base_model": model.name, **own, **changes})
+        given = {**shapes, "base_model": model.name, **_OF_KIND[kind], **changes}
+        return cls(kind=kind, **given)
 
     @property
     def is_retention(self) -> bool:
-        """Whether the gates give a log beta (and not a predicted logit)."""
+        """Whether the gates give a log beta instead of a predicted logit."""
         return self.kind != "locret"
 
     @property
     def width(self) -> int:
-        """Numbers that a gate reads of a token."""
+        """How many numbers a gate reads per token."""
         heads = {"kv": 2 * self.kv_heads, "qkv": self.query_heads + 2 * self.kv_heads}
         return heads[self.input] * self.head_dim if self.input in heads else self.d_model
 
     def mismatch(self, model: ModelInfo) -> str:
-        """What keeps the gates from fitting a model; "" where nothing does."""
-        own = (self.layers, self.kv_heads, self.query_heads, self.head_dim, self.d_model)
-        other = (
+        """Why the gates do not fit a model, or an empty string."""
+        shape = (self.layers, self.kv_heads, self.query_heads, self.head_dim, self.d_model)
+        model_shape = (
             model.layers,
             model.kv_heads,
             model.query_heads,
             model.head_dim,
             model.hidden_size,
         )
-        if own == other:
+        if shape == model_shape:
             return ""
-        return f"of {_shape(*own)}; model {model.name} has {_shape(*other)}"
+        return f"for {_shape(*shape)}, but model {model.name} has {_shape(*model_shape)}"
 
     def to_json(self) -> str:
-        """The configuration as JSON text, one attribute a line."""
+        """The configuration as JSON text, one attribute per line."""
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n"
 
     @classmethod
@@ -172,17 +170,17 @@ class GateConfig:
         """Read and check JSON text.
 
         Raises:
-            UserError: It is no configuration of gates; it says what is wrong.
+            UserError: It is not a configuration of gates; the message says why.
         """
         try:
             content = json.loads(text)
         except ValueError:
             raise UserError("it is not JSON") from None
         if not isinstance(content, dict):
-            raise UserError("a JSON object would be right")
+            raise UserError("it is not a JSON object")
         version = content.pop("format", None)
         if version != FORMAT:
-            raise UserError(f"its format is {version!r}; this kvbench reads {FORMAT}")
+            raise UserError(f"its format is {version!r}, but this kvbench reads {FORMAT}")
         unknown = sorted(set(content) - {f.name for f in fields(cls)})
         if unknown:
             raise UserError(f"{unknown[0]} is unknown")
@@ -196,20 +194,20 @@ class GateConfig:
         """Read and check a file.
 
         Raises:
-            UserError: It cannot be read or is no configuration of gates; it says what is wrong.
+            UserError: It cannot be read or is not a configuration of gates; the message says why.
         """
         try:
             return cls.from_json(path.read_text(encoding="utf-8"))
         except OSError as error:
-            raise UserError(f"cannot read the gates' {path}: {error.strerror}") from None
+            raise UserError(f"cannot read {path}: {error.strerror}") from None
         except UnicodeDecodeError:
-            raise UserError(f"{path} is no configuration of gates: it is not text") from None
+            raise UserError(f"{path} is not a configuration of gates: it is not text") from None
         except UserError as error:
-            raise UserError(f"{path} is no configuration of gates: {error}") from None
+            raise UserError(f"{path} is not a configuration of gates: {error}") from None
 
 
 def activation_of(config: Any) -> str:
-    """Name of the activation of a model's own MLPs, from its (text) configuration."""
+    """Name of the activation of a model's MLPs, from its (text) configuration."""
     name = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
     return str(name) if name in ACT2FN else "silu"
 

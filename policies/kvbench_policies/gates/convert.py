@@ -1,15 +1,15 @@
-"""Reads the checkpoints of the public TRIM-KV repository: gates alone, or a model that holds them.
+"""Converts checkpoints of the public TRIM-KV repository: gates alone, or a model with gates.
 
     python -m kvbench_policies.gates.convert SOURCE FOLDER --model MODEL
 
-SOURCE is a safetensors file or a folder of them. A checkpoint that is only there as a pickle (.bin,
-.pt, .pth) is refused: to unpickle is to run what is in it. Its tensors are, for every layer,
+SOURCE is a safetensors file or a folder of them. Pickled checkpoints (.bin, .pt, .pth) are refused,
+because unpickling runs code. The tensors of every layer are
 
     ...layers.<index>....retention_gate.linear1.weight   [512, d_model], with a bias or without
     ...layers.<index>....retention_gate.linear2.weight   [H, 512], with a bias or without
     ...layers.<index>....retention_gate.bias             [H] or one for all, added to the logit
 
-Without `linear1` the gate is linear. All other tensors are passed over unread.
+Without `linear1` the gate is linear. Other tensors are ignored.
 """
 
 from __future__ import annotations
@@ -42,28 +42,28 @@ def read_checkpoint(source: str | Path) -> dict[int, dict[str, Tensor]]:
         source: A safetensors file, or a folder of them.
 
     Raises:
-        UserError: It cannot be read, is a pickle, or holds no such gates.
+        UserError: It cannot be read, is a pickle, or has no such gates.
     """
     path = Path(source).expanduser()
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if path.is_file() and path.suffix != ".safetensors":
-        raise UserError(f"{path}: only safetensors are read, as nothing is unpickled")
+        raise UserError(f"{path} is not a safetensors file; pickles are not read")
     if not files or not files[0].is_file():
-        raise UserError(f"{path}: no safetensors there (nothing else is read: no pickles)")
-    found: dict[int, dict[str, Tensor]] = {}
+        raise UserError(f"{path} has no safetensors file; pickles are not read")
+    tensors_by_layer: dict[int, dict[str, Tensor]] = {}
     for file in files:
         try:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (it is no mapping)
                     if match := _NAME.search(name):
-                        found.setdefault(int(match[1]), {})[match[2]] = tensors.get_tensor(
-                            name
-                        ).float()
+                        tensors_by_layer.setdefault(int(match[1]), {})[match[2]] = (
+                            tensors.get_tensor(name).float()
+                        )
         except (OSError, SafetensorError) as error:
-            raise UserError(f"{file} cannot be read: {str(error).splitlines()[0]}") from None
-    if not found:
-        raise UserError(f"{path}: no tensor of a retention_gate in it")
-    return dict(sorted(found.items()))
+            raise UserError(f"cannot read {file}: {str(error).splitlines()[0]}") from None
+    if not tensors_by_layer:
+        raise UserError(f"{path} has no tensor of a retention_gate")
+    return dict(sorted(tensors_by_layer.items()))
 
 
 def convert(
@@ -74,21 +74,21 @@ def convert(
     base_revision: str = "",
     training: Mapping[str, Any] | None = None,
 ) -> RetentionGates:
-    """Make gates of a checkpoint's tensors.
+    """Make gates from a checkpoint's tensors.
 
     Args:
-        layers: As `read_checkpoint` gives them.
-        model: The model that they are for.
-        activation: The model's own, which is that of the gates.
+        layers: Tensors by layer and name, as `read_checkpoint` gives them.
+        model: The model that they belong to.
+        activation: The activation of the model, which the gates share.
         base_revision: Commit or digest of the model.
-        training: Facts to keep beside the gates.
+        training: Facts to store with the gates.
 
     Raises:
-        UserError: The tensors are not those of gates of the model; it says which.
+        UserError: A tensor does not belong to gates of the model; the message names it.
     """
     if len(layers) != model.layers:
         raise UserError(
-            f"the checkpoint has gates for {len(layers)} layers, model {model.name} has "
+            f"the checkpoint has gates for {len(layers)} layers, but model {model.name} has "
             f"{model.layers} with full attention"
         )
     first = next(iter(layers.values()))
@@ -117,7 +117,7 @@ def convert(
 
 
 def _merged(tensors: Mapping[str, Tensor], config: GateConfig, layer: int) -> dict[str, Tensor]:
-    """Tensors of one layer as kvbench holds them: the biases of the logit become one."""
+    """Tensors of one layer as kvbench stores them; the biases of the logit are added up."""
     heads, mlp = config.kv_heads, config.gate == "mlp"
     width = config.hidden_dim if mlp else config.width
     shapes: dict[str, tuple[int, ...]] = {"linear2.weight": (heads, width)}
@@ -130,8 +130,8 @@ def _merged(tensors: Mapping[str, Tensor], config: GateConfig, layer: int) -> di
             raise UserError(f"layer {layer}: retention_gate.{name} is missing")
         if tuple(tensor.shape) != shape:
             raise UserError(
-                f"layer {layer}: retention_gate.{name} is {list(tensor.shape)}; for this model "
-                f"it should be {list(shape)}"
+                f"layer {layer}: retention_gate.{name} is {list(tensor.shape)}, but this model "
+                f"needs {list(shape)}"
             )
         out[name] = tensor
     bias = torch.zeros(heads)
@@ -139,22 +139,22 @@ def _merged(tensors: Mapping[str, Tensor], config: GateConfig, layer: int) -> di
         given = tensors.get(name, torch.zeros(1))
         if given.numel() not in (1, heads):
             raise UserError(
-                f"layer {layer}: retention_gate.{name} has {given.numel()} numbers; 1 or {heads} "
-                "would be right"
+                f"layer {layer}: retention_gate.{name} has {given.numel()} numbers instead of 1 "
+                f"or {heads}"
             )
         bias = bias + given.reshape(-1)
     return {**out, "bias": bias}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Convert a checkpoint; the exit status is 2 where that is not possible."""
+    """Convert a checkpoint; the exit status is 2 if that is not possible."""
     parser = argparse.ArgumentParser(
         prog="python -m kvbench_policies.gates.convert",
-        description="Make kvbench's gates of a TRIM-KV checkpoint (safetensors).",
+        description="Make kvbench gates from a TRIM-KV checkpoint (safetensors).",
     )
     parser.add_argument("source", help="a safetensors file, or a folder of them")
-    parser.add_argument("folder", help="where gates.json and gates.safetensors are written")
-    parser.add_argument("--model", required=True, help="the model: a folder, a hub id, reference")
+    parser.add_argument("folder", help="folder for gates.json and gates.safetensors")
+    parser.add_argument("--model", required=True, help="reference, a local folder or a hub id")
     options = parser.parse_args(arguments)
     try:
         gates = convert_for(options.source, options.model)
@@ -166,13 +166,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def convert_for(source: str, model: str) -> RetentionGates:
-    """Make gates of a checkpoint for the model of a name, whose weights are not loaded.
+    """Make gates from a checkpoint for a named model, without loading the model's weights.
 
     Raises:
         UserError: The checkpoint or the model cannot be read, or they do not fit.
     """
-    from kvbench.engine.loading import load_config, model_digest
+    from kvbench.engine.loading import load_config
     from kvbench.engine.models import decoder_of, model_info
+    from kvbench.named import model_digest
     from kvbench_policies.gates.config import activation_of
 
     config = load_config(model)

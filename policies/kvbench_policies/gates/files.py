@@ -1,14 +1,11 @@
-"""Gates on disk: `gates.json` and `gates.safetensors` in a folder; where those of a model are.
+"""Gates on disk: a folder with `gates.json` and `gates.safetensors`, and the gates of a model.
 
-Nothing is ever unpickled. The base model's weights are not among the gates'.
+Nothing is ever unpickled. The weights of the base model are not stored with the gates.
 """
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import os
-import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -18,36 +15,34 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from kvbench.artifacts import Artifacts, MadeFor
 from kvbench.errors import UserError
 from kvbench.plugin import ModelInfo
-from kvbench.profiles.files import slug
 from kvbench_policies.gates.config import GateConfig, Kind
 from kvbench_policies.gates.modules import RetentionGates, build
 
 CONFIG = "gates.json"
 WEIGHTS = "gates.safetensors"
-SHIPPED = Path(__file__).resolve().parent / "shipped"
-"""Gates that come with kvbench: `<folder name of the model>-<kind>`."""
 
 
 def save(gates: RetentionGates, folder: str | Path) -> Path:
-    """Write gates into a folder, which is made where it is missing; each file at once or not.
+    """Write gates into a folder, creating it if it is missing; each file completely or not at all.
 
     Args:
-        gates: On any device; they are stored in float32.
-        folder: Where to.
+        gates: The gates, on any device; they are stored in float32.
+        folder: The folder.
 
     Returns:
         The folder.
 
     Raises:
-        UserError: It cannot be written, or a weight is not finite.
+        UserError: The folder cannot be written to, or a weight is not finite.
     """
     folder = Path(folder).expanduser()
     state = {k: v.detach().float().cpu().contiguous() for k, v in gates.state_dict().items()}
     bad = _not_finite(state)
     if bad:
-        raise UserError(f"the gates are not saved: {bad} is not finite")
+        raise UserError(f"the gates were not saved, because {bad} is not finite")
     weights, config = (folder / f".{name}.{os.getpid()}" for name in (WEIGHTS, CONFIG))
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -70,19 +65,19 @@ def load(source: str | Path, model: ModelInfo | None = None) -> RetentionGates:
     Args:
         source: A folder, the name of gates that ship with kvbench, or a hub id
             (`organisation/name`, or `organisation/name@revision`).
-        model: What they must fit, where it is given.
+        model: The model that they must fit, or None.
 
     Returns:
-        Gates on the CPU, in float32, that take no gradient.
+        Gates on the CPU, in float32, without gradients.
 
     Raises:
-        UserError: There are none, they are damaged, or they are of another model.
+        UserError: There are none, they are damaged, or they were made for another model.
     """
-    folder = locate(source)
+    folder = GATES.locate(str(source))
     config = GateConfig.read(folder / CONFIG)
     wrong = "" if model is None else config.mismatch(model)
     if wrong:
-        raise UserError(f"the gates in {folder} are {wrong}: gates of that model would be right")
+        raise UserError(f"the gates in {folder} are {wrong}; name gates of that model")
     with torch.random.fork_rng(devices=[]):
         gates = build(config)
     gates.load_state_dict(_weights(folder / WEIGHTS, gates.state_dict()))
@@ -90,21 +85,22 @@ def load(source: str | Path, model: ModelInfo | None = None) -> RetentionGates:
 
 
 def _weights(path: Path, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of a file, all there and of the shapes expected."""
+    """Read the tensors of a file, and check that all expected ones are there, of their shapes."""
     try:
         state: dict[str, Tensor] = load_file(path)
     except OSError as error:
         raise UserError(f"cannot read the gates {path}: {error.strerror or error}") from None
     except SafetensorError as error:
-        raise UserError(f"{path} is no safetensors file: {str(error).splitlines()[0]}") from None
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{path} is not a safetensors file: {reason}") from None
     odd = sorted(set(state) ^ set(expected))
     if odd:
-        what = "is missing" if odd[0] in expected else f"is none of what {CONFIG} describes"
+        what = "is missing" if odd[0] in expected else f"is not one that {CONFIG} describes"
         raise UserError(f"{path}: tensor {odd[0]} {what}")
     for name, tensor in state.items():
         if tensor.shape != expected[name].shape:
             raise UserError(
-                f"{path}: tensor {name} is {list(tensor.shape)}, {CONFIG} says "
+                f"{path}: tensor {name} is {list(tensor.shape)}, but {CONFIG} says "
                 f"{list(expected[name].shape)}"
             )
     bad = _not_finite(state)
@@ -114,91 +110,46 @@ def _weights(path: Path, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _not_finite(state: Mapping[str, Tensor]) -> str:
-    """Name of a tensor that holds something else than numbers; "" where none does."""
+    """Name of a tensor that is not of finite numbers; "" if there is none."""
     odd = (n for n, x in state.items() if not (x.is_floating_point() and bool(x.isfinite().all())))
     return next(odd, "")
 
 
-# --- which folder -------------------------------------------------------------------------------
+# --- the gates of a model -------------------------------------------------------------------------
 
 
-def locate(source: str | Path) -> Path:
-    """The folder that holds gates: a folder, a shipped name, or one fetched from the hub.
-
-    Raises:
-        UserError: There is none.
-    """
-    text = str(source)
-    folder = Path(text).expanduser()
-    if folder.is_dir():
-        if not (folder / CONFIG).is_file():
-            raise UserError(f"gates={text}: no {CONFIG} in that folder")
-        return folder
-    if folder.is_file():
-        raise UserError(f"gates={text} is a file: the folder that holds {CONFIG} would be right")
-    if re.fullmatch(r"[\w.-]+", text) and (SHIPPED / text / CONFIG).is_file():
-        return SHIPPED / text
-    if re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", text) and not text.startswith("."):
-        return _fetched(text)
-    raise UserError(f"gates={text}: no such folder")
+def _made_for(folder: Path) -> MadeFor:
+    config = GateConfig.read(folder / CONFIG)
+    return MadeFor(config.base_model, config.base_revision)
 
 
-@functools.cache
-def _fetched(text: str) -> Path:
-    """Files of a hub repository, in the hub's own cache."""
-    from huggingface_hub import hf_hub_download
-
-    name, _, revision = text.partition("@")
-    try:
-        found = [hf_hub_download(name, f, revision=revision or None) for f in (WEIGHTS, CONFIG)]
-    except Exception as error:  # the hub's errors share no base class
-        reason = next((s for s in str(error).splitlines() if s.strip()), type(error).__name__)
-        raise UserError(
-            f"gates={text}: no such folder, and the hub does not give it: {reason}"
-        ) from None
-    return Path(found[-1]).parent
-
-
-def user_path(model: str, kind: Kind) -> Path:
-    """Where `kvbench train gates` writes: in the user's cache."""
-    from kvbench.files import cache_dir
-
-    return cache_dir() / "gates" / f"{slug(model)}-{kind}"
+GATES = Artifacts(
+    noun="gates",
+    option="gates",
+    shipped=Path(__file__).resolve().parent / "shipped",
+    folder="gates",
+    pattern="{model}-{kind}",
+    command="kvbench train gates --model {model} --policy {kind}",
+    made_for=_made_for,
+    files=(CONFIG, WEIGHTS),
+)
 
 
 def find(model: str, kind: Kind, gates: str | None = None) -> Path:
-    """Find the gates of a model: those that are named, the shipped ones, the user's own.
+    """Find the gates of a model: the named ones, the shipped ones, or the user's own.
 
     Args:
         model: `ModelInfo.name` or what `--model` names: `reference`, a folder or a hub id.
         kind: `trimkv`, `dbtrimkv` or `locret`.
-        gates: What `load` takes as its source, or None.
+        gates: A source as in `load`, or None.
 
     Returns:
         A folder that holds gates.
 
     Raises:
-        UserError: There are none; it says which command trains them.
+        UserError: There are none; the message names the command that trains them.
     """
-    if gates is not None:
-        return locate(gates)
-    base = _folder(model)
-    name = base.name if base is not None else model.rpartition("/")[2]
-    shipped = SHIPPED / f"{name}-{kind}"
-    if (shipped / CONFIG).is_file() and _fits(model, base, shipped):
-        return shipped
-    own = user_path(model, kind)
-    if not (own / CONFIG).is_file():
-        raise UserError(
-            f"model {model} has no {kind} gates: `kvbench train gates --model {model} "
-            f"--policy {kind}` trains them (gates=FOLDER names others)"
-        )
-    if base is not None and not _fits(model, base, own):
-        raise UserError(
-            f"{own} was trained for other weights of {model}: `kvbench train gates --model {model} "
-            f"--policy {kind}` trains them anew"
-        )
-    return own
+    return GATES.find(model, (kind,), gates)
 
 
 def fingerprint(model: str, kind: Kind, gates: str | None = None) -> str:
@@ -207,38 +158,4 @@ def fingerprint(model: str, kind: Kind, gates: str | None = None) -> str:
     Raises:
         UserError: There are none.
     """
-    folder = find(model, kind, gates)
-    digest = hashlib.sha256()
-    for name in (CONFIG, WEIGHTS):
-        try:
-            digest.update(hashlib.sha256((folder / name).read_bytes()).digest())
-        except OSError as error:
-            raise UserError(f"cannot read {folder / name}: {error.strerror}") from None
-    return digest.hexdigest()[:16]
-
-
-def _folder(model: str) -> Path | None:
-    """The folder of a local model, resolved; None for one of the hub."""
-    from kvbench import reference
-
-    folder = reference.path() if model == "reference" else Path(model).expanduser()
-    return folder.resolve() if folder.is_dir() else None
-
-
-def _fits(model: str, base: Path | None, folder: Path) -> bool:
-    """Whether a model is the one that gates were trained for, as far as can be told."""
-    path = folder / CONFIG
-    return _compared(model, base, path, path.stat().st_mtime_ns)
-
-
-@functools.lru_cache(maxsize=64)
-def _compared(model: str, base: Path | None, path: Path, changed: int) -> bool:
-    from kvbench import reference
-    from kvbench.engine.loading import model_digest
-
-    config = GateConfig.read(path)
-    if base is None:
-        return config.base_model == model
-    if path.is_relative_to(SHIPPED) and base.parent == reference.path().parent:
-        return True  # weights never change under the same name
-    return not config.base_revision or config.base_revision == model_digest(str(base))
+    return GATES.digest(find(model, kind, gates))

@@ -1,4 +1,4 @@
-"""What a score that reads learned gates builds on: the need that the engine observes for it."""
+"""The base of scores that read learned gates, and the need that the engine observes for them."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from kvbench_policies.gates.files import CONFIG, WEIGHTS, find, fingerprint, loa
 from kvbench_policies.gates.modules import RetentionGates, build
 
 _BLOCK = 4096
-"""Tokens that pass a gate at once, over all sequences: its input is held in float32."""
+"""Number of tokens, over all sequences, that pass a gate at once; its input is in float32."""
 
 
 @dataclass(frozen=True)
 class GateOutput(PerToken):
-    """What the gates say of every token, once, when it enters the cache: float32 `[B, H, n]`.
+    """The gates' number for every token, computed when it enters the cache: float32 `[B, H, n]`.
 
-    Of retention gates `log beta`, 0 or less; of retaining heads the predicted logit.
+    For retention gates it is `log beta`, 0 or less; for retaining heads the predicted logit.
 
     Attributes:
-        kind: Which gates are looked for.
-        gates: Folder, shipped name or hub id of others, or None.
+        kind: Kind of gates to look for.
+        gates: Folder, shipped name or hub id of the gates, or None for the model's own.
     """
 
     kind: Kind
@@ -39,20 +39,20 @@ class GateOutput(PerToken):
         """Apply the layer's gate to new tokens, block by block.
 
         Raises:
-            UserError: The model has no such gates, or they do not fit it.
+            UserError: The model has no such gates, or they do not fit the model.
         """
         gates = _held(self, model, hidden.device, anew=layer == 0)
         size = max(1, _BLOCK // hidden.shape[0])
-        found = []
+        outputs = []
         for first in range(0, hidden.shape[1], size):
             block = slice(first, first + size)
             x, qkv = hidden[:, block], None
             if gates.config.input == "qkv":
                 if model.project is None:
-                    raise UserError(f"model {model.name} does not give its projections")
+                    raise UserError(f"cannot read the projections of model {model.name}")
                 qkv = model.project(layer, x)
-            found.append(gates.score(layer, x, key[:, :, block], value[:, :, block], qkv))
-        return torch.cat(found, -1)
+            outputs.append(gates.score(layer, x, key[:, :, block], value[:, :, block], qkv))
+        return torch.cat(outputs, -1)
 
 
 _loaded: dict[tuple[GateOutput, str, torch.device], tuple[object, RetentionGates]] = {}
@@ -61,7 +61,7 @@ _loaded: dict[tuple[GateOutput, str, torch.device], tuple[object, RetentionGates
 def _held(
     need: GateOutput, model: ModelInfo, device: torch.device, *, anew: bool
 ) -> RetentionGates:
-    """The gates of a need, read again only where `anew` and the files have changed."""
+    """The gates of a need; they are read again only if `anew` and their files have changed."""
     key = (need, model.name, device)
     held = _loaded.get(key)
     if held is not None and not anew and not held[1].config.mismatch(model):
@@ -78,12 +78,12 @@ def _held(
 
 
 def _load(folder: Path, kind: Kind, model: ModelInfo) -> RetentionGates:
-    """Gates of a folder, of a kind that can stand for the kind that is wanted."""
+    """Load the gates of a folder; retention gates and predicted logits do not mix."""
     gates = load(folder, model)
     if gates.config.is_retention != (kind != "locret"):
         wanted = "trimkv or dbtrimkv" if kind != "locret" else kind
         raise UserError(
-            f"the gates in {folder} are of {gates.config.kind}; {wanted} would be right"
+            f"the gates in {folder} are for {gates.config.kind}; name gates for {wanted}"
         )
     return gates
 
@@ -92,11 +92,11 @@ def _load(folder: Path, kind: Kind, model: ModelInfo) -> RetentionGates:
 class Learned(Score):
     """A score that reads learned gates.
 
-    The gates are those that `gates` names, else those that ship with kvbench for the model, else
-    the user's own, where `kvbench train gates` writes them.
+    The gates are those that `gates` names, otherwise those that ship with kvbench for the model,
+    otherwise the user's own, where `kvbench train gates` writes them.
 
     Attributes:
-        gates: Folder, shipped name or hub id of gates, which are taken as they are, or none.
+        gates: Folder, shipped name or hub id of gates, which are used as they are, or none.
     """
 
     kind: ClassVar[Kind] = "trimkv"
@@ -104,7 +104,7 @@ class Learned(Score):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What the gates say of every token."""
+        """The gates' number for every token."""
         return frozenset({self._need})
 
     @property
@@ -112,7 +112,7 @@ class Learned(Score):
         return GateOutput(self.kind, self.gates)
 
     def learned(self, v: View) -> Tensor:
-        """What the gates said of the entries, float32 `[B, H, n]`."""
+        """The gates' numbers for the entries, float32 `[B, H, n]`."""
         return v.obs[self._need]
 
     def fingerprint(self, model: str) -> str:
@@ -124,7 +124,7 @@ class Learned(Score):
         return fingerprint(model, self.kind, self.gates)
 
     def stand_in(self, model: ModelInfo, folder: Path) -> Self:
-        """Give a copy that reads random gates which fit a model (see `kvbench.plugin.Part`)."""
+        """Give a copy that reads random gates that fit a model (see `kvbench.plugin.Part`)."""
         return self.replace(gates=str(random_gates(self.kind, model, folder)))
 
 
@@ -132,9 +132,9 @@ def random_gates(kind: Kind, model: ModelInfo, folder: Path) -> Path:
     """Write random gates that tell tokens apart, the same at every call.
 
     Args:
-        kind: Of which kind.
-        model: What they must fit.
-        folder: Where they are written, into a folder of their own that is named for the shapes.
+        kind: Kind of the gates.
+        model: The model that they must fit.
+        folder: Folder in which they get a folder of their own, named after kind and shapes.
     """
     shapes = (model.layers, model.kv_heads, model.query_heads, model.head_dim, model.hidden_size)
     path = folder / "-".join(map(str, (kind, *shapes)))

@@ -1,9 +1,9 @@
 """How the gates of each learned policy are trained, for `kvbench train gates`.
 
-Settings are those of the papers where they give them: Bui, Sharma, Lamba, Mishra, Ying: Cache What
+Settings follow the papers where they give them: Bui, Sharma, Lamba, Mishra, Ying: Cache What
 Lasts, arXiv 2512.03324 (TRIM-KV); Bui, Nguyen, Cohan, Ying: Make Each Token Count, arXiv 2605.09649
 (DBTrimKV). The number of steps and, for LocRet (arXiv 2410.01805), the optimizer's settings are
-ours.
+kvbench's own.
 """
 
 from __future__ import annotations
@@ -47,10 +47,18 @@ def _save(gates: nn.Module, folder: Path, facts: Mapping[str, Any]) -> None:
 
 def _method(kind: Kind, defaults: Mapping[str, Any], **kwargs: Any) -> Method:
     def place(model: str) -> Path:
-        return files.user_path(model, kind)
+        return files.GATES.user_path(model, kind)
 
-    own = {"gate": "mlp", "tied": False, "gating": "additive", "gate_dim": 64, **defaults}
-    return Method(name=kind, defaults=own, build=_build(kind), save=_save, place=place, **kwargs)
+    settings_of_kind = {
+        "gate": "mlp",
+        "tied": False,
+        "gating": "additive",
+        "gate_dim": 64,
+        **defaults,
+    }
+    return Method(
+        name=kind, defaults=settings_of_kind, build=_build(kind), save=_save, place=place, **kwargs
+    )
 
 
 TRIMKV = _method(

@@ -1,8 +1,8 @@
-"""The gates themselves, in float32 and in the log domain.
+"""The gate modules, in float32 and in the log domain.
 
 Retention: Bui, Sharma, Lamba, Mishra, Ying: Cache What Lasts, arXiv 2512.03324, section 5.1; the
 tied readout: Nguyen, Cohan, Ying and others: Make Each Token Count, arXiv 2605.09649, section 4.1;
-retaining heads: LocRet, arXiv 2410.01805. `beta` is never formed: near 1 it has no digits left.
+retaining heads: LocRet, arXiv 2410.01805. `beta` is never computed: near 1 it loses all precision.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from kvbench_policies.gates.config import GateConfig
 class _Layer(nn.Module):
     """The gate of one layer: `[..., width]` to `[..., out]`.
 
-    Without a hidden layer `linear2` reads the input. Names and order of the layers are those of the
+    Without a hidden layer, `linear2` reads the input. Names and order of the layers match the
     public TRIM-KV checkpoints.
     """
 
-    def __init__(self, config: GateConfig, out: int, *, biased: bool, own: bool) -> None:
+    def __init__(self, config: GateConfig, out: int, *, biased: bool, own_bias: bool) -> None:
         super().__init__()
         mlp = config.gate == "mlp"
         self.linear1 = nn.Linear(config.width, config.hidden_dim, bias=biased) if mlp else None
         self.activation = ACT2FN[config.activation] if mlp else nn.Identity()
         width = config.hidden_dim if mlp else config.width
-        self.linear2 = nn.Linear(width, out, bias=biased and not own)
-        self.bias = nn.Parameter(torch.full((out,), float(config.bias))) if own else None
+        self.linear2 = nn.Linear(width, out, bias=biased and not own_bias)
+        self.bias = nn.Parameter(torch.full((out,), float(config.bias))) if own_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.linear1 is not None:
@@ -43,12 +43,12 @@ class _Layer(nn.Module):
 class RetentionGates(nn.Module):
     """The gates of all full-attention layers of a model.
 
-    Untied, a layer's gate ends in one number per KV head, plus that head's bias. Tied, it ends in
-    `gate_dim` numbers per KV head, which one readout and one bias turn into a number for all layers
-    and heads. The gates of `locret` have no bias anywhere.
+    An untied gate ends in one number per KV head, plus that head's bias. A tied gate ends in
+    `gate_dim` numbers per KV head, which one readout and one bias, shared by all layers and heads,
+    turn into one number. The gates of `locret` have no biases.
 
     Args:
-        config: What to build; parameters are drawn from torch's generator.
+        config: The configuration; parameters are drawn from torch's generator.
     """
 
     def __init__(self, config: GateConfig) -> None:
@@ -57,7 +57,7 @@ class RetentionGates(nn.Module):
         biased = config.is_retention
         out = config.kv_heads * (config.gate_dim if config.tied else 1)
         self.layers = nn.ModuleList(
-            _Layer(config, out, biased=biased, own=biased and not config.tied)
+            _Layer(config, out, biased=biased, own_bias=biased and not config.tied)
             for _ in range(config.layers)
         )
         self.readout: nn.Parameter | None = None
@@ -75,14 +75,15 @@ class RetentionGates(nn.Module):
         value: Tensor | None = None,
         qkv: Tensor | None = None,
     ) -> Tensor:
-        """What the gate of a layer says of tokens, before any sigmoid.
+        """Output of a layer's gate for tokens, before any sigmoid.
 
         Args:
             layer: Index among the full-attention layers.
-            hidden: What enters the attention block, after its norm, `[B, n, d_model]`.
-            key: Keys after RoPE, `[B, H, n, d]`; only `input=kv` reads them.
-            value: Values, `[B, H, n, d]`; only `input=kv` reads them.
-            qkv: `ModelInfo.project(layer, hidden)`, `[B, n, (H_q + 2 H) d]`; only `input=qkv`.
+            hidden: Input of the attention block, after its norm, `[B, n, d_model]`.
+            key: Keys after RoPE, `[B, H, n, d]`; read only with `input=kv`.
+            value: Values, `[B, H, n, d]`; read only with `input=kv`.
+            qkv: `ModelInfo.project(layer, hidden)`, `[B, n, (H_q + 2 H) d]`; read only with
+                `input=qkv`.
 
         Returns:
             float32 `[B, H, n]`, whatever the dtype of the inputs.
@@ -91,11 +92,11 @@ class RetentionGates(nn.Module):
             ValueError: The input that the configuration names was not given.
         """
         with torch.autocast(hidden.device.type, enabled=False):
-            found: Tensor = self.layers[layer](self._input(hidden, key, value, qkv).float())
+            out: Tensor = self.layers[layer](self._input(hidden, key, value, qkv).float())
             if self.readout is not None and self.bias is not None:
-                found = found.unflatten(-1, (self.config.kv_heads, self.config.gate_dim))
-                found = found @ self.readout + self.bias
-            return found.transpose(1, 2)
+                out = out.unflatten(-1, (self.config.kv_heads, self.config.gate_dim))
+                out = out @ self.readout + self.bias
+            return out.transpose(1, 2)
 
     def _input(
         self, hidden: Tensor, key: Tensor | None, value: Tensor | None, qkv: Tensor | None
@@ -104,10 +105,10 @@ class RetentionGates(nn.Module):
             return hidden
         if self.config.input == "qkv":
             if qkv is None:
-                raise ValueError("these gates read qkv")
+                raise ValueError("these gates need qkv")
             return qkv
         if key is None or value is None:
-            raise ValueError("these gates read key and value")
+            raise ValueError("these gates need key and value")
         return torch.cat([key, value], 1).transpose(1, 2).flatten(2)
 
     def log_beta(
@@ -120,12 +121,14 @@ class RetentionGates(nn.Module):
     ) -> Tensor:
         """Log retention of tokens, `logsigmoid` of `forward`: float32 `[B, H, n]`, 0 or less.
 
+        Arguments as in `forward`.
+
         Raises:
-            ValueError: The gates are of `locret`, or lack their input.
+            ValueError: These are gates of `locret`, or their input was not given.
         """
         if not self.config.is_retention:
-            raise ValueError("the gates of locret predict a logit and no retention: `score`")
-        return logsigmoid(self(layer, hidden, key, value, qkv))
+            raise ValueError("the gates of locret predict logits instead of retention; use `score`")
+        return self.score(layer, hidden, key, value, qkv)
 
     def score(
         self,
@@ -135,20 +138,20 @@ class RetentionGates(nn.Module):
         value: Tensor | None = None,
         qkv: Tensor | None = None,
     ) -> Tensor:
-        """What is kept beside an entry: the log retention; of `locret` the predicted logit.
+        """The number kept beside an entry: its log retention, or with `locret` its logit.
+
+        Arguments as in `forward`.
 
         Returns:
             float32 `[B, H, n]`.
 
         Raises:
-            ValueError: The gates lack their input.
+            ValueError: The input of the gates was not given.
         """
-        if self.config.is_retention:
-            return self.log_beta(layer, hidden, key, value, qkv)
-        found: Tensor = self(layer, hidden, key, value, qkv)
-        return found
+        out: Tensor = self(layer, hidden, key, value, qkv)
+        return logsigmoid(out) if self.config.is_retention else out
 
 
 def build(config: GateConfig) -> RetentionGates:
-    """Build untrained gates on the CPU, in float32 (where they should stay)."""
+    """Build untrained gates on the CPU, in float32; they should stay in float32."""
     return RetentionGates(config)

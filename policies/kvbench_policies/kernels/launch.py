@@ -1,9 +1,10 @@
-"""What the kernels share: when Triton runs them, and what is compiled without a GPU.
+"""What the kernels share: when Triton runs them, and how they are compiled without a GPU.
 
-Triton is optional (`pip install 'kvbench[gpu]'`). It is imported when a tensor lies on a GPU or
+Triton is optional (`pip install 'kvbench[gpu]'`). It is imported when a tensor is on a GPU, or when
 `TRITON_INTERPRET=1` asks for its interpreter; everything else runs on blocked torch code.
 
-The interpreter decides at decoration, so the variable must stand before a kernel is imported.
+Triton reads that variable when a kernel is decorated, so it must be set before kernels are
+imported.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ def _has_triton() -> bool:
 
 
 def by_triton(x: Tensor) -> bool:
-    """Whether a kernel should run on `x`: it lies on an NVIDIA GPU, or the interpreter is on.
+    """Whether a kernel should run on `x`: it is on an NVIDIA GPU, or the interpreter is on.
 
-    float64 is for oracles and gradient checks and takes the torch path wherever it lies.
+    float64 is for oracles and gradient checks and takes the torch path on any device.
     """
     if x.dtype == torch.float64 or not _has_triton():
         return False
@@ -43,16 +44,16 @@ def by_triton(x: Tensor) -> bool:
 
 
 def architecture(device: torch.device) -> int:
-    """The tuned architecture for a device: 90 from Hopper on, 80 for all before it."""
+    """The architecture that a device is tuned as: 90 from Hopper on, 80 before."""
     if device.type != "cuda":
         return 90
     return 90 if torch.cuda.get_device_capability(device)[0] >= 9 else 80
 
 
 def dot_ready(x: Tensor) -> Tensor:
-    """`x`, contiguous, in a type that the kernel's `tl.dot` gets right.
+    """Give `x`, contiguous, in a type that the kernel's `tl.dot` multiplies correctly.
 
-    The interpreter stores bfloat16 as integers and multiplies those, so it is given float32.
+    The interpreter stores bfloat16 as integers and multiplies those, so it gets float32.
     """
     if interpreting() and x.dtype == torch.bfloat16:
         x = x.float()
@@ -64,23 +65,23 @@ def starts(valid: Tensor | None, batch: int, length: int, device: torch.device) 
 
     Args:
         valid: bool `[B, T]`, False on the padding left of each sequence, or None for no padding.
-        batch: B.
-        length: T.
-        device: Where the answer is to lie.
+        batch: Number of sequences, B.
+        length: Number of columns, T.
+        device: Device of the result.
 
     Raises:
-        UserError: The mask has another shape, or a gap (seen on a CPU only: a GPU is not waited
-            for).
+        UserError: The mask has another shape, or padding after a token (checked on a CPU only, so
+            that nothing waits for a GPU).
     """
     if valid is None:
         return torch.zeros(batch, dtype=torch.int32, device=device)
     if valid.shape != (batch, length) or valid.dtype != torch.bool:
         raise UserError(
-            f"valid is {valid.dtype} {list(valid.shape)}: bool [{batch}, {length}] would be right"
+            f"valid is {valid.dtype} {list(valid.shape)} instead of bool [{batch}, {length}]"
         )
     seen = valid.device.type == "cpu" and not torch.compiler.is_compiling()
     if seen and bool((valid[:, 1:] < valid[:, :-1]).any()):
-        raise UserError("valid has padding after a token: only padding on the left is right")
+        raise UserError("valid has padding after a token; pad on the left only")
     return (length - valid.sum(1)).to(device=device, dtype=torch.int32)
 
 
@@ -89,17 +90,17 @@ class Compiled:
     """A kernel as a GPU would run it, for the gate in `benchmarks/compile_kernels.py`.
 
     Attributes:
-        name: What the table calls it.
+        name: Name in the table.
         kernel: The `triton.jit` function.
-        types: Triton type of every argument that is no constant, such as `*bf16`, `i32`, `fp32`.
+        types: Triton type of every argument that is not a constant, such as `*bf16`, `i32`, `fp32`.
         constants: Values of the `tl.constexpr` arguments.
-        warps: Warps a program.
+        warps: Warps per program.
         stages: Stages of software pipelining.
-        aligned: Integer arguments that the launch promises to be multiples of 16 (pointers are).
-        expect: Instructions that must be in the code, each a choice of opcodes parted by `|`;
-            `("HGMMA|HMMA", "LDGSTS|UBLKCP|UTMALDG")` says that a dot runs on the tensor cores and
-            its operands arrive by asynchronous copies.
-        variant: Another size of a kernel that is compiled anyway; `--quick` leaves it out.
+        aligned: Integer arguments that the launch guarantees to be multiples of 16 (pointers are).
+        expect: Instructions that the code must contain, each a choice of opcodes separated by `|`:
+            `("HGMMA|HMMA", "LDGSTS|UBLKCP|UTMALDG")` requires that a dot runs on the tensor cores
+            and that its operands arrive by asynchronous copies.
+        variant: Whether this is a second size of another kernel; `--quick` leaves it out.
     """
 
     name: str
@@ -116,4 +117,4 @@ class Compiled:
 TENSOR_CORES = {80: "HMMA", 90: "HGMMA"}
 """The opcode of a dot that runs on the tensor cores of an architecture."""
 ASYNC_COPY = "LDGSTS|UBLKCP|UTMALDG"
-"""Any of the opcodes by which a pipelined loop brings operands to shared memory."""
+"""Opcodes with which a pipelined loop copies operands to shared memory."""

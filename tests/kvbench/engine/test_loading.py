@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvbench import cli
-from kvbench.engine.loading import load_config, load_model, load_tokenizer, model_digest
+from kvbench.engine.loading import load_config, load_model, load_tokenizer
 from kvbench.errors import UserError
+from kvbench.named import model_digest
 from kvbench.reference import path as reference
 
 WEIGHTS = "model.safetensors"

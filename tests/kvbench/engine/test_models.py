@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 import kvbench
 from kvbench.engine import quantization
-from kvbench.engine.loading import load_config, load_model, pick_device, resolve_model
+from kvbench.engine.loading import load_config, load_model, pick_device
 from kvbench.engine.models import model_info
 from kvbench.engine.quantization import plain_weight
 from kvbench.errors import UserError
+from kvbench.named import resolve_model
 from kvbench.runs.grid import Grid
 
 if TYPE_CHECKING:

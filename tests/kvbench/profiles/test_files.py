@@ -5,18 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvbench import reference
+from kvbench.artifacts import _compared
 from kvbench.engine.loading import load_config
 from kvbench.errors import UserError
+from kvbench.named import model_digest
 from kvbench.profiles import files
-from kvbench.profiles.files import KINDS, HeadProfile
-from kvbench.runs import planning
+from kvbench.profiles.files import KINDS, PROFILES, HeadProfile
 
 GOOD = HeadProfile(
     model="org/name",
@@ -31,6 +31,8 @@ GOOD = HeadProfile(
     samples=3,
     seed=7,
     answered=0.5,
+    loss_top=1.25,
+    loss_others=0.125,
     kvbench="1.2",
 )
 
@@ -71,7 +73,7 @@ def test_a_profile_by_hand_needs_no_more_than_its_table(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"kind": "other"}, "kind is 'other'; reason or copy"),
+        ({"kind": "other"}, "kind is 'other' instead of ablation or reason or copy"),
         ({"kind": "gone"}, "kind is None"),
         ({"layers": 3}, "not a table of 3 layers by 2 KV heads"),
         ({"layers": "2"}, "layers is '2'"),
@@ -81,12 +83,12 @@ def test_a_profile_by_hand_needs_no_more_than_its_table(tmp_path: Path) -> None:
         ({"scores": [[0.5, 0.5], [0.0]]}, "not a table"),
         ({"scores": [0.5, 0.5]}, "not a table"),
         ({"scores": "gone"}, "not a table"),
-        ({"scores": [[0.5, "x"], [0.25, 0.25]]}, "a score is no number"),
-        ({"scores": [[0.5, None], [0.25, 0.25]]}, "a score is no number"),
+        ({"scores": [[0.5, "x"], [0.25, 0.25]]}, "a score is not a number"),
+        ({"scores": [[0.5, None], [0.25, 0.25]]}, "a score is not a number"),
         ({"scores": [[0.5, math.nan], [0.25, 0.25]]}, "below 0 or not finite"),
         ({"scores": [[0.5, math.inf], [0.25, 0.25]]}, "below 0 or not finite"),
         ({"scores": [[0.75, -0.25], [0.25, 0.25]]}, "below 0 or not finite"),
-        ({"scores": [[0.5, 0.5], [0.25, 0.25]]}, "sum to 1.5; 1 would be right"),
+        ({"scores": [[0.5, 0.5], [0.25, 0.25]]}, "sum to 1.5 instead of 1"),
         ({"scores": [[0, 0], [0, 0]]}, "sum to 0"),
         ({"lengths": 5}, "lengths is 5"),
     ],
@@ -97,7 +99,7 @@ def test_what_is_wrong_with_a_file_is_said_in_one_line(
     with pytest.raises(UserError) as error:
         files.read(changed(tmp_path / "p.json", **changes))
     assert says in str(error.value)
-    assert "p.json is no head profile" in str(error.value)
+    assert "p.json is not a head profile" in str(error.value)
     assert "\n" not in str(error.value)
 
 
@@ -105,7 +107,7 @@ def test_what_is_wrong_with_a_file_is_said_in_one_line(
 def test_what_is_no_profile_at_all_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "p.json"
     path.write_text(text, encoding="latin-1")
-    with pytest.raises(UserError, match="is no head profile"):
+    with pytest.raises(UserError, match="is not a head profile"):
         files.read(path)
 
 
@@ -119,67 +121,35 @@ def test_a_missing_or_unwritable_file_is_said_in_one_line(tmp_path: Path) -> Non
         files.find("org/name", "reason", "none.json")
 
 
-def test_hub_ids_and_folders_have_their_own_files(tmp_path: Path) -> None:
-    one, other = tmp_path / "a" / "m", tmp_path / "b" / "m"
-    one.mkdir(parents=True)
-    other.mkdir(parents=True)
-    slugs = [files.slug(m) for m in ("org/name", "org/name-2", str(one), str(other))]
-    assert len(set(slugs)) == 4
-    assert slugs[0] == "org--name"
-    assert slugs[2].startswith("m-")
-    assert files.slug(f"{one}/../m") == slugs[2]
-    assert files.slug("reference") == files.slug(str(reference.path()))
-
-
-def test_the_named_file_goes_before_the_shipped_one_and_that_before_the_users(
-    tmp_path: Path, cache: Path
-) -> None:
-    name = str(reference.path())
-    own = files.user_path("reference", "reason")
-    assert own == files.user_path(name, "reason")
-    assert cache in own.parents
-    GOOD.save(own)
-    shipped = files.SHIPPED / f"{reference.NAME}.reason.json"
-    assert files.find(name, "reason") == files.find("reference", "reason") == shipped
-    named = tmp_path / "p.json"
-    GOOD.save(named)
-    assert files.find(name, "reason", str(named)) == named
-    other = files.user_path("org/name", "copy")
-    with pytest.raises(
-        UserError, match="kvbench profile heads --model org/name --kind copy` makes"
-    ):
-        files.find("org/name", "copy")
-    GOOD.save(other)
-    assert files.find("org/name", "copy") == other
-
-
-def test_a_copy_of_the_reference_model_has_its_profile_too(tmp_path: Path) -> None:
-    folder = tmp_path / reference.NAME
-    shutil.copytree(reference.path(), folder)
-    assert files.find(str(folder), "reason").parent == files.SHIPPED
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "rope_theta": 7.0}))
-    files._compared.cache_clear()
-    with pytest.raises(UserError, match="has no reason head profile"):
-        files.find(str(folder), "reason")
+def test_a_policy_that_names_no_kind_gets_the_first_that_there_is() -> None:
+    with pytest.raises(UserError, match="has no head profile; run `kvbench profile heads --model"):
+        files.find("org/name", None)
+    for kind in reversed(KINDS):
+        path = PROFILES.user_path("org/name", kind)
+        dataclasses.replace(GOOD, kind=kind).save(path)
+        assert files.find("org/name", None) == path
+    assert files.find("org/name", "copy") == PROFILES.user_path("org/name", "copy")
+    # What ships goes before all of the user's own.
+    dataclasses.replace(GOOD).save(PROFILES.user_path("reference", "reason"))
+    assert files.find("reference", None).parent == PROFILES.shipped
 
 
 def test_a_profile_of_other_weights_or_shape_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
-    path = files.user_path(str(folder), "reason")
-    digest = planning.model_digest(str(folder))
+    path = PROFILES.user_path(str(folder), "reason")
+    digest = model_digest(str(folder))
     dataclasses.replace(GOOD, revision=digest).save(path)
     assert files.load(str(folder), "reason", None, 2, 2).revision == digest
-    with pytest.raises(UserError, match=r"2 layers by 2 KV heads, model .* has 3 by 2"):
+    with pytest.raises(UserError, match=r"2 layers by 2 KV heads, but model .* has 3 by 2"):
         files.load(str(folder), "reason", None, 3, 2)
     (folder / "config.json").write_text('{"other": 1}')
-    files._compared.cache_clear()  # a new process
-    with pytest.raises(UserError, match=r"of other weights .*kvbench profile heads") as error:
+    _compared.cache_clear()  # a new process
+    with pytest.raises(UserError, match=r"for other weights .*kvbench profile heads") as error:
         files.load(str(folder), "reason", None, 2, 2)
     assert "\n" not in str(error.value)
-    # A file that is named is taken as it is.
+    # A named file is used as it is.
     assert files.load(str(folder), "reason", str(path), 2, 2).revision == digest
 
 
@@ -194,13 +164,14 @@ def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:
     assert files.fingerprint("any", "reason", str(path)) != before
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_reference_model_ships_with_profiles_of_its_very_weights(kind: str) -> None:
-    """If this fails the weights have changed: `python -m kvbench.profiles.ship` makes new ones."""
-    found = files.read(files.SHIPPED / f"{reference.NAME}.{kind}.json")
+def test_the_reference_model_ships_with_a_profile_of_its_very_weights() -> None:
+    """If this fails the weights have changed: `python -m kvbench.profiles.ship` makes a new one."""
+    (path,) = PROFILES.shipped.glob("*.json")
+    assert files.find("reference", None) == path
+    found = files.read(path)
     config = load_config("reference")
-    assert (found.model, found.kind) == (reference.NAME, kind)
-    assert found.revision == planning.model_digest("reference")
+    assert (found.model, found.kind) == (reference.NAME, "ablation")
+    assert found.revision == model_digest("reference")
     assert (found.layers, found.kv_heads, found.query_heads) == (
         config.num_hidden_layers,
         config.num_key_value_heads,
@@ -208,3 +179,8 @@ def test_the_reference_model_ships_with_profiles_of_its_very_weights(kind: str) 
     )
     assert found.answered is not None
     assert found.answered > 0.9
+    # All retrieval is in the last layer (benchmarks/reference_masking.py).
+    assert sum(found.scores[-1]) > 0.9
+    assert found.loss_top is not None
+    assert found.loss_others is not None
+    assert found.loss_top > 1 > found.loss_others

@@ -151,6 +151,7 @@ def test_an_answer_ends_at_its_value_a_stop_string_and_the_limit(model: nn.Modul
         found = measure(model, Letters(), [given], Silent())
         agree(found, slow(model, [given]))
         assert found.answered == answered
+        assert found.answers[0].correct is bool(answered)
     given = needle(ids, plain.start, plain.stop)
     agree(measure(model, Letters(new[1]), [given], Silent()), slow(model, [given], new[1]))
 

@@ -168,10 +168,13 @@ def test_a_task_may_say_what_its_needle_is(bpe_tokenizer: PreTrainedTokenizerFas
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda r: dataclasses.replace(r, target=("8",)), "does not stand in the context"),
-        (lambda r: dataclasses.replace(r, target=("",)), "does not stand in the context"),
+        (lambda r: dataclasses.replace(r, target=("8",)), "is not in the context"),
+        (lambda r: dataclasses.replace(r, target=("",)), "is not in the context"),
         (lambda r: dataclasses.replace(r, target=("7", "9")), "2 answers"),
-        (lambda r: dataclasses.replace(r, extra={"needle": "no"}), "its needle does not stand"),
+        (
+            lambda r: dataclasses.replace(r, extra={"needle": "no"}),
+            "its needle is not in the context",
+        ),
     ],
 )
 def test_what_is_no_needle_task_is_said_in_one_line(
@@ -188,5 +191,5 @@ def test_tokens_that_do_not_read_as_the_needle_are_refused(
 ) -> None:
     good = prompt(bpe_tokenizer, request("The code is 7193. It rains.", "7193"))
     ids = tuple(reversed(good.context_ids))
-    with pytest.raises(UserError, match="does not say which tokens"):
+    with pytest.raises(UserError, match="does not tell which tokens"):
         find_needles(bpe_tokenizer, [Prompt(good.request, ids, good.question_ids)])

@@ -12,6 +12,7 @@ from kvbench.errors import UserError
 from kvbench.harness import catalogue
 from kvbench.runs.cell import versions
 from kvbench.runs.grid import Grid
+from kvbench_policies.snapkv import WindowAttention
 
 from .cells import make_cell
 
@@ -347,3 +348,15 @@ def test_packages_of_policy_and_parts_are_part_of_the_versions(
     assert found["policy"] == "kvbench.policies snapkv"
     assert found["merge"] == "kvbench.parts merge.ema"
     assert "score" not in found
+
+
+def test_only_a_raised_version_of_a_part_changes_the_versions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(WindowAttention, "version", 1)
+    before = versions(kvbench.policy("snapkv"))
+    assert "part_versions" not in before
+    monkeypatch.setattr(WindowAttention, "version", 3)
+    after = versions(kvbench.policy("snapkv"))
+    assert after.pop("part_versions") == {"score.window": 3}
+    assert after == before

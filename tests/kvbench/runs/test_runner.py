@@ -273,7 +273,7 @@ def test_the_digest_of_a_model_covers_weights_tokenizer_and_generation(
 ) -> None:
     import shutil
 
-    from kvbench.engine.loading import model_digest
+    from kvbench.named import model_digest
 
     folder = tmp_path / "model"
     shutil.copytree(llama_folder, folder)

@@ -156,7 +156,7 @@ def test_strides_of_a_models_own_tensors_do_not_matter() -> None:
     [
         ({"gating": "both"}, "gating=both"),
         ({"k": torch.zeros(1, 3, 5, 4), "v": torch.zeros(1, 3, 5, 4)}, "multiple of 3"),
-        ({"v": torch.zeros(1, 2, 5, 8)}, "one shape"),
+        ({"v": torch.zeros(1, 2, 5, 8)}, "both"),
         ({"v": torch.zeros(1, 2, 5, 4).half()}, "one type"),
         ({"log_beta": torch.zeros(1, 4, 5)}, r"\[1, 2, 5\]"),
         ({"log_beta": torch.zeros(1, 2, 5).bfloat16()}, "float32"),

@@ -128,7 +128,7 @@ def test_opcheck() -> None:
         ((1, 2, 5, 8), (4, 8, 3), "l3", "norm=l3"),
         ((1, 2, 5, 8), (4, 7, 3), "l1", r"weight \[4, 7, 3\]"),
         ((1, 2, 5, 8), (3, 8, 3), "l1", "multiple of H"),
-        ((2, 5, 8), (4, 8, 3), "l1", r"value \[2, 5, 8\]"),
+        ((2, 5, 8), (4, 8, 3), "l1", r"value is \[2, 5, 8\]"),
     ],
 )
 def test_what_is_wrong_is_said(

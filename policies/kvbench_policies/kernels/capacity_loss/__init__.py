@@ -1,1 +1,1 @@
-"""Capacity loss of retention gates: what a head would hold beyond its budget."""
+"""Capacity loss of retention gates: the entries that a head would hold beyond its budget."""

@@ -2,21 +2,21 @@
 
     S_t = sum_{i <= t} exp((t - i) l_i)
 
-Rates `-l` are put on panels that double in width, `[0, c/T], [c/T, 2c/T], ...` up to `TOP`, and on
-each of them `exp(-a x)` is interpolated in x through `NODES` Chebyshev nodes, for all ages a at
-once: with the weights `w_k` of an entry on the nodes `x_k` of its panel,
+Rates `-l` fall into panels that double in width, `[0, c/T], [c/T, 2c/T], ...` up to `TOP`. On each
+panel, `exp(-a x)` is interpolated in x through `NODES` Chebyshev nodes, for all ages a at once:
+with the weights `w_k` of an entry on the nodes `x_k` of its panel,
 
     exp(a l) = sum_k w_k(l) exp(-a x_k)
 
-at whatever age within 4e-7, and summed over ages within 4e-7 of the sum. So everything that lies
-before a block of steps is a sum of `K` decays that all entries share, which goes from block to
-block by one product each; only pairs within a block are made one by one. Entries that fade faster
-than `TOP` are nothing (1e-7) to later blocks.
+at any age to within 4e-7, and summed over ages to within 4e-7 of the sum. So everything before a
+block of steps is a sum of `K` decays that all entries share, and it moves on to the next block by
+one product each; only pairs within a block are computed one by one. Entries that fade faster than
+`TOP` contribute nothing (1e-7) to later blocks.
 
-A row of T steps takes `BLOCK / 2 + NODES` exponentials a step, and `2 K` flops to bring the
-decays to the steps; the blocks are summed in `log2(T / BLOCK)` doublings. For the global loss the
-decays of all heads are added first, and brought to the steps once. On a GPU memory bounds it: about
-3.4 KB a step and row pass by.
+A row of T steps takes `BLOCK / 2 + NODES` exponentials per step, and `2 K` flops to apply the
+decays to the steps; blocks are summed in `log2(T / BLOCK)` doublings. For the global loss the
+decays of all heads are added first and applied to the steps once. On a GPU memory is the
+bottleneck: about 3.4 KB of traffic per step and row.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from torch import Tensor
 BLOCK = 32
 """Steps of a block."""
 NODES = 10
-"""Of a panel."""
+"""Chebyshev nodes of a panel."""
 LEAST = 4.0
 """The first panel ends where an entry fades to `exp(-LEAST)` over the whole sequence."""
 TOP = 16.0
-"""Rates above it have no later block."""
+"""Rates above it do not reach later blocks."""
 _AT_ONCE = 1 << 21
-"""Tokens of all rows that are worked on together."""
+"""Number of tokens, over all rows, that are processed together."""
 
 
 @functools.lru_cache(maxsize=16)
@@ -55,14 +55,14 @@ def _chebyshev() -> Tensor:
 
 
 def weights(rate: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-    """How rates are made of the nodes of their panels.
+    """Weights that express rates by the nodes of their panels.
 
     Args:
         rate: `-log beta >= 0`, any shape.
-        ends: As `panels` gives them.
+        ends: Upper ends from `panels`.
 
     Returns:
-        The panel of each, int64 in that shape, and its weights `[..., NODES]`, which add up to 1.
+        The panel of each rate, int64 in that shape, and its weights `[..., NODES]`, which sum to 1.
     """
     panel = torch.bucketize(rate, ends).clamp_max(len(ends) - 1)
     end = ends[panel]
@@ -84,7 +84,7 @@ def sums(log_beta: Tensor, start: Tensor, together: bool) -> Tensor:
     Args:
         log_beta: float32 `[B, R, T]`.
         start: First column of each sequence, int32 `[B]`; S is 0 before it.
-        together: Sum over the rows.
+        together: Whether to sum over the rows.
 
     Returns:
         float32 `[B, R, T]`, or float64 `[B, 1, T]`.
@@ -108,12 +108,12 @@ def sums(log_beta: Tensor, start: Tensor, together: bool) -> Tensor:
     if together:
         assert far is not None
         out = [torch.stack(near).sum(0) + _later(far, nodes)]
-    found = torch.cat(out, 1).flatten(2)[..., :length]
-    return found.masked_fill_(~inside, 0.0).contiguous()
+    total = torch.cat(out, 1).flatten(2)[..., :length]
+    return total.masked_fill_(~inside, 0.0).contiguous()
 
 
 def _blocks(rate: Tensor, inside: Tensor) -> tuple[Tensor, Tensor]:
-    """Rates and what is inside a sequence, `[B, R or 1, n, BLOCK]`; rates are 0 outside."""
+    """Rates, 0 outside a sequence, and which steps are inside, `[B, R or 1, n, BLOCK]` each."""
     more = -rate.shape[-1] % BLOCK
     rate = torch.nn.functional.pad(rate.masked_fill(~inside, 0.0), (0, more))
     inside = torch.nn.functional.pad(inside, (0, more))
@@ -121,7 +121,7 @@ def _blocks(rate: Tensor, inside: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _within(rate: Tensor, here: Tensor) -> Tensor:
-    """What the entries of a step's own block give, pair by pair."""
+    """Contribution of the entries of a step's own block, pair by pair."""
     out = here.to(rate.dtype).expand(rate.shape).clone()
     for age in range(1, BLOCK):
         out[..., age:] += (rate[..., :-age] * -age).exp_().mul_(here[..., :-age])
@@ -129,7 +129,7 @@ def _within(rate: Tensor, here: Tensor) -> Tensor:
 
 
 def _states(rate: Tensor, here: Tensor, ends: Tensor, nodes: Tensor) -> Tensor:
-    """What a block leaves at its last step, by decay: `[B, R, n, K]`."""
+    """What remains of a block at its last step, by decay: `[B, R, n, K]`."""
     panel, weight = weights(rate, ends)
     left = torch.arange(BLOCK - 1, -1, -1, device=rate.device)[:, None]
     weight = weight * (-left * nodes[panel]).exp_() * (here & (rate <= TOP))[..., None]
@@ -139,7 +139,7 @@ def _states(rate: Tensor, here: Tensor, ends: Tensor, nodes: Tensor) -> Tensor:
 
 
 def _later(states: Tensor, nodes: Tensor) -> Tensor:
-    """What all earlier blocks give to the steps of each block, `[B, R, n, BLOCK]`."""
+    """Contribution of all earlier blocks to the steps of each block, `[B, R, n, BLOCK]`."""
     decay = nodes.flatten()
     shift = 1
     while shift < states.shape[-2]:

@@ -1,28 +1,28 @@
-"""The capacity loss: what retention gates would hold beyond a budget, and its exact gradient.
+"""The capacity loss: the entries that retention gates hold beyond a budget, with exact gradients.
 
-TRIM-KV trains its gates with a loss per head, DBTrimKV with one over all layers and heads; with
-`S_t = sum_{i <= t} beta_i^(t - i)` the entries that a head in effect holds at step t,
+TRIM-KV trains its gates with a loss per head, DBTrimKV with one over all layers and heads. With
+`S_t = sum_{i <= t} beta_i^(t - i)`, the number of entries that a head in effect holds at step t,
 
     head    mean (or sum) over layers and heads of  1 / (T (T - M)) sum_t max(0, S_t - M)
     global  1 / (L H T (T - M)) sum_t max(0, sum_{l,h} S_t - M L H)
 
-and 0 where `T <= M`. (DBTrimKV prints no normaliser: this one is ours.)
+and 0 if `T <= M`. (DBTrimKV prints no normaliser; this one is kvbench's own.)
 
-**Forward.** One `exp` for each pair `i <= t`, in blocks: `T^2 / 2` exponentials a row and nothing
-of size `T x T` in memory. The exponentials bound it: a model of 36 layers and 8 KV heads (288 rows)
-at T = 128K takes 2.5e12 of them and 7.4e12 other flops, and moves 0.30 GB (log beta in, S out). An
-H100 makes 3.7e12 exponentials a second, so 667 ms at best (10.4 ms at 16K); its memory would allow
-0.09 ms. This is arithmetic, not a measurement. So from 64K (`EXACT`) on it is the linear forward of
-`factored` instead, on any device, whose sums are within 2e-6 of these.
-On the torch path most of it is matrix products instead: over blocks of 64 steps,
-`exp((t0 + a - i) l) = exp(a l) exp((t0 - i) l)`.
+**Forward.** One `exp` for each pair `i <= t`, in blocks: `T^2 / 2` exponentials per row, and
+nothing of size `T x T` in memory. The exponentials are the bottleneck: a model of 36 layers and 8
+KV heads (288 rows) at T = 128K needs 2.5e12 of them and 7.4e12 other flops, and moves 0.30 GB (log
+beta in, S out). An H100 computes 3.7e12 exponentials per second, so 667 ms at best (10.4 ms at
+16K); its memory would allow 0.09 ms. This is arithmetic, not a measurement. From 64K (`EXACT`) on,
+the linear forward of `factored` is used instead, on any device; its sums are within 2e-6 of these.
+On the torch path most of the work is matrix products: over blocks of 64 steps, `exp((t0 + a - i) l)
+= exp(a l) exp((t0 - i) l)`.
 
-**Backward.** The gradient that reaches `S_t` is one number wherever the hinge is active and 0
-elsewhere, so each run of active steps is a geometric sum in closed form: linear in T for a few
-runs, and exact. A row with more than `T / 64` runs (a hinge that flickers) goes pair by pair.
+**Backward.** The gradient of `S_t` is one number wherever the hinge is active and 0 elsewhere, so
+each run of active steps is a geometric sum in closed form: exact, and linear in T for a few runs. A
+row with more than `T / 64` runs (a hinge that flickers) is computed pair by pair.
 
-Numerics: float32 (or float64, on the torch path) throughout; over steps and heads the sums, which
-pass 2^24 at 128K, are made in float64.
+Numerics: float32 throughout (or float64, on the torch path). Sums over steps and heads exceed 2^24
+at 128K and are in float64.
 """
 
 from __future__ import annotations
@@ -38,10 +38,9 @@ from ..launch import by_triton, starts
 from . import factored
 
 BLOCK = 64
-"""Steps of a block on the torch path; also T over the runs from which pair by pair is cheaper."""
+"""Steps of a block on the torch path; above `T / BLOCK` runs, going pair by pair is cheaper."""
 EXACT = 1 << 16
-"""Steps from which the forward is `factored`, which is linear in them; float64 stays pair by pair.
-"""
+"""Number of steps from which the forward is `factored`; float64 stays pair by pair."""
 
 
 def capacity_loss(
@@ -52,16 +51,16 @@ def capacity_loss(
     reduce: Literal["mean", "sum"] = "mean",
     valid: Tensor | None = None,
 ) -> Tensor:
-    """Mean over the batch of what the gates hold beyond `budget` entries a head, a scalar.
+    """Mean over the batch of the entries held beyond `budget` per head, a scalar.
 
     Args:
-        log_beta: `log beta <= 0`, finite, float32 or float64 `[B, L, H, T]` or `[B, H, T]`. What
-            stands on padding is not read.
+        log_beta: `log beta <= 0`, finite, float32 or float64 `[B, L, H, T]` or `[B, H, T]`. Values
+            on padding are not read.
         budget: M, entries per head, 1 or more.
-        scope: `head`: a hinge for every head; `global`: one hinge over all heads and layers.
-        reduce: Over layers and heads, for scope `head`: `mean` (ours) or `sum`.
-        valid: bool `[B, T]`, False on padding, which lies on the left; T is then each sequence's
-            own length.
+        scope: `head`: one hinge per head; `global`: one hinge over all heads and layers.
+        reduce: Reduction over layers and heads for scope `head`: `mean` (kvbench's own) or `sum`.
+        valid: bool `[B, T]`, False on padding, which is on the left; T is then each sequence's own
+            length.
 
     Raises:
         UserError: A wrong shape, type or choice.
@@ -75,35 +74,33 @@ def capacity_loss(
     kept: Tensor = torch.ops.kvbench.capacity_sums(log_beta, start, together)
     most = budget * heads if together else budget
     excess = (kept - most).relu().sum((1, 2), dtype=torch.float64)
-    own = (length - start).double()
+    tokens = (length - start).double()
     share = heads if together or reduce == "mean" else 1
-    scale = torch.where(own > budget, 1 / (own * (own - budget) * share), 0.0)
+    scale = torch.where(tokens > budget, 1 / (tokens * (tokens - budget) * share), 0.0)
     return (excess * scale).mean().to(log_beta.dtype)
 
 
 def _check(log_beta: Tensor, budget: int, scope: str, reduce: str) -> None:
     if log_beta.dim() not in (3, 4):
-        raise UserError(
-            f"log_beta has {log_beta.dim()} axes: [B, L, H, T] or [B, H, T] would be right"
-        )
+        raise UserError(f"log_beta has {log_beta.dim()} axes instead of [B, L, H, T] or [B, H, T]")
     if log_beta.dtype not in (torch.float32, torch.float64):
-        raise UserError(f"log_beta is {log_beta.dtype}: float32 would be right (bf16 rounds to 1)")
+        raise UserError(f"log_beta is {log_beta.dtype}; use float32, as bf16 rounds beta to 1")
     if budget < 1:
-        raise UserError(f"budget={budget}: a number of entries, 1 or more, would be right")
+        raise UserError(f"budget={budget} is too small; use 1 or more entries")
     if scope not in ("head", "global"):
-        raise UserError(f"scope={scope}: head or global would be right")
+        raise UserError(f"unknown scope={scope}; use head or global")
     if reduce not in ("mean", "sum"):
-        raise UserError(f"reduce={reduce}: mean or sum would be right")
+        raise UserError(f"unknown reduce={reduce}; use mean or sum")
 
 
 @torch.library.custom_op("kvbench::capacity_sums", mutates_args=())
 def capacity_sums(log_beta: Tensor, start: Tensor, together: bool) -> Tensor:
-    """`S_t = sum_{start <= i <= t} exp((t - i) log_beta_i)` of every row.
+    """`S_t = sum_{start <= i <= t} exp((t - i) log_beta_i)` for every row.
 
     Args:
         log_beta: `[B, R, T]`.
         start: First column of each sequence, int32 `[B]`; S is 0 before it.
-        together: Sum over the rows, in float64.
+        together: Whether to sum over the rows, in float64.
 
     Returns:
         `[B, R, T]` in the type of `log_beta`, or float64 `[B, 1, T]`.
@@ -124,7 +121,7 @@ def capacity_sums_backward(grad: Tensor, log_beta: Tensor, start: Tensor) -> Ten
     """Gradient of `capacity_sums`: `grad_i = sum_{t >= i} grad_t (t - i) exp((t - i) log_beta_i)`.
 
     Args:
-        grad: `[B, R, T]`, or `[B, 1, T]` where all rows share it, as the global hinge's.
+        grad: `[B, R, T]`, or `[B, 1, T]` if all rows share it, as with the global hinge.
         log_beta: `[B, R, T]`.
         start: int32 `[B]`.
     """
@@ -163,15 +160,15 @@ capacity_sums.register_autograd(_differentiate, setup_context=_save)
 
 
 def find_runs(grad: Tensor, limit: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Where a gradient keeps one value that is not 0, without waiting for a GPU.
+    """Find the runs in which a gradient keeps one nonzero value, without waiting for a GPU.
 
     Args:
         grad: `[B, R, T]`.
-        limit: How many runs a row has room for; later ones are counted, not listed.
+        limit: Number of runs per row that are listed; further runs are only counted.
 
     Returns:
         First steps and ends (exclusive), int32 `[B, R, limit]`, filled with T; counts int32
-        `[B, R]`, which may pass `limit`.
+        `[B, R]`, which may exceed `limit`.
     """
     length = grad.shape[-1]
     differs = grad[..., 1:] != grad[..., :-1]
@@ -190,7 +187,7 @@ def find_runs(grad: Tensor, limit: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _blocks(log_beta: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
-    """Rates `[B, R, n, BLOCK]`, 0 outside the sequence, and bool `[B, 1, n, BLOCK]`: inside it?"""
+    """Rates `[B, R, n, BLOCK]`, 0 outside the sequence; what is inside, bool `[B, 1, n, BLOCK]`."""
     length = log_beta.shape[-1]
     padded = -(-length // BLOCK) * BLOCK
     i = torch.arange(padded, device=log_beta.device)
@@ -200,7 +197,7 @@ def _blocks(log_beta: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sums(log_beta: Tensor, start: Tensor) -> Tensor:
-    """`capacity_sums` in torch, a block of entries at a time."""
+    """`capacity_sums` in torch, block by block of entries."""
     rate, inside = _blocks(log_beta, start)
     out = torch.zeros_like(rate)
     a = torch.arange(BLOCK, device=rate.device)
@@ -216,7 +213,7 @@ def _sums(log_beta: Tensor, start: Tensor) -> Tensor:
 
 
 def _backward_direct(grad: Tensor, log_beta: Tensor, start: Tensor) -> Tensor:
-    """`capacity_sums_backward` for any gradient, a block of entries at a time."""
+    """`capacity_sums_backward` for any gradient, block by block of entries."""
     rate, inside = _blocks(log_beta, start)
     count = rate.shape[2]
     g = torch.nn.functional.pad(grad, (0, count * BLOCK - grad.shape[-1]))

@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def sums(log_beta: Tensor) -> Tensor:
-    """What is retained at every step, `S_t = sum_{i <= t} beta_i^(t - i)`, `[..., T]`.
+    """Entries retained at every step, `S_t = sum_{i <= t} beta_i^(t - i)`, `[..., T]`.
 
     Args:
-        log_beta: `log beta <= 0` of a sequence without padding, `[..., T]`; float64 to be exact.
+        log_beta: `log beta <= 0` of a sequence without padding, `[..., T]`; exact in float64.
     """
     t = torch.arange(log_beta.shape[-1], device=log_beta.device)
     age = t[:, None] - t
@@ -26,7 +26,7 @@ def capacity_loss(
     reduce: str = "mean",
     valid: Tensor | None = None,
 ) -> Tensor:
-    """The loss of `op.capacity_loss`, sequence by sequence and with the padding cut away."""
+    """The loss of `op.capacity_loss`, sequence by sequence with the padding cut off."""
     rows = log_beta.flatten(1, -2)
     losses = []
     for b in range(len(rows)):

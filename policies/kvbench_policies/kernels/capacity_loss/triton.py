@@ -1,9 +1,9 @@
 """Triton kernels of the capacity loss. A row is one KV head of one layer of one sequence.
 
-Exponents are kept in base 2 and masked before `exp2`. `age * log2(beta)` is the difference of two
-integers first, exact in float32, and one product after: `t * log2(beta) - i * log2(beta)` would
-cancel. At 128K tokens a row's sum has 131072 terms of at most 1: it is added up in blocks.
-Lengths are not specialised: one kernel serves all of them.
+Exponents are in base 2 and masked before `exp2`. `age * log2(beta)` first subtracts two integers,
+which is exact in float32, and then multiplies: `t * log2(beta) - i * log2(beta)` would cancel. At
+128K tokens a row's sum has 131072 terms of at most 1, so it is added up in blocks. Kernels are not
+specialised for the length: one kernel serves all lengths.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ..launch import Compiled, architecture, interpreting
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
-# Steps and entries of a block, and warps. (Chosen for registers: no GPU has timed them.)
+# Steps and entries of a block, and warps. (Chosen by register use; not timed on a GPU.)
 FORWARD = {80: (64, 64, 4), 90: (128, 128, 8)}
 DIRECT = {80: (64, 64, 4), 90: (64, 64, 4)}
 RUNS = {80: (256, 4), 90: (256, 4)}
 SMALL = 64
-"""Block of the interpreter, so that short tests have several."""
+"""Block size in the interpreter, so that short tests have several blocks."""
 
 
 @triton.jit(do_not_specialize=["T", "rows_per_sequence"])
@@ -36,7 +36,7 @@ def forward(LOG_BETA, START, SUMS, T, rows_per_sequence, BT: tl.constexpr, BI: t
     t0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BT  # the longest first
     t = t0 + tl.arange(0, BT)
     total = tl.zeros((BT,), tl.float32)
-    # Blocks that lie before all of these steps: an age is at least 1, so -inf masks an entry.
+    # Blocks before all of these steps: an age is at least 1, so -inf masks an entry.
     for i0 in range(start // BI * BI, t0, BI):
         i = i0 + tl.arange(0, BI)
         rate = tl.load(LOG_BETA + base + i, mask=i >= start, other=-float("inf")) * LOG2E
@@ -71,15 +71,15 @@ def backward_runs(
 ):
     """OUT[row, i] = sum over runs of g * sum of (t - i) exp((t - i) l) over the run's t >= i.
 
-    A run is FIRST <= t < END, where the gradient has one value g, not 0. With `m` the age at
-    the run's first step and `n` its steps, the inner sum is `q^m (m A_n + B_n)`, `q = exp(l)`,
-    `A_n = sum_{a < n} q^a`, `B_n = sum_{a < n} a q^a`. Both are built by reading n bit by bit,
+    A run is FIRST <= t < END, where the gradient has one nonzero value g. With `m` the age at the
+    run's first step and `n` its number of steps, the inner sum is `q^m (m A_n + B_n)`,
+    `q = exp(l)`, `A_n = sum_{a < n} q^a`, `B_n = sum_{a < n} a q^a`. Both follow the bits of n,
 
         A_2k = A_k (1 + q^k)    B_2k = B_k + q^k (k A_k + B_k)
         A_k+1 = A_k + q^k       B_k+1 = B_k + k q^k
 
-    where nothing is subtracted, so that no digit is lost however near 1 a beta lies.
-    Rows with more than LIMIT runs are left to `backward_direct`.
+    without subtractions, so no digit is lost however near 1 a beta is. Rows with more than LIMIT
+    runs are left to `backward_direct`.
     """
     row = tl.program_id(1)
     sequence = row // rows_per_sequence
@@ -137,7 +137,7 @@ def backward_direct(
     BT: tl.constexpr,
     BI: tl.constexpr,
 ):
-    """OUT[row, i] = sum_{t >= i} g_t (t - i) exp((t - i) l_i), where runs are more than LIMIT."""
+    """OUT[row, i] = sum_{t >= i} g_t (t - i) exp((t - i) l_i) for rows of more than LIMIT runs."""
     row = tl.program_id(1)
     sequence = row // rows_per_sequence
     lane = sequence * heads + row % rows_per_sequence % heads
@@ -158,7 +158,7 @@ def backward_direct(
 
 
 def sums(log_beta: Tensor, start: Tensor) -> Tensor:
-    """What is retained at every step, float32 `[B, R, T]`, of float32 `[B, R, T]`."""
+    """Entries retained at every step, float32 `[B, R, T]`, from float32 `[B, R, T]`."""
     batch, heads, length = log_beta.shape
     log_beta = log_beta.contiguous()
     out = torch.empty_like(log_beta)
@@ -176,7 +176,7 @@ def backward(
     """Gradient of `sums`, float32 `[B, R, T]`.
 
     Args:
-        grad: float32 `[B, R, T]`, or `[B, 1, T]` where all rows share it.
+        grad: float32 `[B, R, T]`, or `[B, 1, T]` if all rows share it.
         log_beta: float32 `[B, R, T]`.
         start: int32 `[B]`.
         runs: First steps and ends int32 `[B, R or 1, limit]`, and counts int32 `[B, R or 1]`.
@@ -205,7 +205,7 @@ def backward(
 
 
 def compiled(arch: int) -> Iterator[Compiled]:
-    """The kernels as they are launched on an architecture, for the offline gate."""
+    """The kernels as launched on an architecture, for the offline compile gate."""
     rows = {"LOG_BETA": "*fp32", "START": "*i32", "T": "i32", "rows_per_sequence": "i32"}
     runs = {"GRAD": "*fp32", "COUNT": "*i32", "LIMIT": "i32", "OUT": "*fp32", "heads": "i32"}
     bt, bi, warps = FORWARD[arch]

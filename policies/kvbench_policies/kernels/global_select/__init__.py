@@ -1,1 +1,1 @@
-"""The best entries of a whole cache, all layers and heads together, and the rows they go to."""
+"""The best entries of a whole cache, over all layers and heads, and the rows they go to."""

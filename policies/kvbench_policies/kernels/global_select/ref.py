@@ -1,4 +1,4 @@
-"""What `global_select` and `packed_rows` compute, by loops: the oracle of their tests."""
+"""`global_select` and `packed_rows` as plain loops: the oracle of their tests."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from torch import Tensor
 def global_select(
     score: Tensor, position: Tensor, valid: Tensor, count: Tensor, protect: Tensor | None = None
 ) -> Tensor:
-    """Sort every sequence's entries and keep the first `count`; shapes as in `op.py`.
+    """Sort the entries of every sequence and keep the first `count`; shapes as in `op.py`.
 
-    Protected ones first, by class and then recency (those of class 1 by score); the others by
-    score, ties to the more recent, then to the lower head.
+    Protected entries come first, by class, and within a class by recency (class 1 by score; class
+    3, the sinks, by position from the first on). The others follow by score; ties go to the more
+    recent entry, then to the lower head.
     """
     keep = torch.zeros(score.shape, dtype=torch.bool)
     for b in range(score.shape[0]):
@@ -23,7 +24,8 @@ def global_select(
             k, i = entry
             of_class = 0 if protect is None else int(protect[b, k, i])
             value = float(score[b, k, i]) if of_class <= 1 else 0.0
-            return -of_class, -value, -int(position[b, k, i]), k
+            place = int(position[b, k, i])
+            return -of_class, -value, place if of_class == 3 else -place, k
 
         for k, i in sorted(valid[b].nonzero().tolist(), key=worth)[: int(count[b])]:
             keep[b, k, i] = True
@@ -31,7 +33,7 @@ def global_select(
 
 
 def packed_rows(keep: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
-    """Lay the kept entries of every segment one behind the other; shapes as in `op.py`."""
+    """Place the kept entries of every segment one after the other; shapes as in `op.py`."""
     source, target = [], []
     n = keep.shape[-1]
     for s, segment in enumerate(keep.reshape(-1, n).tolist()):

@@ -1,10 +1,11 @@
 """Triton kernels of `global_select`: a radix select over 63-bit keys, and the compaction.
 
-The threshold is found digit by digit from the top, as radix selection does: count the keys that
-begin as the threshold does by their next digit (`histogram`), then read off the digit and how many
-are still wanted (`pick`). Both stay on the GPU. `tally` and `mark` then go through the keys segment
-by segment, a segment being one head of one layer, so that keys equal to the threshold are taken in
-their order. Counts are integers: the result does not depend on which program comes first.
+The threshold is found digit by digit from the top, by radix selection: count the keys that share
+the threshold's leading digits by their next digit (`histogram`), then read off that digit and how
+many keys are still to be kept (`pick`). Both stay on the GPU. `tally` and `mark` then go through
+the keys segment by segment (a segment is one head of one layer), so that keys equal to the
+threshold are taken in order. Counts are integers, so the result does not depend on the order of the
+programs.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from ..launch import Compiled, interpreting
 DIGITS = ((52, 11), (41, 11), (30, 11), (20, 10), (10, 10), (0, 10))
 """Lowest bit and number of bits of every pass, 63 in all."""
 BLOCK, ROUNDS, WARPS = 2048, 8, 8
-"""Keys that a program sees at once, how often in a pass of the histogram, and its warps."""
+"""Keys that a program loads at once, how often per pass of the histogram, and its warps."""
 SMALL = 128
-"""Block of the interpreter, so that short tests have several."""
+"""Block size in the interpreter, so that short tests have several blocks."""
 
 
 @triton.jit
@@ -170,7 +171,7 @@ def compaction(keep: Tensor, start: Tensor, entries: int) -> tuple[Tensor, Tenso
 
 
 def compiled(arch: int) -> Iterator[Compiled]:
-    """The kernels as they are launched on an architecture, for the offline gate."""
+    """The kernels as launched on an architecture, for the offline compile gate."""
     state = {"PREFIX": "*i64"}
     for shift, bits in DIGITS[2:4]:
         yield Compiled(

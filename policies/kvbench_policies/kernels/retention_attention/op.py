@@ -1,23 +1,24 @@
 """Causal attention under retention gates, with gradients for the gates.
 
-The student of a gate's training: the model's own attention whose logits `z = scale q_t . k_i`
-are changed by what the gate says of token i, `beta_i <= 1`, and of its age,
+The student's attention in gate training: the model's own attention, whose logits
+`z = scale q_t . k_i` are discounted by the gate's `beta_i <= 1` of token i and its age,
 
     additive        z + (t - i) log beta_i         a forgotten token has weight 0 (DBTrimKV)
     multiplicative  beta_i^(t - i) z               a forgotten token has logit 0 (TRIM-KV, Eq. 3)
 
-over `i <= t`, softmax and sum as ever. Positions are token indices: padding lies on the left and
-does not count.
+over `i <= t`, followed by the usual softmax and sum. Positions are token indices: padding is on the
+left and does not count.
 
-Cost per layer with `P = B H_q T^2 / 2` pairs: forward `4 P d` flops and P exponentials (2 P when
-multiplicative); backward `10 P d` in two kernels that make the logits anew, so `14 P d` are done,
-with `2 P` exponentials (4 P). Bytes, bfloat16: forward `2 B T d (2 H_q + 2 H) + 4 B T (H + H_q)`,
-backward twice as much and `8 B T H_q`; nothing of size `T x T`. For 32 query heads on 8 KV heads of
-128 at T = 16K: 2.2e12 flops, which an H100 at 800 TFLOP/s does in 2.75 ms, and 5.5e12 in 6.9 ms
-(9.6 with what is made anew); 0.34 GB take 0.1 ms. This is arithmetic, not a measurement.
+Cost per layer with `P = B H_q T^2 / 2` pairs: forward `4 P d` flops and P exponentials (2 P if
+multiplicative); backward `10 P d` in two kernels that recompute the logits, so `14 P d` are
+executed, with `2 P` exponentials (4 P). Bytes in bfloat16: forward
+`2 B T d (2 H_q + 2 H) + 4 B T (H + H_q)`, backward twice as much plus `8 B T H_q`; nothing of size
+`T x T`. For 32 query heads on 8 KV heads of 128 at T = 16K: 2.2e12 flops, 2.75 ms on an H100 at 800
+TFLOP/s, and 5.5e12 in 6.9 ms (9.6 with recomputation); 0.34 GB take 0.1 ms. This is arithmetic, not
+a measurement.
 
-Head dims up to 128 on Triton (others are padded to a power of two in registers), any on the torch
-path, which goes by blocks of queries and keeps `BLOCK x T` logits of a head at a time.
+Triton handles head dims up to 128 (padded to a power of two in registers). The torch path handles
+any; it goes by blocks of queries and holds `BLOCK x T` logits of a head at a time.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from kvbench.errors import UserError
 from ..launch import by_triton, starts
 
 BLOCK = 128
-"""Queries of a block on the torch path."""
+"""Number of queries of a block on the torch path."""
 LARGEST_DIM = 128
-"""Head dim beyond which the kernels would spill."""
+"""Largest head dim at which the kernels do not spill registers."""
 
 
 def retention_attention(
@@ -54,11 +55,11 @@ def retention_attention(
         q: Queries after RoPE `[B, H_q, T, d]`, bfloat16, float16, float32 or float64.
         k: Keys after RoPE `[B, H, T, d]`, `H_q = G H`; query head `h` reads KV head `h // G`.
         v: Values `[B, H, T, d]`.
-        log_beta: `log beta <= 0`, finite, `[B, H, T]`, float32 (float64 where `q` is).
-        scale: Factor of the products, `d ** -0.5` as a rule.
+        log_beta: `log beta <= 0`, finite, `[B, H, T]`, float32 (float64 if `q` is).
+        scale: Factor of the products, usually `d ** -0.5`.
         gating: `additive` or `multiplicative`.
-        valid: bool `[B, T]`, False on padding, which lies on the left. What stands on it is not
-            read; its own outputs and gradients are 0.
+        valid: bool `[B, T]`, False on padding, which is on the left. Inputs on padding are not
+            read; its outputs and gradients are 0.
 
     Returns:
         `[B, H_q, T, d]` in the type of `q`; sums and softmax in float32 (float64 for float64).
@@ -80,23 +81,21 @@ def retention_attention(
 
 def _check(q: Tensor, k: Tensor, v: Tensor, log_beta: Tensor, gating: str) -> None:
     if gating not in ("additive", "multiplicative"):
-        raise UserError(f"gating={gating}: additive or multiplicative would be right")
+        raise UserError(f"unknown gating={gating}; use additive or multiplicative")
     if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape:
-        raise UserError("q [B, H_q, T, d] and k and v of one shape [B, H, T, d] would be right")
+        raise UserError("q is not [B, H_q, T, d], or k and v are not both [B, H, T, d]")
     batch, heads, length, dim = k.shape
     if (q.shape[0], *q.shape[2:]) != (batch, length, dim) or q.shape[1] % heads:
         raise UserError(
-            f"q is {list(q.shape)}: [{batch}, multiple of {heads}, {length}, {dim}] would be right"
+            f"q is {list(q.shape)} instead of [{batch}, multiple of {heads}, {length}, {dim}]"
         )
     if log_beta.shape != (batch, heads, length):
-        raise UserError(
-            f"log_beta is {list(log_beta.shape)}: {[batch, heads, length]} would be right"
-        )
+        raise UserError(f"log_beta is {list(log_beta.shape)} instead of {[batch, heads, length]}")
     if not q.dtype == k.dtype == v.dtype:
-        raise UserError(f"q, k and v are {q.dtype}, {k.dtype}, {v.dtype}: one type would be right")
-    right = torch.float64 if q.dtype == torch.float64 else torch.float32
-    if log_beta.dtype != right:
-        raise UserError(f"log_beta is {log_beta.dtype}: {right} would be right")
+        raise UserError(f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; use one type")
+    wanted = torch.float64 if q.dtype == torch.float64 else torch.float32
+    if log_beta.dtype != wanted:
+        raise UserError(f"log_beta is {log_beta.dtype} instead of {wanted}")
 
 
 @torch.library.custom_op("kvbench::retention_attention", mutates_args=())
@@ -105,7 +104,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Outputs `[B, H_q, T, d]`, and log sums `[B, H_q, T]` of the rows in the path's own base.
 
-    `start` is int32 `[B]`: what lies before it is masked, but must be finite.
+    `start` is int32 `[B]`: columns before it are masked, but must be finite.
     """
     if by_triton(q) and q.shape[-1] <= LARGEST_DIM:
         from .triton import attend as run
@@ -127,7 +126,7 @@ def attend_backward(
     scale: float,
     mult: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and log_beta from that of the outputs."""
+    """Gradients of q, k, v and log_beta from the gradient of the outputs."""
     if by_triton(q) and q.shape[-1] <= LARGEST_DIM:
         from .triton import backward as run
 
@@ -179,9 +178,9 @@ attend.register_autograd(_differentiate, setup_context=_save)
 
 
 class _Block(NamedTuple):
-    """Queries `rows` of every head against all keys up to the last of them, `n` in number.
+    """Queries `rows` of every head against the `n` keys up to the last of them.
 
-    The G heads of a group and the queries lie in one axis, so that products are plain matrices.
+    The G heads of a group and the queries share one axis, so that products are plain matrices.
     """
 
     rows: slice

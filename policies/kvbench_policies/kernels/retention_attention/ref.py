@@ -16,7 +16,7 @@ def retention_attention(
     gating: str = "additive",
     valid: Tensor | None = None,
 ) -> Tensor:
-    """The attention of `op.retention_attention`, 0 where a query is padding; best in float64."""
+    """The attention of `op.retention_attention`, 0 for padded queries; best in float64."""
     group = q.shape[1] // k.shape[1]
     k, v, log_beta = (x.repeat_interleave(group, 1) for x in (k, v, log_beta))
     t = torch.arange(q.shape[2], device=q.device)

@@ -1,12 +1,12 @@
 """Triton kernels of retention-gated attention, in the manner of FlashAttention.
 
-Logits are kept in base 2. Padding, which must be finite, is masked by a bias of 0 or -inf per key
-that is added with the gate's term, at no cost beyond it; only blocks on the diagonal compare.
-`age * log2(beta)` is the difference of two integers first, exact in float32, and one product after.
+Logits are in base 2. Padding, which must be finite, is masked by a bias of 0 or -inf per key that
+is added with the gate's term at no extra cost; only blocks on the diagonal compare. In
+`age * log2(beta)`, age is a difference of integers, which is exact in float32.
 
-Nothing is added up by atomics: one program owns a block of keys with its dk, dv and dlog_beta over
-all query heads of the group, another a block of queries with its dq, so results do not vary.
-Lengths are not specialised: one kernel serves all of them.
+There are no atomics: one program owns a block of keys with its dk, dv and dlog_beta over all query
+heads of the group, another a block of queries with its dq, so results do not vary. Kernels are not
+specialised for the length: one kernel serves all lengths.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..launch import ASYNC_COPY, TENSOR_CORES, Compiled, architecture, dot_ready
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
-# Queries and keys of a block, warps, stages. Chosen for registers: no GPU has timed them.
+# Queries and keys of a block, warps, stages. Chosen by register use; not timed on a GPU.
 Block = tuple[int, int, int, int]
 FORWARD: dict[int, Block] = {80: (64, 64, 8, 2), 90: (128, 64, 8, 3)}
 BACKWARD_KEYS: dict[int, Block] = {80: (32, 64, 8, 2), 90: (32, 128, 8, 2)}
@@ -38,7 +38,7 @@ SMALL = 64
 # fmt: off
 @triton.jit
 def _rows(X, first, row, T, D: tl.constexpr, DP: tl.constexpr, MASKED: tl.constexpr):
-    """Rows `row` of a matrix `[T, D]` that begins at row `first`, widened to DP; 0 outside."""
+    """Load rows `row` of a matrix `[T, D]` that begins at row `first`, widened to DP; 0 outside."""
     d = tl.arange(0, DP)
     at = X + first * D + (row[:, None] * D + d[None, :])  # T D < 2^31
     if DP == D:
@@ -97,7 +97,7 @@ def forward(
 ):
     """OUT [B, G H, T, D] and LSE [B, G H, T], log2 of the sum of exponentials, of some queries.
 
-    BM is a multiple of BN, DP the power of two from D on.
+    BM is a multiple of BN, DP the next power of two from D on.
     """
     lane = tl.program_id(1)  # b * Hq + query head
     b = lane // (G * H)
@@ -140,7 +140,7 @@ def _slopes(
 ):
     """Weights, gradients of the products, and of the rates, from products `z` and `dp = grad . v`.
 
-    All arguments broadcast to the block, whichever way it lies. `shift` is added to the logits.
+    All arguments broadcast to the block in either orientation. `shift` is added to the logits.
     """
     age = (m - n).to(tl.float32)
     if DIAGONAL:
@@ -166,7 +166,7 @@ def _keys_step(
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
     MULTIPLICATIVE: tl.constexpr,
 ):
-    """One block of queries; a loop of its own for those off the diagonal would spill."""
+    """One block of queries; a separate loop for those off the diagonal would spill registers."""
     m = m0 + tl.arange(0, BM)
     there = tl.minimum(m, T - 1)  # beyond the end the last row is read, and its weight is 0
     q = _rows(Q, row, there, T, D, DP, False)
@@ -274,7 +274,7 @@ def backward_queries(
 
 
 def _table(kernel: Any, wide: bool, mult: bool) -> dict[int, Block]:
-    """The blocks of a kernel, by architecture; `wide` beyond 64 dims."""
+    """The block sizes of a kernel by architecture; `wide` above 64 dims."""
     if kernel is backward_keys and wide and mult:
         return BACKWARD_KEYS_WIDE_MULTIPLICATIVE
     return {forward: FORWARD, backward_keys: BACKWARD_KEYS, backward_queries: BACKWARD_QUERIES}[
@@ -351,7 +351,7 @@ def backward(
 
 
 def compiled(arch: int) -> Iterator[Compiled]:
-    """The kernels as they are launched on an architecture, for the offline gate."""
+    """The kernels as launched on an architecture, for the offline compile gate."""
     given = dict.fromkeys(("Q", "K", "V", "GRAD", "OUT", "DQ", "DK", "DV"), "*bf16")
     given |= dict.fromkeys(("LOG_BETA", "LSE", "DELTA", "DLOG_BETA"), "*fp32")
     given |= {"START": "*i32", "T": "i32", "N": "i32", "scale": "fp32"}

@@ -1,1 +1,1 @@
-"""How large a value is after the output projection: `|| V W_O ||`, mean over the group."""
+"""Norm of values after the output projection, `|| V W_O ||`, averaged over the group."""

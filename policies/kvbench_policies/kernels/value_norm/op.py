@@ -1,8 +1,8 @@
-"""`value_norm`: how large a value is after the output projection, `V W_O` never held whole.
+"""`value_norm`: norm of values after the output projection, without holding `V W_O` whole.
 
-The norm of CriticalKV (Feng et al., arXiv 2502.03805) and DefensiveKV (arXiv 2510.13334). On a CPU,
-blocks of tokens in torch; on CUDA the Triton kernel of `triton.py`. It ranks entries and has no
-gradient.
+The norm of CriticalKV (Feng et al., arXiv 2502.03805) and DefensiveKV (arXiv 2510.13334). On a CPU
+it runs in torch by blocks of tokens, on CUDA in the Triton kernel of `triton.py`. It ranks entries
+and has no gradient.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from kvbench.errors import UserError
 from ..launch import by_triton
 
 _BLOCK = 1 << 22
-"""Elements of `V W_O` that the CPU holds at once for each sequence, in float32."""
+"""Number of elements of `V W_O` that the CPU holds at once for each sequence, in float32."""
 
 
 def value_norm(value: Tensor, weight: Tensor, norm: str = "l1") -> Tensor:
-    """Take the norm of every projected value, mean over the query heads of its KV head.
+    """Norm of every projected value, averaged over the query heads of its KV head.
 
         out[b, h, i] = mean_{g in group} || value[b, h, i] @ weight[h * G + g] ||
 
-    Float32 inside whatever comes in; products of bfloat16 and float16 are exact in it. Costs
-    `2 H_q n d D` flops a sequence. Not differentiable: the result is cut off from the graph.
+    Computed in float32 for any input type; products of bfloat16 and float16 are exact in it. Costs
+    `2 H_q n d D` flops per sequence. Not differentiable: the result is detached from the graph.
 
     Args:
         value: `[B, H, n, d]`.
-        weight: The output projection by query head, `[H_q, d, D]`, `H_q` a multiple of `H`. No
-            copy is made on CUDA of the view `o_proj.weight.view(D, H_q, d).permute(1, 2, 0)`.
+        weight: The output projection by query head, `[H_q, d, D]`, `H_q` a multiple of `H`. On CUDA
+            the view `o_proj.weight.view(D, H_q, d).permute(1, 2, 0)` is used without a copy.
         norm: `l1` or `l2`.
 
     Returns:
         float32 `[B, H, n]`.
 
     Raises:
-        UserError: The shapes do not fit, or another norm.
+        UserError: The shapes do not fit, or the norm is unknown.
     """
     _check(value, weight, norm)
     out: Tensor = projected_norm(value.detach(), weight.detach(), norm)
@@ -45,18 +45,18 @@ def value_norm(value: Tensor, weight: Tensor, norm: str = "l1") -> Tensor:
 
 def _check(value: Tensor, weight: Tensor, norm: str) -> None:
     if norm not in ("l1", "l2"):
-        raise UserError(f"norm={norm}: l1 or l2 would be right")
+        raise UserError(f"unknown norm={norm}; use l1 or l2")
     fits = value.dim() == 4 and weight.dim() == 3 and value.shape[3] == weight.shape[1]
     if not fits or weight.shape[0] % value.shape[1]:
         raise UserError(
-            f"value {list(value.shape)}, weight {list(weight.shape)}: [B, H, n, d] and [H_q, d, D] "
-            "would be right, H_q a multiple of H"
+            f"value is {list(value.shape)} and weight {list(weight.shape)} instead of "
+            "[B, H, n, d] and [H_q, d, D] with H_q a multiple of H"
         )
 
 
 @torch.library.custom_op("kvbench::value_norm", mutates_args=())
 def projected_norm(value: Tensor, weight: Tensor, norm: str) -> Tensor:
-    """`value_norm`, its arguments checked."""
+    """`value_norm` for checked arguments."""
     if by_triton(value):
         from .triton import value_norm as kernel
 
@@ -70,7 +70,7 @@ def _(value: Tensor, weight: Tensor, norm: str) -> Tensor:
 
 
 def _blocked(value: Tensor, weight: Tensor, norm: str) -> Tensor:
-    """`value_norm` in torch, a block of tokens at a time."""
+    """`value_norm` in torch, block by block of tokens."""
     heads, n = value.shape[1:3]
     group = len(weight) // heads
     split = weight.float().unflatten(0, (heads, group))

@@ -1,4 +1,4 @@
-"""What `value_norm` computes, written down plainly: the oracle of its tests."""
+"""`value_norm` written plainly: the oracle of its tests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def value_norm(value: Tensor, weight: Tensor, norm: str = "l1") -> Tensor:
-    """Norm of every value after the output projection, mean over the group; holds all of `V W_O`.
+    """Norm of every projected value, averaged over the group; holds all of `V W_O`.
 
         out[b, h, i] = mean_{g in group} || value[b, h, i] @ weight[h * G + g] ||
 
@@ -17,7 +17,7 @@ def value_norm(value: Tensor, weight: Tensor, norm: str = "l1") -> Tensor:
         norm: `l1` or `l2`.
 
     Returns:
-        `[B, H, n]`, in the dtype that came in (float64 for checks).
+        `[B, H, n]`, in the dtype of the input (float64 for checks).
     """
     split = weight.unflatten(0, (value.shape[1], -1))
     projected = torch.einsum("bhnd,hgdc->bhgnc", value, split)

@@ -1,13 +1,13 @@
-"""Triton kernel of `value_norm`: a matrix product whose result is summed away block by block.
+"""Triton kernel of `value_norm`: a matrix product whose result is summed up block by block.
 
-A program has `BM` tokens of one query head. The head's slice of the output projection comes by in
-blocks of `BN` output columns, `[BN, d]` with `d` contiguous as `nn.Linear` stores it. So what has
-to be contiguous and aligned for asynchronous copies is the head dimension, whatever the output
-dimension is. A block's `[BM, BN]` products are added up over the columns in float32 and dropped.
+A program handles `BM` tokens of one query head. The head's slice of the output projection is loaded
+in blocks of `BN` output columns, `[BN, d]` with `d` contiguous as `nn.Linear` stores it. So only
+the head dimension has to be contiguous and aligned for asynchronous copies, whatever the output
+dimension. A block's `[BM, BN]` products are summed over the columns in float32 and dropped.
 
-16-bit inputs are multiplied exactly, and the program's values are read once and held. Float32 ones
-are three products of TF32 (`tf32x3`), as good as float32 to a few of its last bits; their parts
-fill the registers, so that `d` comes by in blocks of `BK` as well.
+16-bit inputs are multiplied exactly, and the program reads its values once and holds them. Float32
+inputs take three TF32 products (`tf32x3`), which agree with float32 to a few of its last bits;
+their parts fill the registers, so `d` is loaded in blocks of `BK` as well.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Tile(NamedTuple):
     stages: int
 
 
-# Chosen for registers and shared memory: no GPU has timed them.
+# Chosen by register and shared memory use; not timed on a GPU.
 HALF = {
     64: Tile(128, 128, 64, 8, 3),
     128: Tile(128, 128, 128, 8, 3),
@@ -69,8 +69,8 @@ def norms(
 ):
     """OUT[b, head, i] = norm of VALUE[b, head // group, i] @ WEIGHT[head].T, WEIGHT `[H_q, C, D]`.
 
-    The grid is (blocks of tokens, query heads, batch). SQUARED: the norm of order 2, else 1. BD: D
-    rounded up to a power of 2. BK: head dimensions at a time; BD holds the values.
+    The grid is (blocks of tokens, query heads, batch). SQUARED: norm of order 2 instead of 1. BD: D
+    rounded up to a power of 2. BK: head dimensions per step; BD holds the values.
     """
     head = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
@@ -170,7 +170,7 @@ def _precision(itemsize: int) -> str:
 
 
 def compiled(arch: int) -> Iterator[Compiled]:
-    """The kernel as it is launched on an architecture, for the offline gate."""
+    """The kernel as launched on an architecture, for the offline compile gate."""
     strides = ("value_b", "value_h", "value_n", "weight_h", "weight_c")
     choices = [("bf16", dim, "l1") for dim in (64, 80, 128, 256)]
     choices += [("bf16", 128, "l2"), ("fp32", 64, "l1"), ("fp32", 128, "l1")]
