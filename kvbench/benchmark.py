@@ -23,13 +23,13 @@ class Source:
         dataset: Id on the hub.
         config: Configuration.
         split: Split.
-        file: A raw file of the dataset's repository that is read instead of what `load_dataset`
-            gives: `x.jsonl`, `x.json` (a list, or one object), `x.csv`, `x.tsv`, `x.parquet`, each
-            also with `.gz`; `*` in it stands for anything, and files are read in order of name. A
-            member of an archive is `data.zip:data/x.jsonl`. For repositories that hold a loading
-            script alone (no script is ever run), and for the hub's own conversion of a table:
-            `CONFIG/SPLIT/*.parquet` at the revision `refs/convert/parquet`.
-        columns: The fields that are kept of a row; none keeps all.
+        file: A raw file of the dataset's repository, read instead of the table that `load_dataset`
+            returns: `x.jsonl`, `x.json` (a list, or one object), `x.csv`, `x.tsv` or `x.parquet`,
+            each also with `.gz`. `*` matches anything; matching files are read in order of name.
+            `data.zip:data/x.jsonl` names a member of an archive. Use it for repositories that hold
+            only a loading script (scripts are never run), and for the hub's own conversion of a
+            table: `CONFIG/SPLIT/*.parquet` at the revision `refs/convert/parquet`.
+        columns: The fields of a row to keep; empty keeps all.
         revision: Branch, tag or commit; None is the newest.
     """
 
@@ -42,12 +42,12 @@ class Source:
 
     @property
     def label(self) -> str:
-        """What a reader calls it: dataset and table."""
+        """Dataset and table, as messages name them."""
         return f"{self.dataset} {self.table}"
 
     @property
     def table(self) -> str:
-        """Which of the dataset's tables: configuration and split, or file."""
+        """The table within the dataset: configuration and split, or file."""
         return self.file or " ".join(filter(None, [self.config, self.split]))
 
 
@@ -58,48 +58,60 @@ class Benchmark:
     Attributes:
         name: Name of the group, e.g. "ruler".
         leaves: Names of its tasks, unique over all benchmarks.
-        docs: `docs(leaf, *, length, samples, seed, tokenizer, lexicon, cache_dir, size)` gives the
-            data. Sized: the first `samples` rows, of which row i must not depend on `samples`;
-            `size(context, question, gen_prefix="")` counts the tokens of the prompt as the model
-            will see it, chat template and BOS included, and prompt and answer must fit into
-            `length`. Not sized: all rows, or the path of a JSONL that holds them. A row has
-            `context` (str), `question` (str), `outputs` (list of str), and may have `gen_prefix`
-            (str: start of the answer, given in the prompt), `max_new_tokens` (int), `until` (list
-            of str), `given` (str; see `Request.given`: it follows the prompt directly, in all rows
-            or in none), `variant` (str: which data it is, where that differs between machines;
-            joins the version) and `extra` (mapping; becomes `Request.extra`). Further fields are
-            for the YAML and must be of one type in all rows. It raises `NeedsHub` where
-            data cannot be had; the message goes on from "<leaf> is left out: ".
-            A row can be a dialogue: `turns`, a list of rows as above whose `context` is what the
-            turn tells, with `answer` (str: the reference answer as later turns have it in their
-            history, no white space at its ends) and without `gen_prefix`; and `frame`, a mapping to
-            the texts that stand before a turn (`user`), before its answer (`assistant`) and after
-            that (`end`) where there is no chat template. What is beside them in the row counts for
-            all its turns. A dialogue is one sample; `size.dialogue(row)` counts the prompt of its
-            last turn, and all turns' `max_new_tokens` must fit into `length` beside it.
+        docs: `docs(leaf, *, length, samples, seed, tokenizer, lexicon, cache_dir, size)` returns
+            the rows of a leaf; the section below describes them.
         yaml: Folder with lm-eval's task YAML: `<leaf>.yaml`, or `<name>.yaml` for all leaves. Its
             `doc_to_text` holds `{{context}}<|kvb_split|>{{question}}`.
-        version: Version of the data and the prompts.
+        version: Version of data, prompts and metric.
+        versions: By lexicon and then by leaf, the versions that differ from `version`. A change
+            that leaves the rows of one lexicon or leaf alone leaves its results comparable.
         summary: One line.
         source: URL or paper.
         licence: SPDX name of the licence of prompts and data.
-        sources: By leaf, the tables of the Hugging Face hub that it reads, with
-            `kvbench.data.sources.rows`; `kvbench data` goes by it.
-        needs_hub: Leaves that cannot do without the hub.
+        sources: By leaf, the tables of the Hugging Face hub that it reads with
+            `kvbench.data.sources.rows`. `kvbench data` fetches and checks these tables.
+        needs_hub: Leaves that cannot run without the hub; None: all that have `sources`.
         harness: Name of the harness.
-        metric: Which metric of the YAML is the score; `metric,filter` where it has several filters.
-        chance: Score of a responder that has not seen the context; by leaf where it differs between
-            them, 0 for those that are not named.
-        judge: The rubric (see `kvbench.judge`) by which the metric has responses judged; "" where
-            it does not. Without a judge the tasks are left out.
-        default_lengths: Lengths to run where the user names none.
-        sized: Whether `length` plays a part. The user's own data is not sized: its cells have
-            length 0, whatever `--length` says.
+        metric: The metric of the YAML that is the score; `metric,filter` if it has several filters.
+        chance: Score of a responder that has not seen the context: one number, or a mapping by leaf
+            (0 for leaves that it does not name).
+        judge: The rubric (see `kvbench.judge`) that the metric uses to judge responses; "" if it
+            needs no judge. The tasks are left out if there is a rubric but no judge.
+        default_lengths: Lengths to run if the user names none.
+        sized: Whether rows are made to fit `length`. The user's own data is not sized: its cells
+            have length 0 at every `--length`.
         lexicons: The lexicons that the benchmark has prompts for.
-        plain: Leaves whose prompts are given no chat template, even where there is one: what the
-            model is to go on with is the text itself.
-        subsets: Leaves by the name of a subset, e.g. of a domain. A subset can be run by its name,
-            which no leaf and no benchmark has, and a report gives its means.
+        plain: Leaves whose prompts never use the chat template, because the model continues the
+            text itself.
+        subsets: Leaves by the name of a subset, such as a domain. A subset can be run by its name,
+            and a report shows its means. No leaf or benchmark has the name of a subset.
+
+    Where `sized`, `docs` returns the first `samples` rows, and row i must not depend on `samples`.
+    `size(context, question, gen_prefix="", shots=())` counts the tokens of the prompt as the model
+    will see it, with chat template and BOS; prompt and answer must fit into `length`. Elsewhere
+    `docs` returns all rows, or the path of a JSONL file of them. It raises `NeedsHub` where data is
+    not available; the message continues "<leaf> is left out: ".
+
+    A row has `context` (str), `question` (str) and `outputs` (list of str), and may have
+
+    - `gen_prefix` (str): start of the answer, given in the prompt;
+    - `shots` (list): worked examples, each a mapping to the texts `user`, `assistant` and `end`.
+      With a chat template they are turns before the prompt; without one, `user`, `assistant` and
+      `end` are joined in front of `context`;
+    - `max_new_tokens` (int) and `until` (list of str);
+    - `given` (str), in all rows or in none: it follows the prompt directly; see `Request.given`;
+    - `variant` (str): which data the row is made of, where machines differ; it joins the version;
+    - `extra` (mapping): becomes `Request.extra`.
+
+    Further fields are for the YAML and must be of one type in all rows.
+
+    A row can also be a dialogue: `turns` is a list of rows as above whose `context` is what the
+    turn tells, without `gen_prefix`, `shots` and `given`, and with `answer` (str: the reference
+    answer as later turns have it in their history, stripped of white space). `frame` maps to the
+    texts that stand before a turn (`user`), before its answer (`assistant`) and after that (`end`)
+    where there is no chat template. Other fields of the dialogue hold for all its turns. A dialogue
+    is one sample; `size.dialogue(row)` counts the prompt of its last turn, and the `max_new_tokens`
+    of all turns must fit into `length` beside it.
     """
 
     name: str
@@ -107,11 +119,12 @@ class Benchmark:
     docs: DocsHook
     yaml: Path
     version: str = "1"
+    versions: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     summary: str = ""
     source: str = ""
     licence: str = ""
     sources: Mapping[str, tuple[Source, ...]] = field(default_factory=dict)
-    needs_hub: frozenset[str] = frozenset()
+    needs_hub: frozenset[str] | None = None
     harness: str = "lm_eval"
     metric: str = "score"
     chance: float | Mapping[str, float] = 0.0
@@ -121,3 +134,12 @@ class Benchmark:
     lexicons: tuple[str, ...] = LEXICONS
     plain: frozenset[str] = frozenset()
     subsets: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def version_of(self, leaf: str, lexicon: str) -> str:
+        """The version of a leaf's data, prompts and metric in a lexicon."""
+        return self.versions.get(lexicon, {}).get(leaf, self.version)
+
+    @property
+    def hub_leaves(self) -> frozenset[str]:
+        """Leaves that cannot run without the hub."""
+        return frozenset(self.sources) if self.needs_hub is None else self.needs_hub

@@ -45,7 +45,7 @@ def bpe_tokenizer() -> PreTrainedTokenizerFast:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
-    from kvbench_tasks.words import prose
+    from kvbench_tasks.synthetic.words import prose
 
     rng = random.Random(0)
     text = [" ".join(words) for words in islice(prose(rng), 2000)]

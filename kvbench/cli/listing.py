@@ -91,7 +91,7 @@ def tasks() -> tuple[list[Record], list[str]]:
             "name": name,
             "tasks": list(group.leaves),
             "subsets": list(group.subsets),
-            "needs_hub": [leaf for leaf in group.leaves if leaf in group.needs_hub],
+            "needs_hub": [leaf for leaf in group.leaves if leaf in group.hub_leaves],
             "harness": group.harness,
             "metric": group.metric,
             "judge": group.judge,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvbench.errors import UserError, reason_of
@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, str]
+
+Shot = Mapping[str, str]
+"""A worked example: `user` asks, `assistant` answers, and `end` follows in plain text."""
 
 Render = Callable[..., str]
 """`chat` bound to one tokenizer."""
@@ -90,12 +93,49 @@ def check_thinking(tokenizer: PreTrainedTokenizerBase, tokenizer_id: str, used: 
         )
 
 
-def prompt(text: str, gen_prefix: str, render: Render | None) -> str:
-    """Join a prompt without few-shot examples as lm-eval does."""
+def shot_messages(shots: Sequence[Shot]) -> list[Message]:
+    """The turns of worked examples, as chat messages."""
+    roles = ("user", "assistant")
+    return [{"role": role, "content": shot[role]} for shot in shots for role in roles]
+
+
+def shot_text(shots: Sequence[Shot]) -> str:
+    """Worked examples as plain text."""
+    return "".join(
+        shot["user"] + gap(shot["user"], shot["assistant"]) + shot["assistant"] + shot["end"]
+        for shot in shots
+    )
+
+
+def after(render: Render, history: Sequence[Message]) -> Render:
+    """Make a chat template that inserts messages before the last user message."""
+
+    def rendered(messages: Sequence[Message], **options: Any) -> str:
+        last = max(i for i, message in enumerate(messages) if message["role"] == "user")
+        return render([*messages[:last], *history, *messages[last:]], **options)
+
+    return rendered
+
+
+def prompt(text: str, gen_prefix: str, render: Render | None, shots: Sequence[Shot] = ()) -> str:
+    """Join a prompt as lm-eval does.
+
+    Args:
+        text: The user's message: context and question.
+        gen_prefix: Start of the answer, given in the prompt.
+        render: The chat template; None: there is none.
+        shots: Worked examples; see `Benchmark.docs`.
+    """
     if render is not None:
-        messages = [{"role": "user", "content": text}]
+        messages = [*shot_messages(shots), {"role": "user", "content": text}]
         if gen_prefix:
             messages.append({"role": "assistant", "content": gen_prefix})
         return render(messages, add_generation_prompt=not gen_prefix)
-    gap = " " if gen_prefix and not (text[-1:].isspace() or gen_prefix[0].isspace()) else ""
-    return text + gap + gen_prefix
+    return shot_text(shots) + text + gap(text, gen_prefix) + gen_prefix
+
+
+def gap(before: str, after: str) -> str:
+    """The space that lm-eval puts between two texts: none where either has white space there."""
+    if not before or not after or before[-1].isspace() or after[0].isspace():
+        return ""
+    return " "

@@ -13,7 +13,7 @@ from typing import Any
 from kvbench.benchmark import Doc
 from kvbench.errors import UserError
 from kvbench.harness import rows as data
-from kvbench.harness.chat import Message, Render
+from kvbench.harness.chat import Message, Render, shot_text
 
 _FRAME = ("user", "assistant", "end")
 
@@ -87,8 +87,9 @@ def complete(row: Mapping[str, Any], where: str) -> Doc:
             raise UserError(f"{name}: 'answer' must be a text without white space at either end")
         if full["gen_prefix"]:
             raise UserError(f"{name}: a dialogue cannot have a 'gen_prefix'")
-        if full.get("given"):
-            raise UserError(f"{name}: a dialogue cannot have 'given'")
+        for field in ("given", "shots"):
+            if full.get(field):
+                raise UserError(f"{name}: a dialogue cannot have {field!r}")
         made.append(full)
     return {**row, "turns": made}
 
@@ -98,7 +99,8 @@ def flat(rows: Sequence[Doc], chat: bool) -> tuple[list[Doc], list[Place | None]
 
     Args:
         rows: Complete rows.
-        chat: Whether the history consists of messages; otherwise it is the start of `context`.
+        chat: Whether history and worked examples become messages; without a chat template they are
+            the beginning of `context`.
 
     Returns:
         The documents, and the place of each in a dialogue (None outside dialogues).
@@ -107,7 +109,8 @@ def flat(rows: Sequence[Doc], chat: bool) -> tuple[list[Doc], list[Place | None]
     places: list[Place | None] = []
     for index, row in enumerate(rows):
         if not is_dialogue(row):
-            docs.append(row)
+            shots = "" if chat else shot_text(row.get("shots", ()))
+            docs.append({**row, "context": shots + row["context"]})
             places.append(None)
             continue
         for number, turn in enumerate(row["turns"]):
@@ -137,17 +140,6 @@ def last_prompt(row: Mapping[str, Any], render: Render | None) -> str:
         return "".join(plain(place))
     *messages, _ = place.messages(len(turns))
     return render(messages)
-
-
-def after(render: Render, place: Place) -> Render:
-    """A chat template that inserts the turns before `place` before the last user message."""
-
-    def rendered(messages: Sequence[Message], **options: Any) -> str:
-        last = max(i for i, message in enumerate(messages) if message["role"] == "user")
-        history = place.messages(place.turn)
-        return render([*messages[:last], *history, *messages[last:]], **options)
-
-    return rendered
 
 
 def joints(

@@ -64,7 +64,7 @@ class LmEvalHarness:
             rows, data_hash = _rows(bench, leaf, settings, render)
         docs, places = dialogue.flat(rows, render is not None)
         with _quiet():
-            built = _build(bench, leaf, docs, settings.seed)
+            built = _build(bench, leaf, docs, settings)
             made = requests(built, leaf, docs, places, render)
         return _loaded(bench, leaf, settings, data_hash, built, rows, made)
 
@@ -166,6 +166,7 @@ def _rows(
 ) -> tuple[list[Doc], str]:
     """The rows of a leaf, and their hash."""
     size = _Size(settings.tokenizer, render)
+    version = bench.version_of(leaf, settings.lexicon)
 
     def make(count: int) -> Any:
         return bench.docs(
@@ -184,7 +185,7 @@ def _rows(
         depends = [
             bench.name,
             leaf,
-            bench.version,
+            version,
             tokenizer_hash(settings.tokenizer),
             settings.length,
             settings.seed,
@@ -200,7 +201,7 @@ def _rows(
         given = make(settings.samples)
         content = [row for _, row in data.read_rows(given)] if isinstance(given, Path) else given
         rows = content[: settings.samples]
-        data_hash = data.digest([bench.version, content])
+        data_hash = data.digest([version, content])
     full = []
     for i, row in enumerate(rows):
         complete = dialogue.complete if dialogue.is_dialogue(row) else data.complete
@@ -215,10 +216,15 @@ class _Size:
     tokenizer: PreTrainedTokenizerBase
     render: chat.Render | None
 
-    def __call__(self, context: str, question: str, gen_prefix: str = "") -> int:
-        return count_tokens(
-            self.tokenizer, chat.prompt(context + question, gen_prefix, self.render)
-        )
+    def __call__(
+        self,
+        context: str,
+        question: str,
+        gen_prefix: str = "",
+        shots: Sequence[chat.Shot] = (),
+    ) -> int:
+        prompt = chat.prompt(context + question, gen_prefix, self.render, shots)
+        return count_tokens(self.tokenizer, prompt)
 
     def dialogue(self, row: Doc) -> int:
         """Tokens of the prompt of the last turn."""
@@ -249,7 +255,7 @@ def _quiet() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def _build(bench: Benchmark, leaf: str, rows: Sequence[Doc], seed: int) -> Any:
+def _build(bench: Benchmark, leaf: str, rows: Sequence[Doc], settings: TaskSettings) -> Any:
     """Build the lm-eval task from the benchmark's YAML and our rows."""
     folder = Path(bench.yaml)
     files = [folder / f"{name}.yaml" for name in (leaf, bench.name)]
@@ -257,8 +263,9 @@ def _build(bench: Benchmark, leaf: str, rows: Sequence[Doc], seed: int) -> Any:
     if path is None:
         raise UserError(f"{bench.name} has neither {files[0]} nor {files[1].name}")
     config = load_yaml(path, resolve_func=True)
-    # The fields of `extra` differ from row to row; Arrow would add nulls.
-    plain = [{k: v for k, v in row.items() if k != "extra"} for row in rows]
+    # The YAML needs neither of these two. The fields of `extra` differ from row to row; Arrow would
+    # add nulls.
+    plain = [{k: v for k, v in row.items() if k not in ("extra", "shots")} for row in rows]
     split = config.get("test_split") or "test"
     table = datasets.Dataset.from_list(plain)
     asks = config.get("doc_to_text")
@@ -268,12 +275,12 @@ def _build(bench: Benchmark, leaf: str, rows: Sequence[Doc], seed: int) -> Any:
         "task": leaf,
         "test_split": split,
         "custom_dataset": lambda **_: {split: table},
-        "metadata": {"version": bench.version},
+        "metadata": {"version": bench.version_of(leaf, settings.lexicon)},
     }
     built = TaskManager(include_defaults=False).load([config])["tasks"][leaf]
     if built.OUTPUT_TYPE != "generate_until":
         raise UserError(f"{path}: output_type must be generate_until, not {built.OUTPUT_TYPE}")
-    built.set_fewshot_seed(seed)
+    built.set_fewshot_seed(settings.seed)
     return built
 
 
@@ -297,11 +304,12 @@ def _loaded(
     if metric not in known:
         raise UserError(f"{bench.name}: its YAML has no metric {metric!r}; it has {known}")
     filters = [f.name for f in built._filters]
+    version, variant = bench.version_of(leaf, settings.lexicon), rows[0].get("variant")
     chance = bench.chance.get(leaf, 0.0) if isinstance(bench.chance, Mapping) else bench.chance
     return LmEvalTask(
         name=leaf,
         group=bench.name,
-        version="+".join([bench.version, *filter(None, [rows[0].get("variant")])]),
+        version=f"{version}+{variant}" if variant else version,
         data_hash=data_hash,
         metric=metric,
         rubric=bench.judge,

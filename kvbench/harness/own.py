@@ -1,21 +1,19 @@
 """The user's own data as a task: `--task ./mine.jsonl`.
 
 Each line is an object with `context`, `question` and `answers` (a string or a list of strings).
-It may have `metric` (one of `METRICS`; `contains_all` where it is left out), `max_new_tokens` (128)
-and `until` (a string or a list: what ends the answer), and nothing else. Lines with the same
-context share its prefill.
+It may also have `metric` (one of `METRICS`; default `contains_all`), `max_new_tokens` (default 128)
+and `until` (a string or a list of strings that end the answer). Other fields are errors. Lines with
+the same context share its prefill.
 """
 
 from __future__ import annotations
 
 import functools
-import re
-import string
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvbench import metrics
 from kvbench.benchmark import Benchmark, Doc
 from kvbench.errors import UserError, nearest
 from kvbench.harness.rows import complete, read_rows
@@ -32,7 +30,7 @@ def own_benchmark(path: str | Path) -> Benchmark:
         path: The file.
 
     Raises:
-        UserError: The file cannot be read, or a line is not as it must be; it names the line.
+        UserError: The file cannot be read, or a line is not valid; the message names it.
     """
     file = Path(path)
     if not file.stem:
@@ -40,7 +38,7 @@ def own_benchmark(path: str | Path) -> Benchmark:
     rows = [_row(row, f"{file}:{number}") for number, row in read_rows(file)]
     if not rows:
         raise UserError(f"{file} has no rows")
-    metrics = {row["metric"] for row in rows}
+    named = {row["metric"] for row in rows}
     return Benchmark(
         name="own",
         leaves=(file.stem,),
@@ -48,7 +46,7 @@ def own_benchmark(path: str | Path) -> Benchmark:
         yaml=Path(__file__).parent,
         summary=f"the rows of {file}",
         source=str(file),
-        metric=metrics.pop() if len(metrics) == 1 else "score",
+        metric=named.pop() if len(named) == 1 else "score",
         sized=False,
     )
 
@@ -116,29 +114,25 @@ def process_results(doc: Doc, results: list[str]) -> dict[str, float]:
 
 
 def contains_all(response: str, answers: Sequence[str]) -> float:
-    """The share of the answers that the response contains, whatever their case."""
+    """The fraction of the answers that the response contains, ignoring case."""
     low = response.lower()
     return sum(answer.lower() in low for answer in answers) / len(answers)
 
 
 def exact(response: str, answers: Sequence[str]) -> float:
-    """1 if the response is one of the answers, but for case, punctuation, articles and spaces."""
+    """1 if the response equals an answer, ignoring case, punctuation, articles and white space."""
     return float(_words(response) in [_words(answer) for answer in answers])
 
 
 def f1(response: str, answers: Sequence[str]) -> float:
     """F1 of the words shared with the best answer, as SQuAD defines it (arXiv:1606.05250)."""
-    return max(_f1(_words(response), _words(answer)) for answer in answers)
+    found = _words(response)
+    return max(metrics.f1_words(found, _words(answer), both_empty=1.0) for answer in answers)
 
 
 def rouge_l(response: str, answers: Sequence[str]) -> float:
     """F1 of the longest common subsequence of words with the best answer (ROUGE-L, unstemmed)."""
-    scores = []
-    for answer in answers:
-        a = re.findall(r"[a-z0-9]+", response.lower())
-        b = re.findall(r"[a-z0-9]+", answer.lower())
-        scores.append(_harmonic(_common_subsequence(a, b), len(a), len(b)))
-    return max(scores)
+    return metrics.best(metrics.rouge_l, response, answers)
 
 
 METRICS: dict[str, Callable[[str, Sequence[str]], float]] = {
@@ -148,30 +142,4 @@ METRICS: dict[str, Callable[[str, Sequence[str]], float]] = {
     "rougeL": rouge_l,
 }
 
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
-
-
-def _words(text: str) -> list[str]:
-    words = text.lower().translate(_PUNCTUATION).split()
-    return [word for word in words if word not in ("a", "an", "the")]
-
-
-def _f1(a: list[str], b: list[str]) -> float:
-    if not a or not b:
-        return float(a == b)
-    return _harmonic((Counter(a) & Counter(b)).total(), len(a), len(b))
-
-
-def _harmonic(shared: int, a: int, b: int) -> float:
-    return 2 * shared / (a + b) if shared else 0.0
-
-
-def _common_subsequence(a: Sequence[str], b: Sequence[str]) -> int:
-    row = [0] * (len(b) + 1)
-    for word in a:
-        diagonal = 0
-        for j, other in enumerate(b, 1):
-            above = row[j]
-            row[j] = diagonal + 1 if word == other else max(above, row[j - 1])
-            diagonal = above
-    return row[-1]
+_words = functools.partial(metrics.answer_words, split_first=True)

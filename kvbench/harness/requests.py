@@ -40,11 +40,16 @@ def requests(
     parted: list[tuple[str, str]] = []
     for doc_id, doc in built.doc_iterator():
         place = places[doc_id]
+        if place:
+            history = place.messages(place.turn)
+        else:
+            history = chat.shot_messages(rows[doc_id].get("shots", ()))
         prompt = built.fewshot_context(
             doc,
             num_fewshot=shots,
             apply_chat_template=render is not None,
-            chat_template=dialogue.after(render, place) if render and place else render,
+            fewshot_as_multiturn=render is not None,
+            chat_template=render and chat.after(render, history),
             gen_prefix=built.doc_to_prefix(doc),
         )
         # Examples contain the sentinel, too: the last one separates context and question.

@@ -16,6 +16,9 @@ from kvbench.files import replacing
 SENTINEL = "<|kvb_split|>"
 """Separates context and question in the `doc_to_text` of a YAML."""
 
+_SHOT = ("user", "assistant", "end")
+_SHOT_FIELDS = "the texts user, assistant and end"
+
 
 def digest(value: object) -> str:
     """16 hex digits of any JSON value."""
@@ -88,12 +91,23 @@ def complete(doc: Mapping[str, Any], where: str) -> Doc:
             raise UserError(f"{where}: {name!r} must be a {kind.__name__}")
     if not isinstance(doc.get("given", ""), str):
         raise UserError(f"{where}: 'given' must be a str")
+    if not _are_shots(doc.get("shots", [])):
+        raise UserError(f"{where}: 'shots' must be a list of objects with {_SHOT_FIELDS}")
     full: Doc = {"gen_prefix": "", "extra": {}, **doc}
     if not full["outputs"] or not all(isinstance(o, str) for o in full["outputs"]):
         raise UserError(f"{where}: 'outputs' must be a list of at least one string")
     if any(SENTINEL in text for text in _strings(full)):
         raise UserError(f"{where}: the data must not contain {SENTINEL}, which kvbench uses itself")
     return full
+
+
+def _are_shots(shots: object) -> bool:
+    return isinstance(shots, list) and all(
+        isinstance(shot, Mapping)
+        and set(shot) == set(_SHOT)
+        and all(isinstance(text, str) for text in shot.values())
+        for shot in shots
+    )
 
 
 def _strings(value: object) -> Iterator[str]:

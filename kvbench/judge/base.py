@@ -9,6 +9,7 @@ from typing import Protocol
 
 from kvbench.errors import LeftOut, UserError
 from kvbench.judge.rubrics import Marks, Rubric, rubric
+from kvbench.metrics import answer_words, f1_words
 
 
 class JudgeError(UserError):
@@ -83,6 +84,7 @@ class Judge(Protocol):
 
 
 _THRESHOLD = 0.5
+_VERDICTS = ("yes_no", "contains_yes")
 
 
 class LocalJudge:
@@ -111,7 +113,7 @@ class LocalJudge:
         return [self._verdict(*ask.resolve()) for ask in asks]
 
     def _verdict(self, rubric: Rubric, item: Mapping[str, str]) -> Verdict:
-        if rubric.parse != "yes_no" or not {"answer", "response"} <= set(rubric.fields):
+        if rubric.parse not in _VERDICTS or not {"answer", "response"} <= set(rubric.fields):
             return JudgeError(
                 f"the local judge cannot judge by rubric {rubric.name}: it needs yes or no and the "
                 "fields answer and response; KVBENCH_JUDGE_URL would be right"
@@ -121,10 +123,11 @@ class LocalJudge:
 
 def alike(response: str, answer: str) -> bool:
     """Whether a response contains an answer, or shares enough words with it."""
-    from kvbench.harness.own import f1
-
     said, wanted = (f" {' '.join(_words(text))} " for text in (response, answer))
-    return (bool(wanted.strip()) and wanted in said) or f1(response, [answer]) > _THRESHOLD
+    if wanted.strip() and wanted in said:
+        return True
+    words = (answer_words(text, split_first=True) for text in (response, answer))
+    return f1_words(*words, both_empty=1.0) > _THRESHOLD
 
 
 def _words(text: str) -> list[str]:

@@ -146,5 +146,18 @@ def yes_no(answer: str) -> Marks | None:
     return {"score": float(said[0] == "yes")}
 
 
-READINGS: dict[str, Callable[[str], Marks | None]] = {"yes_no": yes_no}
+def contains_yes(answer: str) -> Marks | None:
+    """1 where the answer contains "yes" in any case, also within a word; else 0.
+
+    This is the rule of LongMemEval's evaluation script. An empty answer is not a verdict.
+    """
+    if not answer.strip():
+        return None
+    return {"score": float("yes" in answer.lower())}
+
+
+READINGS: dict[str, Callable[[str], Marks | None]] = {
+    "yes_no": yes_no,
+    "contains_yes": contains_yes,
+}
 """How answers are read; a reading for several criteria gives a number for each, and `score`."""

@@ -85,7 +85,7 @@ def test_rows_fit_and_do_not_depend_on_their_number(package: ModuleType, lexicon
         assert row["context"].count(told.format(row["outputs"][0])) == 1
 
 
-def test_the_metric_wants_the_whole_output_first(package: ModuleType) -> None:
+def test_the_metric_needs_the_whole_output_first(package: ModuleType) -> None:
     spec = importlib.util.spec_from_file_location(
         "example_metric", EXAMPLE / "kvbench_example_task" / "metric.py"
     )

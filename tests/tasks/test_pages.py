@@ -1,11 +1,10 @@
-"""What the benchmarks' READMEs and word lists say is so."""
+"""The READMEs of the synthetic benchmarks: sample rows, versions, licences."""
 
 from __future__ import annotations
 
 import json
-import random
 import re
-from itertools import islice
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,16 @@ import pytest
 
 from kvbench.harness.dialogue import last_prompt
 from kvbench_tasks import dialogue, longgen, niah, niah_hard, ruler
-from kvbench_tasks.words import prose, words
 
 
 class Size:
     """Counts words."""
 
-    def __call__(self, context: str, question: str, gen_prefix: str = "") -> int:
-        return len(f"{context}{question} {gen_prefix}".split())
+    def __call__(
+        self, context: str, question: str, gen_prefix: str = "", shots: Sequence[Any] = ()
+    ) -> int:
+        examples = " ".join(text for shot in shots for text in shot.values())
+        return len(f"{examples} {context}{question} {gen_prefix}".split())
 
     def dialogue(self, row: dict[str, Any]) -> int:
         return len(last_prompt(row, None).split())
@@ -47,24 +48,13 @@ def test_sample_rows_are_what_the_generator_gives(package: object, tmp_path: Pat
         )
         assert json.loads(row) == rows[1]
     assert bench.licence in page
-    assert f"Version: {bench.version}." in page
+    assert f"Version: {bench.version}" in page
+    for leaves in bench.versions.values():
+        for leaf, version in leaves.items():
+            row = re.search(rf"^\| {leaf} \|.*\| {version} \|$", page, re.MULTILINE)
+            assert row or f"Version: {bench.version} (natural: {version})" in page, leaf
 
 
 def test_every_leaf_of_ruler_is_in_its_readme() -> None:
     page = (ruler.BENCHMARK.yaml / "README.md").read_text()
     assert re.findall(r"^\| (\w+) \|", page, re.MULTILINE) == ["task", *ruler.BENCHMARK.leaves]
-
-
-def test_word_lists_are_large_and_apart() -> None:
-    lists = [words(kind) for kind in ("nouns", "adjectives", "verbs")]
-    assert [len(found) >= n for found, n in zip(lists, (300, 200, 150), strict=True)] == [True] * 3
-    everything = [word for found in lists for word in found]
-    assert len(set(everything)) == len(everything)
-    assert all(re.fullmatch("[a-z]+", word) for word in everything)
-
-
-def test_prose_varies_and_holds_no_key_or_value() -> None:
-    sentences = [" ".join(s) for s in islice(prose(random.Random(0)), 500)]
-    assert len(set(sentences)) == 500
-    assert all(s.endswith(".") and s[0].isupper() for s in sentences)
-    assert not re.search(r"[\d{}-]|\ba [aeiou]|\ban [^aeiou]|  ", " ".join(sentences))

@@ -1,4 +1,4 @@
-"""Benchmarks of the hub beside generated ones in one run, offline, from data that was fetched."""
+"""Benchmarks of the hub and generated ones in one offline run, from data that was fetched."""
 
 from __future__ import annotations
 

@@ -6,20 +6,19 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.benchmark import Benchmark, Doc, Source
+from kvbench.data.sources import rows
+from kvbench_tasks.maths.ask import ask
 
 _SOURCES = {
     "aime24": Source("Maxwell-Jia/AIME_2024", split="train"),
     "aime25": Source("math-ai/aime25"),
 }
-# The fields of a row: name of the problem, statement, answer.
+# The fields of a row: name of the problem, its statement, its answer.
 _FIELDS = {"aime24": ("ID", "Problem", "Answer"), "aime25": ("id", "problem", "answer")}
 
 
 def docs(leaf: str, *, cache_dir: Path, **options: Any) -> list[Doc]:
     """See `Benchmark.docs`."""
-    from kvbench.data.sources import rows
-    from kvbench_tasks.maths.ask import ask
-
     name, problem, answer = _FIELDS[leaf]
     return [
         ask(row[problem], str(row[answer]), id=str(row[name]))
@@ -37,7 +36,6 @@ BENCHMARK = Benchmark(
     source="https://huggingface.co/datasets/Maxwell-Jia/AIME_2024, .../math-ai/aime25",
     licence="MIT AND Apache-2.0",
     sources={leaf: (source,) for leaf, source in _SOURCES.items()},
-    needs_hub=frozenset(_SOURCES),
     metric="accuracy",
     sized=False,
     lexicons=("natural",),

@@ -1,4 +1,4 @@
-"""CoQA (arXiv:1808.07042): the last question of a talk about a passage. See README.md."""
+"""CoQA (arXiv:1808.07042): the last question of a conversation. See README.md."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.benchmark import Benchmark, Doc, Source
+from kvbench.data.sources import rows
 
 SOURCE = Source(
     "EleutherAI/coqa",
@@ -18,8 +19,6 @@ SOURCE = Source(
 
 def docs(leaf: str, *, cache_dir: Path, **_: Any) -> list[Doc]:
     """See `Benchmark.docs`."""
-    from kvbench.data.sources import rows
-
     return [_doc(row) for row in rows(SOURCE, cache_dir)]
 
 
@@ -43,7 +42,7 @@ def _doc(row: Mapping[str, Any]) -> Doc:
 
 
 def _texts(field: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> list[str]:
-    """The texts of all turns; a table of structs is read as columns or as rows."""
+    """The texts of all turns; the hub gives a table of structs as columns or as rows."""
     if isinstance(field, Mapping):
         return list(field["input_text"])
     return [one["input_text"] for one in field]
@@ -55,11 +54,10 @@ BENCHMARK = Benchmark(
     docs=docs,
     yaml=Path(__file__).parent,
     version="1",
-    summary="The last question of a talk about a passage, after all earlier ones and their answers",
+    summary="The last question of a conversation about a passage, after all earlier turns",
     source="https://stanfordnlp.github.io/coqa/ (arXiv:1808.07042), asked as lm-eval does",
     licence="MIT",
     sources={"coqa": (SOURCE,)},
-    needs_hub=frozenset({"coqa"}),
     plain=frozenset({"coqa"}),
     metric="em",
     sized=False,

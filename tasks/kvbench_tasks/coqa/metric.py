@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
-from kvbench_tasks.metrics.qa import exact_match, f1, normalize_answer
+from kvbench.metrics import exact_match, f1
 
 
 def scores(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
     """Exact match and F1 of the response's first line; called by lm-eval.
 
-    Of n reference answers, each is left out in turn and the best over the others counts; the score
-    is the mean over the n turns. Humans are scored so: each against the others.
+    Each of the n reference answers is left out in turn, and the best score over the others counts;
+    the result is the mean of these n scores. Human annotators are scored against each other in the
+    same way. Of two texts without words, F1 is 1.
     """
     said = results[0].strip().split("\n")[0]
-    return {"em": _mean(exact_match, said, doc["outputs"]), "f1": _mean(_f1, said, doc["outputs"])}
+    words_f1 = functools.partial(f1, both_empty=1.0)
+    return {
+        "em": _mean(exact_match, said, doc["outputs"]),
+        "f1": _mean(words_f1, said, doc["outputs"]),
+    }
 
 
 def _mean(metric: Callable[[str, str], float], said: str, answers: list[str]) -> float:
@@ -24,10 +30,3 @@ def _mean(metric: Callable[[str, str], float], said: str, answers: list[str]) ->
         return found[0]
     rest = [max(found[:i] + found[i + 1 :]) for i in range(len(found))]
     return sum(rest) / len(rest)
-
-
-def _f1(said: str, answer: str) -> float:
-    """F1 over words; of texts without any, whether they are the same."""
-    if not normalize_answer(said) or not normalize_answer(answer):
-        return exact_match(said, answer)
-    return f1(said, answer)

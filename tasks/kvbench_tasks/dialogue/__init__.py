@@ -1,16 +1,15 @@
-"""Facts told over the turns of a dialogue, asked for at once or later. See README.md."""
+"""Facts told over the turns of a dialogue, asked for in the same turn or later. See README.md."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvbench.benchmark import Benchmark, Doc
-
-if TYPE_CHECKING:
-    from kvbench_tasks.fitting import Plan, Size
-    from kvbench_tasks.lexicon import Lexicon
+from kvbench_tasks.synthetic.fitting import Plan, Size
+from kvbench_tasks.synthetic.generate import generate
+from kvbench_tasks.synthetic.lexicon import Lexicon
 
 TURNS = 6
 FACTS = 3
@@ -29,7 +28,6 @@ def docs(
     size: Size,
 ) -> list[Doc]:
     """See `Benchmark.docs`."""
-    from kvbench_tasks.generate import generate
 
     def plans(words: Lexicon, index: int) -> Sequence[Plan]:
         return words.dialogue(TURNS, FACTS)

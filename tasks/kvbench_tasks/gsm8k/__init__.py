@@ -1,4 +1,4 @@
-"""GSM8K: zero-shot with a boxed answer, and lm-eval's five examples. See README.md."""
+"""GSM8K: zero-shot with a boxed answer, and with lm-eval's five examples. See README.md."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.benchmark import Benchmark, Doc, Source
+from kvbench.data.sources import rows
+from kvbench_tasks.maths.ask import ask
+from kvbench_tasks.synthetic.fitting import Streams
 
 _TEST = Source("openai/gsm8k", "main", "test")
 _TRAIN = Source("openai/gsm8k", "main", "train")
@@ -14,35 +17,34 @@ _SHOTS = 5
 
 def docs(leaf: str, *, cache_dir: Path, **options: Any) -> list[Doc]:
     """See `Benchmark.docs`."""
-    from kvbench.data.sources import rows
-    from kvbench_tasks.maths.ask import ask
-
     return [ask(row["question"], _final(row)) for row in rows(_TEST, cache_dir)]
 
 
 def fewshot_docs(leaf: str, *, seed: int, cache_dir: Path, **options: Any) -> list[Doc]:
-    """See `Benchmark.docs`. Both leaves ask the same; every question has examples of its own."""
-    from kvbench.data.sources import rows
-    from kvbench_tasks.fitting import Streams
-
+    """See `Benchmark.docs`. Both leaves ask the same; each question has its own examples."""
     train = rows(_TRAIN, cache_dir)
-    found = []
+    made = []
     for i, row in enumerate(rows(_TEST, cache_dir)):
-        shots = Streams("gsm8k_fewshot", seed, i)["examples"].sample(train, _SHOTS)
-        examples = [f"Question: {s['question']}\nAnswer: {s['answer']}\n\n" for s in shots]
-        found.append(
+        chosen = Streams("gsm8k_fewshot", seed, i)["examples"].sample(train, _SHOTS)
+        shots = [{"user": _asked(s), "assistant": s["answer"], "end": "\n\n"} for s in chosen]
+        made.append(
             {
-                "context": "".join(examples),
-                "question": f"Question: {row['question']}\nAnswer:",
+                "shots": shots,
+                "context": "",
+                "question": _asked(row),
                 "outputs": [_final(row)],
                 "solution": row["answer"],
             }
         )
-    return found
+    return made
+
+
+def _asked(row: Doc) -> str:
+    return f"Question: {row['question']}\nAnswer:"
 
 
 def _final(row: Doc) -> str:
-    """What a solution of the data set ends with."""
+    """The number at the end of a solution of the data set."""
     return str(row["answer"]).rsplit("####", 1)[-1].strip().replace(",", "")
 
 
@@ -52,12 +54,11 @@ def _fewshot(leaf: str, kind: str, summary: str) -> Benchmark:
         leaves=(leaf,),
         docs=fewshot_docs,
         yaml=Path(__file__).parent,
-        version="1",
+        version="2",
         summary=summary,
         source="https://huggingface.co/datasets/openai/gsm8k; prompt and metric of lm-eval 0.4.13",
         licence="MIT",
         sources={leaf: (_TEST, _TRAIN)},
-        needs_hub=frozenset({leaf}),
         metric=f"exact_match,{kind}",
         sized=False,
         lexicons=("natural",),
@@ -74,7 +75,6 @@ BENCHMARK = Benchmark(
     source="https://huggingface.co/datasets/openai/gsm8k (arXiv:2110.14168)",
     licence="MIT",
     sources={"gsm8k": (_TEST,)},
-    needs_hub=frozenset({"gsm8k"}),
     metric="accuracy",
     sized=False,
     lexicons=("natural",),

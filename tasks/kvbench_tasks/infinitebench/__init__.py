@@ -2,56 +2,51 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvbench.benchmark import Benchmark, Doc, Source
+from kvbench.benchmark import Benchmark, Doc
+from kvbench_tasks.infinitebench.rows import KVPRESS_SETS, SETS, rows, source
 
-SETS = (
-    "passkey",
-    "number_string",
-    "kv_retrieval",
-    "longbook_sum_eng",
-    "longbook_qa_eng",
-    "longbook_choice_eng",
-    "longdialogue_qa_eng",
-    "math_find",
-    "math_calc",
-    "code_debug",
-    "code_run",
-)
-"""The sets; a leaf is called `infinitebench_` and the set's name."""
-
-
-def source(name: str) -> Source:
-    """A set's table, as the raw file: answers are of another type in each."""
-    return Source(
-        "xinrongzhang2022/InfiniteBench",
-        file=f"{name}.jsonl",
-        columns=("id", "context", "input", "answer", "options"),
-        revision="90f0394333616266d9fe85824ceaf505093cbaa5",
-    )
+_PREFIX, _KVPRESS_PREFIX = "infinitebench_", "infinitebench_kvpress_"
+_CHANCE = {"longbook_choice_eng": 0.25, "code_debug": 0.25}
 
 
 def docs(leaf: str, *, cache_dir: Path, **_: Any) -> list[Doc]:
     """See `Benchmark.docs`."""
-    from kvbench_tasks.infinitebench.rows import rows
+    return rows(leaf.removeprefix(_PREFIX), cache_dir)
 
-    return rows(leaf.removeprefix("infinitebench_"), cache_dir)
+
+def kvpress_docs(leaf: str, *, cache_dir: Path, **_: Any) -> list[Doc]:
+    """See `Benchmark.docs`: the same prompts, scored by the rules of KVPress."""
+    return rows(leaf.removeprefix(_KVPRESS_PREFIX), cache_dir, rules="kvpress_")
 
 
 BENCHMARK = Benchmark(
     name="infinitebench",
-    leaves=tuple(f"infinitebench_{name}" for name in SETS),
+    leaves=tuple(_PREFIX + name for name in SETS),
     docs=docs,
     yaml=Path(__file__).parent,
     version="1",
+    versions={"natural": {_PREFIX + name: "2" for name in KVPRESS_SETS}},
     summary="Retrieval, novels, dialogue, mathematics and code over about 100k tokens",
     source="https://github.com/OpenBMB/InfiniteBench (arXiv:2402.13718)",
     licence="MIT AND Apache-2.0",
-    sources={f"infinitebench_{name}": (source(name),) for name in SETS},
-    needs_hub=frozenset(f"infinitebench_{name}" for name in SETS),
-    chance={"infinitebench_longbook_choice_eng": 0.25, "infinitebench_code_debug": 0.25},
+    sources={_PREFIX + name: (source(name),) for name in SETS},
+    chance={_PREFIX + name: chance for name, chance in _CHANCE.items()},
     sized=False,
     lexicons=("natural",),
+)
+
+KVPRESS = replace(
+    BENCHMARK,
+    name="infinitebench_kvpress",
+    leaves=tuple(_KVPRESS_PREFIX + name for name in KVPRESS_SETS),
+    docs=kvpress_docs,
+    versions={},
+    summary="Three sets of InfiniteBench, scored by the more lenient rules of KVPress",
+    source="https://github.com/OpenBMB/InfiniteBench, scored as https://github.com/NVIDIA/kvpress",
+    sources={_KVPRESS_PREFIX + name: (source(name),) for name in KVPRESS_SETS},
+    chance={_KVPRESS_PREFIX + name: chance for name, chance in _CHANCE.items()},
 )

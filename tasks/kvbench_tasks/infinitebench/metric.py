@@ -1,17 +1,22 @@
 """InfiniteBench's measures (src/compute_scores.py of its repository), as lm-eval calls them.
 
-Each takes a response and the row's `outputs`, and gives 0 to 1.
+Each takes a response and the row's `outputs`, and gives 0 to 1. README.md names the commit.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvbench_tasks.metrics import qa, rouge
+from kvbench import metrics
 
 Answers = Sequence[str]
+
+_MARKS = "\n:\"'.,?!{}"
+_OPTION_PREFIXES = ("answer is:", "is:", "answer:", "correct option is:")
+_CHOICE_PREFIXES = ("answer is:", "answer:", "answer is", "option is")
 
 
 def score(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
@@ -26,17 +31,17 @@ def first_number(response: str, answers: Answers) -> bool:
 
 
 def word(response: str, answers: Answers) -> bool:
-    """Whether the answer is one of the words, parted by white space and punctuation but `-`."""
-    return answers[0] in _blank(response, "\n:\"'.,?!{}").split()
+    """Whether the answer is one of the words; white space and all marks but `-` separate them."""
+    return answers[0] in _blank(response, _MARKS).split()
 
 
 def name(response: str, answers: Answers) -> bool:
-    """Whether the response contains one of the names, whatever its case."""
-    return any(answer.upper() in response.upper() for answer in answers)
+    """Whether the first of the names is one of the response's words, put into capitals."""
+    return answers[0] in _blank(response, _MARKS).upper().split()
 
 
 def value(response: str, answers: Answers) -> bool:
-    """Whether the first number, with decimals or without, has the answer's value. No signs."""
+    """Whether the first number, with or without decimals, has the answer's value; without signs."""
     found = re.search(r"\d+\.\d+|\d+", response)
     return found is not None and float(found[0]) == float(answers[0])
 
@@ -54,7 +59,7 @@ def steps(response: str, answers: Answers) -> float:
     """The share of the values that are right before the first wrong one; signs are not read."""
     right = 0
     for found, wanted in zip(re.findall(r"[0-9]+", response), answers, strict=False):
-        # As text: Python refuses to read a number as long as a model that repeats itself writes.
+        # As text: Python refuses to read numbers as long as a model that repeats itself writes.
         if (found.lstrip("0") or "0") != str(int(wanted)):
             break
         right += 1
@@ -64,13 +69,11 @@ def steps(response: str, answers: Answers) -> float:
 def choice(response: str, answers: Answers) -> bool:
     """Whether a choice of A to D is right; `answers` are the option and its letter.
 
-    It is right where the last letter that stands alone in its line is (of the first line with one).
-    Else the first of these that is there decides: a letter at the beginning; the whole response;
-    what follows "answer is:", "answer:", "answer is" or "option is"; a letter that stands alone.
+    The first of these that the response has decides: a letter at its beginning; the whole response
+    as an option; what follows "answer is:", "answer:", "answer is" or "option is"; a word that is a
+    letter.
     """
     text = response.strip()
-    if _alone(text, "A-D") in answers:
-        return True
     if not text:
         return False
     if text[0] in "ABCD":
@@ -78,7 +81,7 @@ def choice(response: str, answers: Answers) -> bool:
     if text in answers:
         return True
     text = _single(_blank(text, "\n\"'.,?!{}"))
-    for prefix in ("answer is:", "answer:", "answer is", "option is"):
+    for prefix in _CHOICE_PREFIXES:
         if prefix in text:
             return _follows(text, prefix, answers)
     return next((found for found in text.split() if found in "ABCD"), "") in answers
@@ -87,22 +90,42 @@ def choice(response: str, answers: Answers) -> bool:
 def option(response: str, answers: Answers) -> bool:
     """Whether a function is found among A to D; `answers` are its name and its letter.
 
-    It is found where the last letter that stands alone in its line is right (of the first line with
-    one), or where the response begins with name or letter. Else the first of "answer is:", "is:",
-    "answer:" and "correct option is:" that is there must be followed by one of them.
+    The response begins with the letter and a full stop or a colon; or one of them follows the first
+    of "answer is:", "is:", "answer:" and "correct option is:" that the response has.
     """
     text = response.strip()
-    if _alone(text, "A-J") == answers[1]:
+    if text[:2] in (f"{answers[1]}.", f"{answers[1]}:"):
         return True
-    for mark in ("\n", "`", "'", '"', "-", "*", "Option", "option"):
-        text = text.replace(mark, " ")
-    text = _single(text)
-    if text.startswith((answers[0], answers[1])):
-        return True
-    for prefix in ("answer is:", "is:", "answer:", "correct option is:"):
+    text = _bare_option(text)
+    for prefix in _OPTION_PREFIXES:
         if prefix in text:
             return _follows(text, prefix, answers)
     return False
+
+
+def kvpress_name(response: str, answers: Answers) -> bool:
+    """Whether the response contains one of the names, ignoring case."""
+    return any(answer.upper() in response.upper() for answer in answers)
+
+
+def kvpress_choice(response: str, answers: Answers) -> bool:
+    """`choice`, or whether the last letter that stands alone in its line is right.
+
+    That line is the first one with a letter that stands alone.
+    """
+    return _alone(response, "A-D") in answers or choice(response, answers)
+
+
+def kvpress_option(response: str, answers: Answers) -> bool:
+    """`option`, or whether the last letter that stands alone in its line is right.
+
+    That line is the first one with a letter that stands alone. A response that begins with the name
+    or the letter is right too.
+    """
+    if _alone(response, "A-J") == answers[1]:
+        return True
+    begins = _bare_option(response.strip()).startswith(tuple(answers))
+    return begins or option(response, answers)
 
 
 def _alone(text: str, letters: str) -> str:
@@ -114,6 +137,12 @@ def _alone(text: str, letters: str) -> str:
 def _follows(text: str, prefix: str, answers: Answers) -> bool:
     """Whether one of the answers stands one character after a prefix."""
     return text.partition(prefix)[2][1:].startswith(tuple(answers))
+
+
+def _bare_option(text: str) -> str:
+    for mark in ("\n", "`", "'", '"', "-", "*", "Option", "option"):
+        text = text.replace(mark, " ")
+    return _single(text)
 
 
 def _blank(text: str, marks: str) -> str:
@@ -133,6 +162,9 @@ _MEASURES: dict[str, Callable[[str, Answers], bool | float]] = {
     "steps": steps,
     "choice": choice,
     "option": option,
-    "f1": qa.best_f1,
-    "rouge_lsum": rouge.rouge_lsum,
+    "f1": functools.partial(metrics.best, metrics.f1),
+    "rouge_lsum": metrics.rouge_lsum,
+    "kvpress_name": kvpress_name,
+    "kvpress_choice": kvpress_choice,
+    "kvpress_option": kvpress_option,
 }

@@ -8,22 +8,51 @@ import re
 from pathlib import Path
 from typing import Any
 
-from kvbench.benchmark import Doc
+from kvbench.benchmark import Doc, Source
 from kvbench.data import sources
 from kvbench.errors import UserError
-from kvbench_tasks.infinitebench import source
+
+SETS = (
+    "passkey",
+    "number_string",
+    "kv_retrieval",
+    "longbook_sum_eng",
+    "longbook_qa_eng",
+    "longbook_choice_eng",
+    "longdialogue_qa_eng",
+    "math_find",
+    "math_calc",
+    "code_debug",
+    "code_run",
+)
+"""The sets; a leaf is named `infinitebench_` and the set's name."""
+
+KVPRESS_SETS = ("longbook_choice_eng", "longdialogue_qa_eng", "code_debug")
+"""The sets that KVPress scores by rules of its own."""
 
 LETTERS = "ABCD"
 
 
-def rows(name: str, cache_dir: Path) -> list[Doc]:
-    """All rows of a set, in the order of its file; see `Benchmark.docs`.
+def source(name: str) -> Source:
+    """A set's raw file: the type of `answer` differs between the sets."""
+    return Source(
+        "xinrongzhang2022/InfiniteBench",
+        file=f"{name}.jsonl",
+        columns=("id", "context", "input", "answer", "options"),
+        revision="90f0394333616266d9fe85824ceaf505093cbaa5",
+    )
+
+
+def rows(name: str, cache_dir: Path, rules: str = "") -> list[Doc]:
+    """Give all rows of a set, in the order of its file; see `Benchmark.docs`.
 
     Args:
-        name: Of the set, e.g. "passkey".
-        cache_dir: Where copies of tables are.
+        name: Name of the set, such as "passkey".
+        cache_dir: Folder that holds the copies of tables.
+        rules: Prefix of the measure's name: "" for the official rules, or "kvpress_".
     """
-    return [_row(name, raw) for raw in sources.rows(source(name), cache_dir)]
+    made = [_row(name, raw) for raw in sources.rows(source(name), cache_dir)]
+    return [{**row, "measure": rules + row["measure"]} for row in made]
 
 
 @functools.cache
@@ -47,7 +76,7 @@ def _row(name: str, raw: dict[str, Any]) -> Doc:
 
 
 def _asked(name: str, raw: dict[str, Any]) -> dict[str, str]:
-    """What a prompt says beside the row's context and input."""
+    """What a prompt says besides the row's context and input."""
     if name == "math_find":
         found = re.search(r"The .+ of", raw["input"])
         if found is None:
@@ -62,12 +91,12 @@ def _asked(name: str, raw: dict[str, Any]) -> dict[str, str]:
 
 
 def _answers(raw: dict[str, Any]) -> list[str]:
-    """The answers as text; of a choice, the option and then its letter."""
+    """The answers as text; for a choice, the option and then its letter."""
     found = raw["answer"] if isinstance(raw["answer"], list) else [raw["answer"]]
     if found and isinstance(found[0], list):
         found = found[0]
     if options := raw["options"][: len(LETTERS)]:
         if found[0] not in options:
-            raise UserError(f"row {raw['id']}: the answer {found[0]!r} is none of {options}")
+            raise UserError(f"row {raw['id']}: the answer {found[0]!r} is not one of {options}")
         found = [found[0], LETTERS[options.index(found[0])]]
     return [str(answer) for answer in found]

@@ -1,12 +1,14 @@
-"""LongBench's measures (metrics.py and eval.py of its repository), as lm-eval calls them."""
+"""LongBench's measures (metrics.py and eval.py of its repository), called by lm-eval."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from difflib import SequenceMatcher
 from typing import Any
 
-from kvbench_tasks.metrics import edit, qa, rouge
+from kvbench import metrics
+from kvbench_tasks.longbench.rouge import union_rouge_l
 
 _NUMBER = re.compile(r"\d+")
 
@@ -14,8 +16,8 @@ _NUMBER = re.compile(r"\d+")
 def score(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
     """The row's `measure` of the response, the best over its `outputs`.
 
-    Of a row with `first_line` only the response's first line that is not empty is judged: with
-    examples in the prompt, models go on with further examples.
+    For a row with `first_line`, only the first line of the response that is not empty is judged:
+    after examples in the prompt, models continue with further examples.
     """
     response = results[0]
     if doc["first_line"]:
@@ -28,10 +30,10 @@ def score(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
 
 
 def classification(response: str, reference: str, classes: Sequence[str]) -> float:
-    """1 over the number of classes that the response names, where the right one is among them.
+    """1 over the number of classes that the response names, if the right one is among them.
 
-    A class whose name is part of the right one's does not count as named ("place" in "birth
-    place"). As LongBench's loop does it, the one after such a class is not checked for this.
+    A class whose name is part of the right one's name does not count ("place" in "birth place").
+    LongBench's loop skips this check for the class that follows such a class, and so does this one.
     """
     named = [name for name in classes if name in response]
     i = 0
@@ -43,7 +45,7 @@ def classification(response: str, reference: str, classes: Sequence[str]) -> flo
 
 
 def count(response: str, reference: str) -> float:
-    """The share of the response's numbers that are the right one; 0 where it has none."""
+    """The share of the response's numbers that are right; 0 where it has no number."""
     numbers = _NUMBER.findall(response)
     return numbers.count(reference) / len(numbers) if numbers else 0.0
 
@@ -57,20 +59,31 @@ def retrieval(response: str, reference: str) -> float:
 
 
 def edit_similarity(response: str, reference: str) -> float:
-    """`metrics.edit.similarity` of the response's first line of code.
+    """`similarity` of the response's first line of code.
 
-    That is the first line without a backtick, `#` or `//`, after the line feeds that the response
-    begins with; an empty one counts as a line. Where there is none, it is the empty string.
+    Leading line feeds are dropped. The first line of code is the first line without a backtick, `#`
+    or `//`, and may be empty; where there is no such line, it is the empty string.
     """
     lines = response.lstrip("\n").split("\n")
     marks = ("`", "#", "//")
     line = next((line for line in lines if not any(mark in line for mark in marks)), "")
-    return edit.similarity(line, reference)
+    return similarity(line, reference)
+
+
+def similarity(response: str, reference: str) -> float:
+    """Similarity of two lines of code, in hundredths, as `fuzz.ratio` of fuzzywuzzy 0.18 gives it.
+
+    It is 2M / T, where T is the number of characters of both texts and M the number of those in
+    matching blocks (Ratcliff and Obershelp: the longest common block, then the same to its left and
+    right; `difflib` finds them); 1 where both are empty. It is not a Levenshtein distance, and the
+    order of the texts matters. With python-Levenshtein installed, fuzzywuzzy gives other numbers.
+    """
+    return round(100 * SequenceMatcher(None, response, reference).ratio()) / 100
 
 
 _MEASURES: dict[str, Callable[[str, str], float]] = {
-    "f1": qa.f1,
-    "rouge_l": rouge.rouge_l,
+    "f1": metrics.f1,
+    "rouge_l": union_rouge_l,
     "count": count,
     "retrieval": retrieval,
     "edit_similarity": edit_similarity,

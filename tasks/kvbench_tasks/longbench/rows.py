@@ -7,17 +7,40 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kvbench.benchmark import Doc
+from kvbench.benchmark import Doc, Source
 from kvbench.data import sources
-from kvbench_tasks.longbench import source
+
+DOMAINS = {
+    "single_doc_qa": ("narrativeqa", "qasper", "multifieldqa_en"),
+    "multi_doc_qa": ("hotpotqa", "2wikimqa", "musique"),
+    "summarization": ("gov_report", "qmsum", "multi_news"),
+    "few_shot": ("trec", "triviaqa", "samsum"),
+    "synthetic": ("passage_count", "passage_retrieval_en"),
+    "code": ("lcc", "repobench-p"),
+}
+"""The sets by domain; a leaf is named `longbench_` and the set's name."""
+
+SETS = tuple(name for sets in DOMAINS.values() for name in sets)
+
+FIELDS = ("input", "context", "answers", "length", "all_classes", "_id")
+
+
+def source(name: str) -> Source:
+    """A set's table. The dataset's repository holds a loading script and one archive of tables."""
+    return Source(
+        "zai-org/LongBench",
+        file=f"data.zip:data/{name}.jsonl",
+        columns=FIELDS,
+        revision="4a90f81c8db79f60c15f77dcd207a1099038c775",
+    )
 
 
 def rows(name: str, cache_dir: Path) -> list[Doc]:
-    """All rows of a set, in the order of its file; see `Benchmark.docs`.
+    """Give all rows of a set, in the order of its file; see `Benchmark.docs`.
 
     Args:
-        name: Of the set, e.g. "hotpotqa".
-        cache_dir: Where copies of tables are.
+        name: Name of the set, such as "hotpotqa".
+        cache_dir: Folder that holds the copies of tables.
     """
     prompt = prompts()[name]
     return [_row(prompt, raw) for raw in sources.rows(source(name), cache_dir)]

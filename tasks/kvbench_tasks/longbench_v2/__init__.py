@@ -5,33 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvbench.benchmark import Benchmark, Doc, Source
-
-SOURCE = Source(
-    "zai-org/LongBench-v2",
-    split="train",
-    columns=(
-        "_id",
-        "domain",
-        "sub_domain",
-        "difficulty",
-        "length",
-        "question",
-        "choice_A",
-        "choice_B",
-        "choice_C",
-        "choice_D",
-        "answer",
-        "context",
-    ),
-    revision="2b48e494f2c7a2f0af81aae178e05c7e1dde0fe9",
-)
+from kvbench.benchmark import Benchmark, Doc
+from kvbench_tasks.longbench_v2.rows import SOURCE, rows
 
 
 def docs(leaf: str, *, cache_dir: Path, **_: Any) -> list[Doc]:
     """See `Benchmark.docs`."""
-    from kvbench_tasks.longbench_v2.rows import rows
-
     return rows(cache_dir)
 
 
@@ -45,7 +24,6 @@ BENCHMARK = Benchmark(
     source="https://github.com/THUDM/LongBench (arXiv:2412.15204)",
     licence="MIT AND Apache-2.0",
     sources={"longbench_v2": (SOURCE,)},
-    needs_hub=frozenset({"longbench_v2"}),
     metric="accuracy",
     chance=0.25,
     sized=False,

@@ -5,9 +5,28 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvbench.benchmark import Doc
+from kvbench.benchmark import Doc, Source
 from kvbench.data import sources
-from kvbench_tasks.longbench_v2 import SOURCE
+
+SOURCE = Source(
+    "zai-org/LongBench-v2",
+    split="train",
+    columns=(
+        "_id",
+        "domain",
+        "sub_domain",
+        "difficulty",
+        "length",
+        "question",
+        "choice_A",
+        "choice_B",
+        "choice_C",
+        "choice_D",
+        "answer",
+        "context",
+    ),
+    revision="2b48e494f2c7a2f0af81aae178e05c7e1dde0fe9",
+)
 
 CONTEXT = "Please read the following text and answer the question below.\n\n<text>\n{}\n</text>\n\n"
 
@@ -21,7 +40,7 @@ ASKED = ("question", "choice_A", "choice_B", "choice_C", "choice_D")
 
 
 def rows(cache_dir: Path) -> list[Doc]:
-    """All rows, in the dataset's order; see `Benchmark.docs`."""
+    """Give all rows, in the dataset's order; see `Benchmark.docs`."""
     return [_row(raw) for raw in sources.rows(SOURCE, cache_dir)]
 
 

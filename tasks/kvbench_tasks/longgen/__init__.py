@@ -1,16 +1,15 @@
-"""Long answers: a list in order, a passage copied, a chain step by step. See README.md."""
+"""Long answers: a list in order, a copied passage, a chain step by step. See README.md."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvbench.benchmark import Benchmark, Doc
-
-if TYPE_CHECKING:
-    from kvbench_tasks.fitting import Plan, Size
-    from kvbench_tasks.lexicon import Lexicon
+from kvbench_tasks.synthetic.fitting import Plan, Size
+from kvbench_tasks.synthetic.generate import counter, generate
+from kvbench_tasks.synthetic.lexicon import Lexicon
 
 
 def docs(
@@ -25,12 +24,7 @@ def docs(
     size: Size,
 ) -> list[Doc]:
     """See `Benchmark.docs`."""
-    from kvbench_tasks.generate import generate
-
-    bare = size("x", "")
-
-    def tokens(text: str) -> int:
-        return size(f"x {text}", "") - bare
+    tokens = counter(size)
 
     def plans(words: Lexicon, index: int) -> Sequence[Plan]:
         if leaf == "longgen_list":

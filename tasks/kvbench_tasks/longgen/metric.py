@@ -1,4 +1,4 @@
-"""The share of right items in right places, as lm-eval calls it."""
+"""The share of right items in right places; called by lm-eval."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _ENDS = " \t.,;:!?*_`'\""
 def placed(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
     """The share of the row's `outputs` that stand at their place in the response.
 
-    What an item is and which place it has depends on the row's `form`:
+    The row's `form` says what an item is and which place it has:
 
-    - "numbered": items are parted by line feeds or commas; an item's place is the number that it
-      begins with, and of several with the same number the first counts.
+    - "numbered": line feeds and commas separate items; an item's place is the number that it begins
+      with, and of several items with the same number the first counts.
     - "words": items are words; the place is the position.
     - "lines": items are lines, or sentences; the place is the position among those that are not
-      empty, numbers and bullets before them left out.
+      empty. Numbers and bullets before an item are dropped.
 
-    Items are compared without regard to case, white space, and punctuation at their ends. What
-    stands at places that the answer does not have is not judged.
+    Items are compared without regard to case, white space, and punctuation at their ends. Items at
+    places beyond those of the answer are not judged.
     """
     outputs = [_bare(output) for output in doc["outputs"]]
     found = _places(doc["form"], results[0])

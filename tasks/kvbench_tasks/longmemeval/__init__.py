@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.benchmark import Benchmark, Doc, Source
+from kvbench.data.sources import rows
+from kvbench_tasks.longmemeval.chats import alternating, asked
 
 SOURCE = Source(
     "xiaowu0162/longmemeval-cleaned",
@@ -25,9 +27,6 @@ SOURCE = Source(
 
 def docs(leaf: str, *, cache_dir: Path, **_: Any) -> list[Doc]:
     """See `Benchmark.docs`."""
-    from kvbench.data.sources import rows
-    from kvbench_tasks.longmemeval.chats import alternating, asked
-
     return [asked(row, notes=leaf.endswith("_con")) for row in alternating(rows(SOURCE, cache_dir))]
 
 
@@ -36,12 +35,11 @@ BENCHMARK = Benchmark(
     leaves=("longmemeval_s",),
     docs=docs,
     yaml=Path(__file__).parent,
-    version="1",
+    version="2",
     summary="Questions about a history of some 40 chats, in six types",
     source="https://github.com/xiaowu0162/LongMemEval (arXiv:2410.10813)",
     licence="MIT",
     sources={"longmemeval_s": (SOURCE,)},
-    needs_hub=frozenset({"longmemeval_s"}),
     metric="accuracy",
     judge="longmemeval",
     sized=False,
@@ -52,7 +50,6 @@ NOTES = replace(
     BENCHMARK,
     name="longmemeval_con",
     leaves=("longmemeval_s_con",),
-    summary="LongMemEval, answered step by step: what is relevant first, then the answer",
+    summary="LongMemEval, answered step by step: first what is relevant, then the answer",
     sources={"longmemeval_s_con": (SOURCE,)},
-    needs_hub=frozenset({"longmemeval_s_con"}),
 )

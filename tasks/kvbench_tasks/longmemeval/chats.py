@@ -21,11 +21,11 @@ _LIMIT, _STEPS_LIMIT = 500, 800
 
 
 def asked(row: Mapping[str, Any], *, notes: bool = False) -> Doc:
-    """A row of ours; the history is the context, date and question are the question.
+    """Make a row: the history is the context; date and question are the question.
 
     Args:
         row: A raw row.
-        notes: Whether to ask for what is relevant first, and then for the answer.
+        notes: Whether to ask for what is relevant before the answer.
     """
     sessions = sorted(
         zip(row["haystack_dates"], row["haystack_sessions"], strict=True), key=lambda one: one[0]
@@ -35,7 +35,7 @@ def asked(row: Mapping[str, Any], *, notes: bool = False) -> Doc:
         for number, (date, session) in enumerate(sessions, 1)
     )
     kind = str(row["question_type"])
-    # Questions that cannot be answered have a rubric of their own, whatever their type.
+    # Questions that cannot be answered have their own rubric, whatever their type.
     rubric = "abstention" if "_abs" in row["question_id"] else kind
     end = "Answer (step by step):" if notes else "Answer:"
     return {
@@ -50,7 +50,7 @@ def asked(row: Mapping[str, Any], *, notes: bool = False) -> Doc:
 
 
 def alternating(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Raw rows such that the types of questions take turns, as long as there are any."""
+    """Order raw rows so that the types of questions take turns, as long as each lasts."""
     by_type: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         by_type.setdefault(row["question_type"], []).append(row)
@@ -58,6 +58,6 @@ def alternating(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _turns(session: list[dict[str, Any]]) -> str:
-    """The turns of a session, without the mark of those that hold the evidence."""
+    """The turns of a session as JSON, without the marks of those that hold the evidence."""
     shown = [{k: v for k, v in turn.items() if k != "has_answer"} for turn in session]
     return json.dumps(shown)

@@ -1,4 +1,4 @@
-"""From LongProc's rows to ours: where a prompt is parted, and how long an answer may be."""
+"""From LongProc's rows to ours: where a prompt is split, and how long an answer may be."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 from kvbench.benchmark import Doc
 from kvbench.errors import LeftOut
+from kvbench_tasks.longproc.code import obstacle
 
 _QUESTION = {
     "countdown": "Target: ",
@@ -15,23 +16,24 @@ _QUESTION = {
     "travel_planning": "Find a trip plan ",
     "pseudo_to_code": "[CODE]:",
 }
-"""What the question begins with: its last occurrence, the earlier ones are in examples. What a row
-asks about stands before it, so that no two rows have the same context."""
+"""Text at which the question begins, at its last occurrence; earlier ones are in examples. What a
+row asks about stands before it, so that no two rows have the same context."""
 
-_TOKENS = {"0.5k": 1024, "2k": 3072, "8k": 9216}
+_TOKENS = {"0.5k": 1024, "2k": 3072, "8k": 10240}
+"""Answer limits of the official configuration files (HELMET, `longproc_addon/configs`)."""
 
 
 def ask(kind: str, length: str, row: dict[str, Any]) -> Doc:
     """Make a row. Context and question are the official prompt, to the character.
 
     Args:
-        kind: Which of the six tasks.
+        kind: One of the six tasks.
         length: "0.5k", "2k" or "8k".
         row: `id`, `input_prompt`, `reference_output` and `metadata` (JSON), all text.
     """
     prompt = row["input_prompt"]
     at = prompt.rfind(_QUESTION[kind])
-    if at <= 0:  # no such mark: all is context, and its last token starts the answer
+    if at <= 0:  # without the mark all is context, and its last token starts the answer
         at = len(prompt)
     return {
         "context": prompt[:at],
@@ -45,13 +47,10 @@ def ask(kind: str, length: str, row: dict[str, Any]) -> Doc:
 
 
 def allow(kind: str) -> None:
-    """Keep back what runs code that a model wrote, unless the user has asked for it.
+    """Refuse a task that runs code that a model wrote, unless the user has allowed it.
 
     Raises:
-        LeftOut: The user has not, or this machine cannot.
+        LeftOut: The user has not allowed it, or this machine cannot run it.
     """
-    if kind == "pseudo_to_code":
-        from kvbench_tasks.longproc.code import obstacle
-
-        if why := obstacle():
-            raise LeftOut(why)
+    if kind == "pseudo_to_code" and (why := obstacle()):
+        raise LeftOut(why)

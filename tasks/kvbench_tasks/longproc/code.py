@@ -1,7 +1,8 @@
-"""Compiles and runs C++ that a model wrote: only where the user has asked for it.
+"""Compiles and runs C++ that a model wrote, only where the user has allowed it.
 
-Every process has limits of time, memory, output and (but for root) children. That is no sandbox:
-the program may read files and use the network as the user may. Run it where that does no harm.
+Every process has limits on time, memory, output and (except for root) children. This is not a
+sandbox: the program may read files and use the network as the user may. Run it where that does no
+harm.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _TESTS = 10
 _SECONDS = 3
 _COMPILE_SECONDS = 60
 _WAIT = 4
-"""Seconds of the clock per second of the processor: on a busy machine they are not the same."""
+"""Seconds of wall-clock time allowed per second of processor time, for busy machines."""
 _OUTPUT = 16 << 20
 _MEMORY = 1 << 30
 _COMPILE_MEMORY = 4 << 30
@@ -50,21 +51,21 @@ Test = Sequence[Sequence[str]]
 
 
 def obstacle() -> str:
-    """Why no code is run here, or ""."""
+    """Reason for not running code here, or an empty string."""
     if os.environ.get(ALLOW) != "1":
-        return f"compiles and runs C++ that the model wrote; {ALLOW}=1 allows it"
+        return f"compiles and runs C++ that the model wrote; set {ALLOW}=1 to allow it"
     if os.name != "posix":
-        return "runs C++ that the model wrote, within limits that only POSIX systems have"
+        return "runs C++ that the model wrote, within limits that exist on POSIX systems only"
     if shutil.which("g++") is None:
-        return "compiles C++, and there is no g++ here"
+        return "compiles C++, and g++ is not installed"
     return ""
 
 
 def passes(code: str, tests: Sequence[Test]) -> bool:
-    """Whether a program prints exactly what is expected in the first ten tests.
+    """Check that a program prints exactly what is expected in the first ten tests.
 
     Args:
-        code: C++11; the standard headers that the prompt names stand before it.
+        code: C++11. The standard headers that the prompt names are put before it.
         tests: Pairs of lines of input and lines of output.
 
     Raises:
@@ -99,7 +100,7 @@ def _limited(
     memory: int,
     children: bool = False,
 ) -> bytes | None:
-    """Run a command within limits; gives what it prints, or None where it takes too long."""
+    """Run a command within limits; return what it prints, or None where it takes too long."""
     limits = [str(n) for n in (seconds, memory, _OUTPUT, int(children))]
     with (folder / "output").open("w+b") as output, (folder / "input").open("w+b") as text:
         text.write(given)

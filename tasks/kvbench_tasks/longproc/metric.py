@@ -1,4 +1,4 @@
-"""LongProc's scores, from the definitions in its repository (see README.md)."""
+"""LongProc's scores, from the definitions in its repository; README.md names the commit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from kvbench_tasks.longproc.code import passes
 from kvbench_tasks.longproc.table import row_f1
 
 _EQUATION = re.compile(r"\s*(-?\d+)\s*([-+*/])\s*(-?\d+)\s*=\s*(-?\d+)\s*")
-_STEP = re.compile(r"- Step \d+:")
 _IDLE = re.compile(
     r"\b(a|an|the|on|in|at|step|thinks|think|believes|believe|is|are|of|location|know|knows|belief)\b"
 )
@@ -24,16 +23,16 @@ _FLIGHT = re.compile(r".*Day (\d{1,9}).*from (\w+) to (\w+)")
 
 
 def score(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """F1 of the rows for HTML to TSV, else whether the answer is right; as lm-eval calls it.
+    """F1 of the rows for HTML to TSV, else 1 for a right answer; called by lm-eval.
 
-    What a model thinks before `</think>` is no part of its answer.
+    What a model thinks before `</think>` is not part of its answer.
     """
     response = results[0].rpartition(THOUGHT)[2]
     return {"score": float(_SCORERS[doc["kind"]](response, doc["outputs"][0], doc["metadata"]))}
 
 
 def _tagged(response: str, tag: str) -> str | None:
-    """What stands between the first `<tag>` and the first `</tag>`."""
+    """The text between the first `<tag>` and the first `</tag>`."""
     begin, end = response.find(f"<{tag}>"), response.find(f"</{tag}>")
     return None if begin < 0 or end < 0 else response[begin + len(tag) + 2 : end].strip()
 
@@ -44,7 +43,7 @@ def _path(response: str, reference: str, metadata: str) -> bool:
 
 
 def _countdown(response: str, reference: str, metadata: str) -> bool:
-    """Every equation is right and takes two numbers that are left; the last gives the target."""
+    """Every equation is right and uses two numbers that are left; the last gives the target."""
     given = json.loads(metadata)
     left = [int(n) for n in given["nums"]]
     lines = (_tagged(response, "Solution") or "").split("\n")
@@ -68,15 +67,19 @@ def _countdown(response: str, reference: str, metadata: str) -> bool:
 
 
 def _beliefs(response: str, reference: str, metadata: str) -> bool:
-    """The steps are the reference's, in number and in words that say something."""
-    steps = _steps(response)
-    return bool(steps) and steps == _steps(reference)
+    """The beliefs are the reference's, in number, order and words."""
+    return _bullets(response) == _bullets(reference)
 
 
-def _steps(text: str) -> list[str]:
-    """The steps of the last trace of a text: lines `- Step n: ...`, without idle words."""
-    begin = text.rfind("- Step 0:")
-    return [_words(line) for line in text[max(begin, 0) :].split("\n") if _STEP.match(line)]
+def _bullets(text: str) -> list[str]:
+    """The lines that begin with a hyphen, without punctuation and idle words.
+
+    Of indented lines only the first line with a hyphen counts: the official code strips the lines
+    after it has joined them.
+    """
+    lines = [line for line in text.splitlines() if line.strip().startswith("-")]
+    bullets = "\n".join(lines).strip().split("\n")
+    return [words for line in bullets if line.startswith("-") and (words := _words(line))]
 
 
 def _words(line: str) -> str:
@@ -94,7 +97,7 @@ def _travel(response: str, reference: str, metadata: str) -> bool:
 
 
 def _stays(plan: str) -> list[tuple[str, int]]:
-    """Cities and days of a plan: flights part the stays, and both days of travel count."""
+    """Cities and days of a plan. Flights separate stays; a day of travel counts for both."""
     total, last = "", ""
     flights = []
     for line in plan.split("\n"):
@@ -117,7 +120,7 @@ def _stays(plan: str) -> list[tuple[str, int]]:
 
 
 def _table(response: str, reference: str, metadata: str) -> float:
-    """F1 of the rows in the answer's block of TSV; without a block, in all of the answer."""
+    """F1 of the rows in the answer's TSV block, or in the whole answer where it has no block."""
     _, mark, block = response.partition("```tsv")
     body = block if mark else response
     if mark and "```" in block:

@@ -1,4 +1,4 @@
-"""How alike two tables of tab-separated values are, whatever the order of their rows."""
+"""Compares two tables of tab-separated values, whatever the order of their rows."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ def row_f1(answer: str, reference: str) -> float:
 
     Precision is the share of the answer's rows that are in the reference, recall the share of the
     reference's rows that are in the answer; rows that occur twice count twice. Case, punctuation,
-    articles and white space do not count. A row with a wrong number of fields matches none that is
-    whole; as the last one it is left out, for the answer may be cut there.
+    articles and white space do not count. A row with a wrong number of fields matches no complete
+    row; as the last row it is left out, because the answer may be cut there.
 
     Returns:
-        0 to 1; 0 where a table is empty or the numbers of columns differ.
+        0 to 1; 0 where a table is empty, the numbers of columns differ, or two columns have the
+        same name (the official code cannot read such a table).
     """
     try:
         mine, wanted = _rows(answer), _rows(reference)
@@ -36,6 +37,8 @@ def row_f1(answer: str, reference: str) -> float:
 
 def _rows(text: str) -> list[Line]:
     header, *body = csv.reader(text.strip().split("\n"), delimiter="\t")
+    if len(set(header)) < len(header):
+        return []
     if body and len(body[-1]) != len(header):
         body = body[:-1]
     missing = ["N/A"] * len(header)

@@ -6,15 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.benchmark import Benchmark, Doc, Source
+from kvbench.data.sources import rows
+from kvbench_tasks.maths.ask import ask
 
 _SOURCE = Source("HuggingFaceH4/MATH-500")
 
 
 def docs(leaf: str, *, cache_dir: Path, **options: Any) -> list[Doc]:
     """See `Benchmark.docs`."""
-    from kvbench.data.sources import rows
-    from kvbench_tasks.maths.ask import ask
-
     return [
         ask(
             row["problem"],
@@ -32,12 +31,11 @@ BENCHMARK = Benchmark(
     leaves=("math_500",),
     docs=docs,
     yaml=Path(__file__).parent,
-    version="1",
+    version="2",
     summary="500 problems of the MATH test set, by subject and level, 8 answers a problem",
     source="https://huggingface.co/datasets/HuggingFaceH4/MATH-500 (arXiv:2103.03874)",
     licence="MIT",
     sources={"math_500": (_SOURCE,)},
-    needs_hub=frozenset({"math_500"}),
     metric="accuracy",
     sized=False,
     lexicons=("natural",),

@@ -1,1 +1,1 @@
-"""What the mathematics tasks share: prompt, boxed answer, and when answers are equal."""
+"""Shared by the mathematics tasks: prompt, boxed answer, and equality of answers."""

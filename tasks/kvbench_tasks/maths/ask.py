@@ -1,4 +1,4 @@
-r"""The prompt of the mathematics tasks, and their metric."""
+"""The prompt of the mathematics tasks, and their metric."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def ask(problem: str, answer: str, /, **extra: str | int) -> Doc:
     Args:
         problem: Statement of the problem.
         answer: Reference answer.
-        extra: What a report may group by.
+        extra: Fields that a report may group by.
     """
     return {
         "context": problem.strip() + "\n",
@@ -28,9 +28,9 @@ def ask(problem: str, answer: str, /, **extra: str | int) -> Doc:
 
 
 def accuracy(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """Whether the last box of the response holds the reference answer; without a box it does not.
+    """1 where the last box of the response holds the reference answer; 0 without a box.
 
-    A mean over all responses is the average pass@1 over problems, each with the same number of
+    The mean over all responses is the average pass@1 over problems, as each has the same number of
     repeats.
     """
     answer = boxed(results[0])

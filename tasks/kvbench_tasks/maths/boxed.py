@@ -6,23 +6,23 @@ import re
 
 _PIECE = re.compile(
     r"""\\boxed\s*(?:(?P<open>\{)|(?P<bare>-?\w[\w./]*))  # a box, or one token right after it
-    | \\.  # any other escape: \{ and \} are no braces
+    | \\.  # any other escape: \{ and \} are not braces
     | (?P<brace>[{}])""",
     re.VERBOSE | re.DOTALL,
 )
 
 
 def boxed(text: str) -> str | None:
-    r"""Give what stands in the last complete `\boxed{...}` of a text, white space at its ends off.
+    r"""Return the content of the last complete `\boxed{...}` of a text, stripped of white space.
 
-    Braces within the box are balanced; of boxes in one another the innermost counts. `\boxed 5`
-    counts too. A box that is never closed is none. One pass, whatever the text.
+    Braces within the box are balanced; of nested boxes the innermost counts. `\boxed 5` counts too.
+    A box that is never closed does not count. The text is read in one pass.
 
     Returns:
         The content, or None where there is no box.
     """
     found: tuple[int, str] | None = None
-    opened: list[int | None] = []  # where the content of a box begins; None for any other brace
+    opened: list[int | None] = []  # start of a box's content; None for any other brace
     for piece in _PIECE.finditer(text):
         if piece["open"]:
             opened.append(piece.end())

@@ -1,4 +1,4 @@
-"""When an answer is the reference answer: as text, as a number, or as an expression."""
+"""Decides whether an answer equals the reference: as text, as a number, or as an expression."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import re
 from fractions import Fraction
 
+from kvbench_tasks.maths.bases import canonical, same_bases
 from kvbench_tasks.maths.verifier import VERIFIER
 
 _GAPS = re.compile(r"(?<=[\d,])(?:\\!\s*|\\[,;: ]|\{,\}(?=\d))+(?=[\d,])")
@@ -20,14 +21,18 @@ _LONGEST = 1000
 def equal(gold: str, answer: str) -> bool:
     r"""Whether an answer is equal to the reference answer.
 
-    In this order: the same text, but for white space, a currency or percent sign, `$` around it, a
-    full stop, wrappers such as `\text` and, where the reference has one, case; the same number,
-    where both are plain decimals (exactly, thousands separators left out); else whatever
-    math-verify says, which compares fractions, roots, sets, intervals, matrices and more.
+    In this order:
+
+    1. the same text, apart from white space, a currency or percent sign, `$` around it, a full
+       stop, wrappers such as `\text` and, where the reference has such a wrapper, case;
+    2. the same number, where both are plain decimals (exactly, without thousands separators);
+    3. not equal, where both have numerals with a base and these differ (`4210_5`, `4210_6`);
+    4. the verdict of math-verify, which compares fractions, roots, sets, intervals, matrices and
+       more.
 
     Args:
         gold: The reference answer, as LaTeX or as text.
-        answer: What the model answered.
+        answer: The model's answer.
     """
     gold, answer = _clean(gold), _clean(answer)
     if not answer:
@@ -42,11 +47,13 @@ def equal(gold: str, answer: str) -> bool:
         return x == y
     if max(len(gold), len(answer)) > _LONGEST:
         return False
+    if not same_bases(*map(_unwrapped, (gold, answer))):
+        return False
     return VERIFIER(gold, answer)
 
 
 def _clean(text: str) -> str:
-    # One space for many: what follows would take quadratic time over long runs.
+    # Single the spaces: the steps below would take quadratic time over long runs.
     text = " ".join(_SPACES.sub(" ", _GAPS.sub("", text)).split())
     for begin, end in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
         if len(text) > len(begin + end) and text.startswith(begin) and text.endswith(end):
@@ -57,9 +64,12 @@ def _clean(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    unwrapped = _WRAPPERS.sub(r"\1", text)
-    same = unwrapped.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
+    same = canonical(_unwrapped(text)).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
     return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", same)
+
+
+def _unwrapped(text: str) -> str:
+    return _WRAPPERS.sub(r"\1", text)
 
 
 def _number(text: str) -> Fraction | None:

@@ -1,7 +1,7 @@
-"""math-verify in a process of its own, so that no expression can hang or fill the run's.
+"""Runs math-verify in a process of its own, so that no expression can hang or exhaust the run.
 
-math-verify's own time limit is an alarm: it works in the main thread alone, and it waits for a
-power of large integers to end, which may be never. Here a limit is held by ending the process.
+math-verify's own time limit is an alarm: it works in the main thread only, and it waits for a power
+of large integers to finish, which may never happen. Here ending the process enforces the limit.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from kvbench.errors import UserError
 
 _WORKER = Path(__file__).parent / "worker.py"
 _START = 180.0
-"""Seconds that a busy machine may take to import sympy."""
+"""Seconds that a busy machine may need to import sympy."""
 
 
 class Verifier:
     """Compares expressions; safe to call from any thread.
 
     Attributes:
-        seconds: What one comparison may take; one that takes longer is "not equal".
+        seconds: Limit of one comparison; one that takes longer is "not equal".
     """
 
     def __init__(self, seconds: float = 10.0) -> None:
@@ -39,7 +39,7 @@ class Verifier:
         self._lines: queue.Queue[str] = queue.Queue()
 
     def __call__(self, gold: str, answer: str) -> bool:
-        """Whether math-verify finds an answer equal to the reference; both in LaTeX.
+        """Ask math-verify whether an answer equals the reference; both are LaTeX.
 
         Raises:
             UserError: math-verify cannot be started.
@@ -71,7 +71,9 @@ class Verifier:
                     pipe.close()
 
     def _started(self) -> subprocess.Popen[str]:
-        if self._process is not None and self._owner == os.getpid():  # a fork's is its parent's
+        if (
+            self._process is not None and self._owner == os.getpid()
+        ):  # after a fork it belongs to the parent
             if self._process.poll() is None:
                 return self._process
             self.close()
@@ -93,13 +95,13 @@ class Verifier:
             self.close()
             raise UserError(
                 "math-verify, which compares the answers, does not start: "
-                f"{said or 'no word from it'}; `pip install 'math-verify[antlr4_11_0]'` may help"
+                f"{said or 'it does not respond'}; try `pip install 'math-verify[antlr4_11_0]'`"
             )
         return process
 
 
 def _pass_on(pipe: IO[str], lines: queue.Queue[str]) -> None:
-    """Put the process's lines into a queue; an empty one is its end."""
+    """Put the process's lines into a queue; an empty line marks its end."""
     with contextlib.suppress(OSError, ValueError):
         for line in pipe:
             lines.put(line.strip())

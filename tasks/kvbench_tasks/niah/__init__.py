@@ -1,23 +1,22 @@
-"""Needle in a haystack: one needle, at eleven depths in turn. See README.md."""
+"""Needle in a haystack: one needle at eleven depths in turn. See README.md."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvbench.benchmark import Benchmark, Doc
-from kvbench_tasks.tables import ESSAYS
-
-if TYPE_CHECKING:
-    from kvbench_tasks.fitting import Plan, Size
-    from kvbench_tasks.lexicon import Lexicon
+from kvbench_tasks.synthetic.essays import ESSAYS
+from kvbench_tasks.synthetic.fitting import Plan, Size
+from kvbench_tasks.synthetic.generate import generate
+from kvbench_tasks.synthetic.lexicon import Lexicon, Niah
 
 DEPTHS = (0, 50, 100, 20, 70, 40, 90, 10, 60, 30, 80)
-"""Percent of the haystack before the needle; sample i has the depth at i modulo 11.
+"""Percent of the haystack before the needle; sample i has the depth at index i modulo 11.
 
-The order spreads the depths of a run of few samples: the first three lie at most 50 points apart,
-the first five 30 and the first seven 20.
+The order spreads the depths of a run with few samples: neighbours among the first three are at most
+50 points apart, among the first five 30 and among the first seven 20.
 """
 
 
@@ -33,8 +32,6 @@ def docs(
     size: Size,
 ) -> list[Doc]:
     """See `Benchmark.docs`."""
-    from kvbench_tasks.generate import generate
-    from kvbench_tasks.lexicon import Niah
 
     def plans(words: Lexicon, index: int) -> Sequence[Plan]:
         return words.niah(Niah("essay"), depths=[DEPTHS[index % len(DEPTHS)] / 100])
@@ -58,10 +55,12 @@ BENCHMARK = Benchmark(
     docs=docs,
     yaml=Path(__file__).parent,
     version="2",
+    versions={"natural": {"niah_depth": "3"}},
     summary="One needle at 0, 10, ..., 100 percent of the haystack, for a map of depth and length",
     source="https://github.com/gkamradt/LLMTest_NeedleInAHaystack, in RULER's words",
     licence="Apache-2.0",
     sources={"niah_depth": (ESSAYS,)},
+    needs_hub=frozenset(),
     metric="string_match",
     default_lengths=(512, 1024, 2048),
 )

@@ -1,4 +1,4 @@
-"""Negative log-likelihood per token, read out of what the engine measured."""
+"""Negative log-likelihood per token, from what the engine measured."""
 
 from __future__ import annotations
 

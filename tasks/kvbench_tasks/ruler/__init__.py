@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from kvbench.benchmark import Benchmark, Doc
-from kvbench_tasks.tables import ESSAYS, HOTPOT, SQUAD
+from kvbench.benchmark import Benchmark
+from kvbench_tasks.ruler.qa import HOTPOT, SQUAD
+from kvbench_tasks.ruler.tasks import rows
+from kvbench_tasks.synthetic.essays import ESSAYS
 
-
-def docs(leaf: str, **options: Any) -> list[Doc]:
-    """See `Benchmark.docs`."""
-    from kvbench_tasks.ruler.tasks import rows
-
-    return rows(leaf, **options)
-
+# Rows that draw words from wonderwords, and variable tracking in RULER's present form.
+_RAISED = (
+    "niah_single_1",
+    "niah_single_2",
+    "niah_single_3",
+    "niah_multikey_1",
+    "niah_multikey_2",
+    "niah_multivalue",
+    "niah_multiquery",
+    "vt",
+    "cwe",
+)
 
 BENCHMARK = Benchmark(
     name="ruler",
@@ -33,9 +39,10 @@ BENCHMARK = Benchmark(
         "qa_1",
         "qa_2",
     ),
-    docs=docs,
+    docs=rows,
     yaml=Path(__file__).parent,
     version="1",
+    versions={"natural": dict.fromkeys(_RAISED, "2")},
     summary="Needles, variable tracking, common and frequent words, question answering",
     source="https://github.com/NVIDIA/RULER (arXiv:2404.06654)",
     licence="Apache-2.0",

@@ -1,4 +1,4 @@
-"""RULER's metrics (scripts/eval/synthetic/constants.py), as lm-eval calls them."""
+"""RULER's metrics (scripts/eval/synthetic/constants.py), called by lm-eval."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ _UNPRINTABLE = re.compile(r"[\x00-\x1f]")
 
 
 def string_match_all(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """The share of the reference answers that the response contains, whatever their case."""
+    """The share of the reference answers that the response contains, ignoring case."""
     found = _found(doc, results)
     return {"string_match": sum(found) / len(found)}
 
 
 def string_match_part(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """1 if the response contains any of the reference answers, whatever their case; else 0."""
+    """1 if the response contains any of the reference answers, ignoring case; else 0."""
     return {"string_match": float(any(_found(doc, results)))}
 
 

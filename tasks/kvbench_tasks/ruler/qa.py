@@ -1,4 +1,4 @@
-"""RULER's qa_1 (SQuAD) and qa_2 (HotpotQA): the answer's document among others."""
+"""RULER's qa_1 (SQuAD) and qa_2 (HotpotQA): the documents with the answer among others."""
 
 from __future__ import annotations
 
@@ -6,11 +6,23 @@ import functools
 from pathlib import Path
 from typing import Any
 
+from kvbench.benchmark import Source
 from kvbench.data.sources import rows
 from kvbench.errors import NeedsHub
-from kvbench_tasks.fitting import Doc, Plan, Size, Streams, fit
-from kvbench_tasks.natural import framed, prompts
-from kvbench_tasks.tables import HOTPOT, SQUAD
+from kvbench_tasks.synthetic.fitting import Doc, Plan, Size, Streams, fit
+from kvbench_tasks.synthetic.natural import framed, prompts
+
+SQUAD = Source(
+    "rajpurkar/squad_v2",
+    split="validation",
+    columns=("title", "context", "question", "answers"),
+)
+HOTPOT = Source(
+    "hotpotqa/hotpot_qa",
+    "distractor",
+    "validation",
+    columns=("question", "answer", "context"),
+)
 
 
 def qa_rows(
@@ -23,7 +35,7 @@ def qa_rows(
     cache_dir: Path,
     size: Size,
 ) -> list[Doc]:
-    """The rows of a task; see `Benchmark.docs`. The seed decides the order of the questions."""
+    """Make the rows of a task; see `Benchmark.docs`. The seed orders the questions."""
     if lexicon != "natural":
         raise NeedsHub("asks about English documents, which the reference model cannot read")
     questions, documents = _squad(cache_dir) if leaf == "qa_1" else _hotpot(cache_dir)
@@ -37,7 +49,7 @@ def qa_rows(
 
 
 def _plan(question: dict[str, Any], documents: list[str], streams: Streams) -> Plan:
-    """The question's own documents, then others of its article, then any."""
+    """Use the question's own documents first, then others of its article, then any."""
     own, more = question["own"], question["more"]
     named = {*own, *more}
     more = streams["more"].sample(more, len(more))

@@ -1,4 +1,4 @@
-"""Which task of RULER is what, with the parameters of its `synthetic.yaml`."""
+"""RULER's tasks, with the parameters of its `synthetic.yaml`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvbench_tasks.fitting import Doc, Plan, Size
-from kvbench_tasks.generate import generate
-from kvbench_tasks.lexicon import Lexicon, Niah
+from kvbench_tasks.ruler.qa import qa_rows
+from kvbench_tasks.synthetic.fitting import Doc, Plan, Size
+from kvbench_tasks.synthetic.generate import counter, generate
+from kvbench_tasks.synthetic.lexicon import Lexicon, Niah, Tokens
 
 _NIAH = {
     "niah_single_1": Niah("noise"),
@@ -34,10 +35,8 @@ def rows(
     cache_dir: Path,
     size: Size,
 ) -> list[Doc]:
-    """The rows of a task; see `Benchmark.docs`."""
+    """Make the rows of a task; see `Benchmark.docs`."""
     if leaf.startswith("qa_"):
-        from kvbench_tasks.ruler.qa import qa_rows
-
         return qa_rows(
             leaf,
             length=length,
@@ -51,7 +50,7 @@ def rows(
     essay = needles is not None and needles.haystack == "essay"
     return generate(
         leaf,
-        _plans(leaf),
+        _plans(leaf, counter(size)),
         length=length,
         samples=samples,
         seed=seed,
@@ -61,12 +60,12 @@ def rows(
     )
 
 
-def _plans(leaf: str) -> Callable[[Lexicon, int], Sequence[Plan]]:
+def _plans(leaf: str, tokens: Tokens) -> Callable[[Lexicon, int], Sequence[Plan]]:
     def plans(lexicon: Lexicon, index: int) -> Sequence[Plan]:
         if leaf in _NIAH:
             return lexicon.niah(_NIAH[leaf])
         if leaf == "vt":
-            return lexicon.vt(_HOPS)
+            return lexicon.vt(_HOPS, tokens)
         return lexicon.cwe() if leaf == "cwe" else lexicon.fwe()
 
     return plans

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.benchmark import Benchmark, Doc, Source
+from kvbench.data.sources import rows
+from kvbench_tasks.scbench.loader import dialogues, requests
 
 NAMES = (
     "kv",
@@ -36,9 +38,6 @@ SOURCES = {
 
 def docs(leaf: str, *, cache_dir: Path, **_: Any) -> list[Doc]:
     """See `Benchmark.docs`: dialogues for `scbench_NAME`, plain rows for `scdq_NAME`."""
-    from kvbench.data.sources import rows
-    from kvbench_tasks.scbench.loader import dialogues, requests
-
     mode, name = leaf.split("_", 1)
     raw = rows(SOURCES[name], cache_dir)
     build = dialogues if mode == "scbench" else requests
@@ -55,7 +54,6 @@ BENCHMARK = Benchmark(
     source="https://github.com/microsoft/MInference/tree/main/scbench (arXiv:2412.10319)",
     licence="MIT",
     sources={f"scbench_{name}": (source,) for name, source in SOURCES.items()},
-    needs_hub=frozenset(f"scbench_{name}" for name in NAMES),
     metric="score",
     sized=False,
     lexicons=("natural",),
@@ -65,7 +63,6 @@ REQUESTS = replace(
     BENCHMARK,
     name="scbench_scdq",
     leaves=tuple(f"scdq_{name}" for name in NAMES),
-    summary="SCBench's questions apart, each on the same context (multi-request mode)",
+    summary="SCBench's questions one by one, each on the same context (multi-request mode)",
     sources={f"scdq_{name}": (source,) for name, source in SOURCES.items()},
-    needs_hub=frozenset(f"scdq_{name}" for name in NAMES),
 )

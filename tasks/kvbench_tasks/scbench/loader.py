@@ -1,4 +1,4 @@
-"""From rows of SCBench to rows of ours: dialogues, or questions that are asked apart."""
+"""Turns rows of SCBench into rows of ours: dialogues, or separate questions."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ _MIXED = {
     "scbench_summary_with_needles": {"scbench_summary": 800, "scbench_passkey": 15},
     "scbench_repoqa_and_kv": {"scbench_repoqa": 1024, "scbench_kv": 80},
 }
-"""New tokens of an answer; of a mixed task, by what a turn asks for."""
+"""New tokens of an answer; in a mixed task, by what a turn asks for."""
 
 _FRAME = {"user": "", "assistant": "", "end": "\n\n"}
 
 
 @functools.cache
 def prompts() -> dict[str, dict[str, str]]:
-    """SCBench's prompts, verbatim but for the names of their fields."""
+    """SCBench's prompts, verbatim except for the names of their fields."""
     text = files("kvbench_tasks.scbench").joinpath("prompts.json").read_text(encoding="utf-8")
     loaded: dict[str, dict[str, str]] = json.loads(text)
     return loaded
 
 
 def dialogues(task: str, raw: Sequence[Raw]) -> list[Doc]:
-    """Multi-turn mode: a row is a dialogue, its context told in the first turn."""
+    """Multi-turn mode: a row is a dialogue whose first turn tells the context."""
     code = _functions(raw)
     made = []
     for row in raw:
@@ -60,7 +60,7 @@ def dialogues(task: str, raw: Sequence[Raw]) -> list[Doc]:
 
 
 def requests(task: str, raw: Sequence[Raw]) -> list[Doc]:
-    """Multi-request mode: every question follows the context directly, as in the official code."""
+    """Multi-request mode: each question follows the context directly, as in the official code."""
     code = _functions(raw)
     made = []
     for row in raw:
@@ -73,30 +73,30 @@ def requests(task: str, raw: Sequence[Raw]) -> list[Doc]:
 
 
 def _context(task: str, row: Raw, prefix: str) -> str:
-    # Variable tracking calls it `input`; Math.Find's is a list of numbers.
+    # Variable tracking calls the context `input`; that of Math.Find is a list of numbers.
     context = row["context"] if "context" in row else row["input"]
     return prompts()[task]["context"].format(context=context, prefix=prefix)
 
 
 def _prefix(turn: Raw) -> str:
-    """Math.Find's question in other words: "The second smallest number is" is asked for."""
+    """Put Math.Find's "The second smallest number is" into a question."""
     found = re.search(r"The .+ is", turn["input"])
     if found is None:
-        raise UserError(f"scbench_mf: no question is read out of {turn['input'][:60]!r}")
+        raise UserError(f"scbench_mf: {turn['input'][:60]!r} does not say which number to find")
     return f"What is {found[0].lower()[:-3]}?"
 
 
 def _doc(
     task: str, row: Raw, turn: Raw, code: Mapping[str, Mapping[str, str]], bare: bool = False
 ) -> Doc:
-    """A question with all that its metric needs.
+    """Make a question with everything that its metric needs.
 
     Args:
-        task: Of SCBench.
-        row: Its row.
-        turn: Its turn.
+        task: Name of the SCBench task.
+        row: The raw row.
+        turn: The turn of the row that asks the question.
         code: The functions of each repository.
-        bare: Whether Math.Find's prefix is before the context already.
+        bare: Whether Math.Find's prefix already stands before the context.
     """
     kind = turn["task"] if task in _MIXED else task
     template = "{input}" if bare and task == "scbench_mf" else prompts()[task]["question"]
@@ -127,7 +127,7 @@ def _doc(
 
 
 def _functions(raw: Iterable[Raw]) -> dict[str, dict[str, str]]:
-    """By repository, the functions that any row asks for: what an answer could be mistaken for."""
+    """By repository, the functions that any row asks for: candidates of every answer."""
     found: dict[str, dict[str, str]] = {}
     for row in raw:
         for turn in row["multi_turns"]:

@@ -7,13 +7,13 @@ import string
 from collections.abc import Callable
 from typing import Any
 
-from kvbench_tasks.metrics.qa import f1_words
-from kvbench_tasks.metrics.rouge import rouge_lsum
+from kvbench.metrics import f1_words, rouge_lsum
+from kvbench_tasks.scbench.repoqa import extract, similarity
 
 Doc = dict[str, Any]
 
 _THRESHOLD = 0.8
-"""How similar to its function an answer of RepoQA must be."""
+"""Least similarity of a RepoQA answer to its function."""
 
 _CHINESE = (
     "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､"
@@ -28,17 +28,17 @@ def score(doc: Doc, results: list[str]) -> dict[str, float]:
 
 
 def contains(doc: Doc, response: str) -> float:
-    """1 if the response contains the answer, case and all."""
+    """1 if the response contains the answer; case counts."""
     return float(doc["outputs"][0] in response)
 
 
 def contains_any_case(doc: Doc, response: str) -> float:
-    """1 if the response contains the answer, whatever its case."""
+    """1 if the response contains the answer, ignoring case."""
     return float(doc["outputs"][0].upper() in response.upper())
 
 
 def share(doc: Doc, response: str) -> float:
-    """The share of the answers that the response contains, whatever their case."""
+    """The share of the answers that the response contains, ignoring case."""
     found = [output.lower() in response.lower() for output in doc["outputs"]]
     return sum(found) / len(found)
 
@@ -46,8 +46,9 @@ def share(doc: Doc, response: str) -> float:
 def choice(doc: Doc, response: str) -> float:
     """1 if the response names the right option.
 
-    It names the letter it begins with; or else what it is as a whole; or what follows the first of
-    "answer is:", "answer:", "answer is", "option is" in it; or the first word that is a letter.
+    The first of these that the response has decides: a letter at its beginning; the whole response
+    as an option; what follows "answer is:", "answer:", "answer is" or "option is"; a word that is a
+    letter.
     """
     right = doc["outputs"]
     said = response.strip()
@@ -67,7 +68,7 @@ def choice(doc: Doc, response: str) -> float:
 
 
 def number(doc: Doc, response: str) -> float:
-    """1 if the first number in the response is the answer; cut, where that is a whole number."""
+    """1 if the first number in the response is the answer; decimals of a whole answer are cut."""
     found, wanted = re.search(r"\d+(?:\.\d+)?", response), doc["outputs"][0]
     if found is None:
         return 0.0
@@ -76,7 +77,7 @@ def number(doc: Doc, response: str) -> float:
 
 
 def digits(doc: Doc, response: str) -> float:
-    """1 if the first digits in the response are the answer."""
+    """1 if the first run of digits in the response is the answer."""
     found = re.search("[0-9]+", response)
     return float(found is not None and found[0] == doc["outputs"][0])
 
@@ -96,12 +97,10 @@ def summary(doc: Doc, response: str) -> float:
 
 
 def function(doc: Doc, response: str) -> float:
-    """1 if, of the repository's functions, the one asked for is the most similar, and enough so.
+    """1 if the function asked for is the repository's most similar one, and similar enough.
 
     Similarity is BLEU over words, smoothed (method 4 of Chen and Cherry).
     """
-    from kvbench_tasks.scbench.repoqa import extract, similarity
-
     said = extract(response, doc["lang"])
     best, name = 0.0, ""
     for candidate, code in zip(doc["names"], doc["codes"], strict=True):

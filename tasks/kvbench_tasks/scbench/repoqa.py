@@ -12,8 +12,9 @@ _BLOCK = re.compile(r"^```\w*[ \t]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 def extract(response: str, language: str) -> str:
     """The code in a response.
 
-    The first function of the first fenced block that has one (Python only: other languages have
-    no parser here, and give their first block); the whole response where there is no block.
+    In Python, the first function of the first fenced block that has a function; in other languages,
+    for which there is no parser here, the first fenced block. A response without a block counts as
+    a whole.
     """
     blocks = _BLOCK.findall(response.strip())
     if language == "python":
@@ -26,7 +27,7 @@ def extract(response: str, language: str) -> str:
 def _first_function(code: str) -> str:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes in what a model wrote
+            warnings.simplefilter("ignore")  # about escapes in what a model wrote
             tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return ""
@@ -39,10 +40,11 @@ def _first_function(code: str) -> str:
 
 
 def similarity(candidate: str, reference: str) -> float:
-    """BLEU of the words of two texts, smoothed; 0 to 1."""
+    """Smoothed BLEU of the words of two texts, 0 to 1."""
+    # nltk takes seconds to import
     from nltk.translate.bleu_score import SmoothingFunction, sentence_bleu
 
     said, wanted = re.split(r"\s+", candidate.strip()), re.split(r"\s+", reference.strip())
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # texts with no shared words are no cause for concern
+        warnings.simplefilter("ignore")  # about texts with no words in common
         return float(sentence_bleu([wanted], said, smoothing_function=SmoothingFunction().method4))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from kvbench.benchmark import Benchmark, Doc, Source
+from kvbench.data.sources import rows
+from kvbench_tasks.truthfulqa.metric import prepared
 
 SOURCE = Source(
     "truthfulqa/truthful_qa",
@@ -18,17 +21,12 @@ SOURCE = Source(
 
 def docs(leaf: str, *, cache_dir: Path, **_: Any) -> list[Doc]:
     """See `Benchmark.docs`."""
-    from importlib.resources import files
-
-    from kvbench.data.sources import rows
-    from kvbench_tasks.truthfulqa.metric import prepared
-
     primer = files("kvbench_tasks.truthfulqa").joinpath("primer.txt").read_text(encoding="utf-8")
     made = []
     for row in rows(SOURCE, cache_dir):
         ready = prepared(row)
         prompt = f"{primer.rstrip()}\n\nQ: {ready['question']}"
-        # Nothing follows the question: its last word stays behind, for the first token's sake.
+        # The last word of the question is read after the compression: nothing else follows it.
         cut = prompt.rindex(" ")
         made.append(
             {
@@ -53,7 +51,6 @@ BENCHMARK = Benchmark(
     source="https://github.com/sylinrl/TruthfulQA (arXiv:2109.07958), asked as lm-eval does",
     licence="Apache-2.0",
     sources={"truthfulqa_gen": (SOURCE,)},
-    needs_hub=frozenset({"truthfulqa_gen"}),
     plain=frozenset({"truthfulqa_gen"}),
     metric="bleu_acc",
     sized=False,

@@ -17,12 +17,12 @@ def _lm_eval() -> Any:
     except ImportError as error:
         raise UserError(
             f"truthfulqa_gen needs {error.name or 'a package'}, which lm-eval's metrics use; "
-            f"pip install {error.name} would be right"
+            f"run pip install {error.name}"
         ) from error
 
 
 def prepared(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A raw row as lm-eval's metrics want it: answers end with a full stop, blank ones left out."""
+    """Prepare a raw row for lm-eval's metrics: full stops end answers, blank ones are dropped."""
     ready: dict[str, Any] = _lm_eval().preprocess_function(row)
     return ready
 
@@ -30,8 +30,8 @@ def prepared(row: Mapping[str, Any]) -> dict[str, Any]:
 def scores(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
     """BLEU and ROUGE against the references; called by lm-eval.
 
-    `*_max` is the best score (0 to 100) over the true references, `*_diff` how far that is above
-    the best over the false ones, and `*_acc` 1 where it is above.
+    `*_max` is the best score (0 to 100) over the true references, `*_diff` its distance to the best
+    over the false ones, and `*_acc` is 1 where the distance is positive.
     """
     found = _lm_eval().process_results_gen(doc, results)
     return {name: float(value) for name, value in found.items()}

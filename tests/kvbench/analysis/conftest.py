@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvbench_tasks.words import prose
+from kvbench_tasks.synthetic.words import prose
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

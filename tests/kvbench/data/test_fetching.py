@@ -21,7 +21,7 @@ from kvbench.data import hub_cache
 from kvbench.data.records import NotFetched, head
 from kvbench.data.sources import keep, rows
 from kvbench.errors import UserError
-from kvbench_tasks.tables import HOTPOT, SQUAD
+from kvbench_tasks.ruler.qa import HOTPOT, SQUAD
 
 from .conftest import command
 

@@ -134,6 +134,7 @@ def evaluated(task: LmEvalTask, answers: list[str], tokenizer: Any, chat: bool) 
             task_dict={"tasks": {task.name: task.built}},
             bootstrap_iters=0,
             apply_chat_template=chat,
+            fewshot_as_multiturn=chat,  # as lm-eval's command line does by default
         )
     finally:
         logging.disable(logging.NOTSET)
@@ -183,6 +184,32 @@ def test_filters_few_shot_and_a_third_partys_yaml(
         assert request.question.startswith("Q: sum?")
         assert request.question.endswith("It is")
         assert (request.until, request.max_new_tokens) == (("\n",), 9)
+
+
+def test_a_version_can_rise_for_one_lexicon_and_leaf_alone(
+    toy: Benchmark, bpe_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    def both(lexicon: str, versions: dict[str, dict[str, str]]) -> tuple[str, str]:
+        bench = Benchmark(**{**vars(toy), "versions": versions})
+        task = load(bench, "toy_sum", bpe_tokenizer, tmp_path, lexicon=lexicon)
+        return task.version, task.data_hash
+
+    raised = {"natural": {"toy_sum": "2"}}
+    assert both("natural", raised)[0] == "2"
+    assert both("natural", raised)[1] != both("natural", {})[1]
+    assert both("reference", raised) == both("reference", {})
+    assert both("natural", {"natural": {"other": "2"}}) == both("natural", {})
+    assert both("natural", {})[0] == "1"
+
+
+def test_leaves_with_sources_need_the_hub_unless_the_benchmark_says_otherwise(
+    toy: Benchmark,
+) -> None:
+    sources = {"toy_sum": ()}
+    assert Benchmark(**{**vars(toy), "sources": sources}).hub_leaves == {"toy_sum"}
+    optional = Benchmark(**{**vars(toy), "sources": sources, "needs_hub": frozenset()})
+    assert optional.hub_leaves == frozenset()
+    assert toy.hub_leaves == frozenset()
 
 
 def test_a_part_of_the_responses_is_scored_alone(

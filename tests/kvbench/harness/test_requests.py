@@ -14,6 +14,7 @@ from kvbench.cli import call
 from kvbench.decoding import Sampling
 from kvbench.errors import LeftOut, UserError
 from kvbench.harness import catalogue
+from kvbench.harness.encode import split_encode
 from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
 from kvbench.harness.protocol import TaskSettings
 
@@ -44,9 +45,12 @@ ROWS: list[Doc] = [
 
 def bench(folder: Path, rows: list[Doc], yaml: str = YAML, **changes: Any) -> Benchmark:
     (folder / "toy.yaml").write_text(yaml)
-    usual: dict[str, Any] = {"sized": False, "metric": "exact_match"}
-    docs = lambda leaf, **_: copy.deepcopy(rows)  # noqa: E731
-    return Benchmark(name="toy", leaves=("toy",), docs=docs, yaml=folder, **{**usual, **changes})
+    usual: dict[str, Any] = {
+        "sized": False,
+        "metric": "exact_match",
+        "docs": lambda leaf, **_: copy.deepcopy(rows),
+    }
+    return Benchmark(name="toy", leaves=("toy",), yaml=folder, **{**usual, **changes})
 
 
 def load(given: Benchmark, tokenizer: Any, folder: Path, **changes: Any) -> LmEvalTask:
@@ -71,6 +75,75 @@ def thinker(bpe_tokenizer: Any) -> Any:
     made = copy.deepcopy(bpe_tokenizer)
     made.add_tokens(["<think>", "</think>"])
     return made
+
+
+SHOTS = [
+    {"user": "The lake 7.\nWhat?", "assistant": "It is 7.", "end": "\n\n"},
+    {"user": "The lake 8.\nWhat? ", "assistant": "It is 8.", "end": "\n"},
+]
+
+
+def test_worked_examples_are_turns_where_there_is_a_chat_template(
+    bpe_tokenizer: Any, tmp_path: Path
+) -> None:
+    rows = [{**row, "shots": SHOTS, "gen_prefix": "It is"} for row in ROWS]
+    made = bench(tmp_path, rows, YAML + "gen_prefix: gen_prefix\n")
+    for request, row in zip(load(made, bpe_tokenizer, tmp_path).requests, ROWS, strict=True):
+        assert request.context == (
+            "<|bos|><|im_start|>user\nThe lake 7.\nWhat?<|im_end|>\n"
+            "<|im_start|>assistant\nIt is 7.<|im_end|>\n"
+            "<|im_start|>user\nThe lake 8.\nWhat? <|im_end|>\n"
+            "<|im_start|>assistant\nIt is 8.<|im_end|>\n"
+            f"<|im_start|>user\n{row['context']}"
+        )
+        assert request.question == "What?<|im_end|>\n<|im_start|>assistant\nIt is"
+    plain = load(made, bpe_tokenizer, tmp_path, chat_template=False)
+    for request, row in zip(plain.requests, ROWS, strict=True):
+        assert request.context == (
+            "The lake 7.\nWhat? It is 7.\n\nThe lake 8.\nWhat? It is 8.\n" + row["context"]
+        )
+        assert request.question == "What? It is"
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_worked_examples_count_in_the_size_of_a_prompt(
+    chat: bool, bpe_tokenizer: Any, tmp_path: Path
+) -> None:
+    sizes = []
+
+    def docs(leaf: str, *, size: Any, **_: Any) -> list[Doc]:
+        sizes.append(size(ROWS[0]["context"], "What?", "It is", SHOTS))
+        return [{**ROWS[0], "shots": SHOTS, "gen_prefix": "It is"}]
+
+    made = bench(tmp_path, [], YAML + "gen_prefix: gen_prefix\n", docs=docs, sized=True)
+    (request,) = load(made, bpe_tokenizer, tmp_path, chat_template=chat).requests
+    assert {sum(map(len, split_encode(bpe_tokenizer, request.context, request.question)))} == {
+        *sizes
+    }
+
+
+@pytest.mark.parametrize(
+    "shots",
+    [
+        "x",
+        ["x"],
+        [{"user": "a", "assistant": "b"}],
+        [{**SHOTS[0], "end": 3}],
+        [{**SHOTS[0], "x": ""}],
+    ],
+)
+def test_what_is_wrong_with_worked_examples_is_said(
+    shots: Any, bpe_tokenizer: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match="toy, row 0: 'shots' must be a list of objects with the"):
+        load(bench(tmp_path, [{**ROWS[0], "shots": shots}]), bpe_tokenizer, tmp_path)
+
+
+def test_a_dialogue_has_no_worked_examples(bpe_tokenizer: Any, tmp_path: Path) -> None:
+    turn = {"context": "a", "question": "b", "outputs": ["c"], "answer": "c", "shots": SHOTS}
+    row = {"turns": [turn], "frame": {"user": "", "assistant": "", "end": ""}}
+    with pytest.raises(UserError, match="turn 0: a dialogue cannot have 'shots'"):
+        load(bench(tmp_path, [row]), bpe_tokenizer, tmp_path)
 
 
 def test_sampling_and_repeats_are_the_yamls(bpe_tokenizer: Any, tmp_path: Path) -> None:

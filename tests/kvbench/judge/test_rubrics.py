@@ -8,7 +8,7 @@ import pytest
 
 from kvbench.errors import UserError
 from kvbench.judge import rubrics
-from kvbench.judge.rubrics import rubric, yes_no
+from kvbench.judge.rubrics import contains_yes, rubric, yes_no
 
 ITEM = {"question": "Where?", "answer": "In Rome.", "response": "Rome, I think."}
 TYPES = (
@@ -35,7 +35,7 @@ def test_the_prompts_of_longmemeval_are_the_official_ones() -> None:
     assert len({p.template for p in prompts.values()}) == 5, "three types share one prompt"
     for found in prompts.values():
         assert found.fields == ("question", "answer", "response")
-        assert (found.max_tokens, found.parse, found.licence) == (10, "yes_no", "MIT")
+        assert (found.max_tokens, found.parse, found.licence) == (10, "contains_yes", "MIT")
     assert "off-by-one errors" in prompts["temporal-reasoning"].template
     assert "\n\nRubric: {answer}\n\n" in prompts["single-session-preference"].template
     assert "\n\nExplanation: {answer}\n\n" in prompts["abstention"].template
@@ -92,6 +92,32 @@ def test_what_is_no_verdict(answer: str) -> None:
     assert yes_no(answer) is None
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "yes",
+        "No",
+        "Yes/No",
+        "Is it yes? No.",
+        "no, not yes",
+        "yesterday",
+        "maybe",
+        "The response is correct.",
+        " YES.\n",
+    ],
+)
+def test_longmemeval_is_read_by_its_own_rule(answer: str) -> None:
+    # evaluate_qa.py: eval_response = completion....content.strip(); label = 'yes' in ....lower()
+    label = "yes" in answer.strip().lower()
+    for kind in TYPES:
+        assert rubric(f"longmemeval:{kind}").read(answer) == {"score": float(label)}
+
+
+def test_an_empty_answer_is_not_a_verdict() -> None:
+    assert contains_yes(" \n") is None
+    assert rubric("longmemeval:multi-session").read("<think>yes</think>") is None
+
+
 def test_only_what_follows_a_thought_counts() -> None:
     found = rubric("correct")
     assert found.read("<think>yes, yes</think>\nno") == {"score": 0.0}
@@ -115,7 +141,7 @@ def test_a_rubric_of_ones_own(tmp_path: Path) -> None:
         ("{", "cannot read the rubric"),
         ("[]", "a rubric has version, source"),
         ('{"version": "1", "source": "", "licence": "", "parse": "stars", "max_tokens": 1, '
-         '"template": "x"}', "unknown parse 'stars'; there are yes_no"),
+         '"template": "x"}', "unknown parse 'stars'; there are yes_no, contains_yes"),
     ],
 )  # fmt: skip
 def test_a_rubric_that_is_not_one(tmp_path: Path, content: str, message: str) -> None:

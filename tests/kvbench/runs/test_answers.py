@@ -19,7 +19,7 @@ from kvbench.engine.decode import Row, Stop
 from kvbench.harness import catalogue
 from kvbench.harness.chat import chat
 from kvbench.runs.store import RESPONSES, RunStore
-from kvbench_tasks.words import prose
+from kvbench_tasks.synthetic.words import prose
 
 # As Qwen3's template: what it is told as `enable_thinking` closes the thinking at once, or not.
 TEMPLATE = (

@@ -21,7 +21,7 @@ from kvbench.errors import UserError
 from kvbench.runs.grid import Grid
 from kvbench.runs.runner import describe, execute
 from kvbench.runs.store import RunStore
-from kvbench_tasks.words import prose
+from kvbench_tasks.synthetic.words import prose
 
 OWN: list[str] = []
 

@@ -69,7 +69,7 @@ def test_answers_are_drawn_64_times_as_in_the_papers(bpe_tokenizer: Any, cache: 
         assert request.question.endswith("\\boxed{}.<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_integers_are_compared_whatever_their_zeros(bpe_tokenizer: Any, cache: Path) -> None:
+def test_leading_zeros_of_integers_do_not_count(bpe_tokenizer: Any, cache: Path) -> None:
     task = load("aime24", bpe_tokenizer, cache)
     ids = [request.sample_id for request in task.requests]
     responses = {

@@ -44,7 +44,7 @@ def load(tokenizer: Any, cache: Path, raw: list[dict[str, Any]]) -> LmEvalTask:
     )
 
 
-def test_the_last_question_follows_the_talk(task: LmEvalTask) -> None:
+def test_the_last_question_follows_the_conversation(task: LmEvalTask) -> None:
     first, second = task.requests
     assert first.context + first.question == (
         "Nell had a goat. The goat was called Pim, and it ate the blue hat of the mayor.\n\n"

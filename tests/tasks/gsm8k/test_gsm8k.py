@@ -1,8 +1,10 @@
-"""GSM8K: boxed, and with five examples as lm-eval has it; fixtures in the hub's own schema."""
+"""GSM8K: boxed, and with lm-eval's five examples; fixtures in the hub's own schema."""
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def load(bench: Benchmark, tokenizer: Any, cache: Path, seed: int = 0) -> LmEvalTask:
+def load(
+    bench: Benchmark, tokenizer: Any, cache: Path, seed: int = 0, chat: bool = False
+) -> LmEvalTask:
     return LmEvalHarness().load(
         bench.name,
         TaskSettings(
@@ -44,7 +48,7 @@ def load(bench: Benchmark, tokenizer: Any, cache: Path, seed: int = 0) -> LmEval
             tokenizer=tokenizer,
             tokenizer_id="test",
             lexicon="natural",
-            chat_template=False,
+            chat_template=chat,
             cache_dir=cache,
         ),
         bench,
@@ -89,17 +93,50 @@ def lm_evals_own(shots: list[dict[str, Any]]) -> Any:
     return ConfigurableTask(config=config)
 
 
-def test_five_examples_are_asked_as_lm_eval_asks(bpe_tokenizer: Any, cache: Path) -> None:
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("bench", [FEWSHOT, STRICT])
+def test_five_examples_are_asked_as_lm_eval_asks(
+    bench: Benchmark, chat: bool, bpe_tokenizer: Any, cache: Path
+) -> None:
+    def render(messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        return str(
+            bpe_tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        )
+
     by_question = {row["question"]: row for row in raw("train")}
-    for request, row in zip(load(FEWSHOT, bpe_tokenizer, cache).requests, raw("test"), strict=True):
-        blocks = request.context.split("Question: ")[1:]
-        shots = [by_question[block.partition("\nAnswer: ")[0]] for block in blocks]
+    requests = load(bench, bpe_tokenizer, cache, chat=chat).requests
+    for request, row in zip(requests, raw("test"), strict=True):
+        shots = [by_question[text] for text in re.findall(r"Question: (.*)\n", request.context)]
         assert len({shot["question"] for shot in shots}) == 5
-        theirs = lm_evals_own(shots).fewshot_context(row, num_fewshot=5)
+        # What lm-eval's command line and `simple_evaluate` do: with a chat template, turns.
+        theirs = lm_evals_own(shots).fewshot_context(
+            row,
+            num_fewshot=5,
+            apply_chat_template=chat,
+            fewshot_as_multiturn=chat,
+            chat_template=render,
+        )
         assert request.context + request.question == theirs
-        assert request.question == f"Question: {row['question']}\nAnswer:"
+        asked = f"Question: {row['question']}\nAnswer:"
+        assert request.question.startswith(asked)
+        assert request.context.count("<|im_start|>user\n") == (6 if chat else 0)
+        end = "<|im_end|>\n<|im_start|>assistant\n" if chat else ""
+        assert request.question == asked + end
         assert (request.repeats, request.sampling, request.max_new_tokens) == (1, None, 256)
         assert request.until == ("Question:", "</s>", "<|im_end|>")
+
+
+def test_lm_eval_makes_turns_of_examples_where_it_applies_a_chat_template(tmp_path: Path) -> None:
+    from lm_eval.config.evaluate_config import EvaluatorConfig
+    from lm_eval.evaluator import simple_evaluate
+
+    assert inspect.signature(simple_evaluate).parameters["fewshot_as_multiturn"].default is True
+    for chat in (True, False):
+        file = tmp_path / "config.yaml"
+        file.write_text(f"model: dummy\ntasks: [gsm8k]\napply_chat_template: {str(chat).lower()}\n")
+        assert bool(EvaluatorConfig.from_config(file).fewshot_as_multiturn) is chat
 
 
 def test_examples_depend_on_seed_and_question_alone(bpe_tokenizer: Any, cache: Path) -> None:

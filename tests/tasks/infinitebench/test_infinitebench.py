@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import kvbench
+from kvbench.benchmark import Benchmark
 from kvbench.data.sources import keep
 from kvbench.errors import NeedsHub, UserError
 from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
 from kvbench.harness.protocol import TaskSettings
-from kvbench_tasks.infinitebench import BENCHMARK, SETS, source
+from kvbench_tasks.infinitebench import BENCHMARK, KVPRESS, KVPRESS_SETS, SETS, source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -77,7 +78,7 @@ OFFICIAL = {
     ),
 }
 
-# What the prompts say that is read out of the rows' `input`, by row.
+# Parts of the prompts that come from the rows' `input`, by row.
 READ = [
     {
         "prefix": "What is the largest number in the following list?",
@@ -94,7 +95,7 @@ READ = [
 RIGHT = {
     "math_find": ["93", "5.5"],
     "math_calc": ["[8, 5, 7, 3]", "[1, 21, -9, -5]"],
-    "code_debug": ["C", "D. half"],
+    "code_debug": ["C. half", "The correct option is: half"],
     "code_run": ["-5", "19"],
     "longbook_choice_eng": ["C", "Fine"],
 }
@@ -105,7 +106,9 @@ def raw(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def load(name: str, tokenizer: Any, cache: Path, chat: bool = False) -> LmEvalTask:
+def load(
+    name: str, tokenizer: Any, cache: Path, chat: bool = False, bench: Benchmark = BENCHMARK
+) -> LmEvalTask:
     return LmEvalHarness().load(
         f"infinitebench_{name}",
         TaskSettings(
@@ -118,7 +121,7 @@ def load(name: str, tokenizer: Any, cache: Path, chat: bool = False) -> LmEvalTa
             chat_template=chat,
             cache_dir=cache,
         ),
-        BENCHMARK,
+        bench,
     )
 
 
@@ -145,11 +148,33 @@ def test_prompts_are_the_official_ones(
     assert task.score(dict.fromkeys(right, ""))[1] == 0.0
 
 
+@pytest.mark.parametrize("name", KVPRESS_SETS)
+def test_kvpress_scores_the_same_prompts_by_its_own_rules(
+    name: str, tmp_path: Path, bpe_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    keep(source(name), raw(name), tmp_path)
+    official = load(name, bpe_tokenizer, tmp_path)
+    lenient = load(f"kvpress_{name}", bpe_tokenizer, tmp_path, bench=KVPRESS)
+    assert [r.context + r.question for r in official.requests] == [
+        r.context + r.question for r in lenient.requests
+    ]
+    assert (official.version, lenient.version) == ("2", "1")
+    assert official.chance == lenient.chance
+    assert official.data_hash != lenient.data_hash
+    # A letter within a sentence, and a name within another word.
+    which = 0 if name == "longdialogue_qa_eng" else 1
+    said = {
+        (r.sample_id, 0, 0): f"I say {r.target[which]}-{r.target[which]}" for r in official.requests
+    }
+    assert (official.score(said)[1], lenient.score(said)[1]) == (0.0, 1.0)
+
+
 def test_the_readme_shows_a_raw_row_and_every_set() -> None:
     page = (BENCHMARK.yaml / "README.md").read_text()
     (shown,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
     assert json.loads(shown) == raw("code_debug")[0]
-    assert tuple(re.findall(r"^\| (infinitebench_\w+)", page, re.MULTILINE)) == BENCHMARK.leaves
+    leaves = (*BENCHMARK.leaves, *KVPRESS.leaves)
+    assert tuple(re.findall(r"^\| (infinitebench_\w+)", page, re.MULTILINE)) == leaves
 
 
 def test_answers_of_choices_are_option_and_letter(
@@ -161,11 +186,11 @@ def test_answers_of_choices_are_option_and_letter(
     assert found == [("half", "C"), ("half", "D")]
     rows[0]["answer"] = ["other"]
     keep(source("code_debug"), rows, tmp_path)
-    with pytest.raises(UserError, match="the answer 'other' is none of"):
+    with pytest.raises(UserError, match="the answer 'other' is not one of"):
         load("code_debug", bpe_tokenizer, tmp_path)
 
 
-def test_with_a_chat_template_the_answer_is_begun(
+def test_with_a_chat_template_the_prefix_opens_the_assistants_turn(
     tmp_path: Path, bpe_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     keep(source("passkey"), raw("passkey"), tmp_path)

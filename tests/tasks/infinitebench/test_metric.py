@@ -1,4 +1,4 @@
-"""InfiniteBench's measures; expected values are read off their definitions by hand."""
+"""InfiniteBench's measures; expected values follow from their definitions by hand."""
 
 from __future__ import annotations
 
@@ -42,18 +42,21 @@ def test_word(response: str, expected: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("response", "expected"),
+    ("response", "expected", "kvpress"),
     [
-        ("Ace", True),
-        ("it is Ace Roth's", True),
-        ("PALACE", True),  # a part of a word is enough
-        ("Émile", True),
-        ("Orm", False),
-        ("", False),
+        ("Ace", True, True),
+        (" it is: 'ace'!", True, True),
+        ("Ace's", True, True),  # the apostrophe separates words
+        ("ACE-ROTH", False, True),  # a hyphen does not
+        ("PALACE", False, True),
+        ("Bo Émile", False, True),  # the first name counts alone
+        ("Orm", False, False),
+        ("", False, False),
     ],
 )
-def test_name(response: str, expected: bool) -> None:
+def test_name(response: str, expected: bool, kvpress: bool) -> None:
     assert metric.name(response, ["ACE", "émile"]) is expected
+    assert metric.kvpress_name(response, ["ACE", "émile"]) is kvpress
 
 
 @pytest.mark.parametrize(
@@ -112,50 +115,58 @@ def test_steps_never_reach_beyond_a_negative_value() -> None:
 
 
 @pytest.mark.parametrize(
-    ("response", "expected"),
+    ("response", "expected", "kvpress"),
     [
-        (" C. Gann", True),
-        ("C", True),
-        ("A, no: C", True),  # the last letter of the line
-        ("C, no: A", True),  # that is A; but the response begins with C
-        ("It is C, not A", True),  # that is A; but the first letter that stands alone is C
-        ("It is A, not B", False),
-        ("B\nC", False),  # of the first line that has one
-        ("Gann", True),  # the option itself
-        ("Can it be? answer: Gann", True),  # "answer:" decides after the first letters
-        ("The answer is Gann!", True),
-        ("The answer is: the Gann", False),
-        ("The answer is", False),
-        ("Gann it is", False),
-        ("it is Gann", False),
-        ("c", False),
-        ("", False),
+        (" C. Gann", True, True),
+        ("C", True, True),
+        ("A, no: C", False, True),  # it begins with A; the last letter of the line is C
+        ("C, no: A", True, True),
+        ("It is C, not A", True, True),  # the first word that is a letter
+        ("It is A, not B", False, False),
+        ("B\nC", False, False),
+        ("So\nC or\nA", True, True),
+        ("Gann", True, True),  # the option itself
+        ("Can it be A?", True, True),  # it begins with a C, which is the letter
+        ("Is it? answer: Gann", True, True),
+        ("The answer is Gann!", True, True),
+        ("The answer is: the Gann", False, False),
+        ("The answer is: the (C)", False, True),
+        ("The answer is", False, False),
+        ("Gann it is", False, False),
+        ("it is Gann", False, False),
+        ("c", False, False),
+        ("", False, False),
     ],
 )
-def test_choice(response: str, expected: bool) -> None:
+def test_choice(response: str, expected: bool, kvpress: bool) -> None:
     assert metric.choice(response, ["Gann", "C"]) is expected
+    assert metric.kvpress_choice(response, ["Gann", "C"]) is kvpress
 
 
 @pytest.mark.parametrize(
-    ("response", "expected"),
+    ("response", "expected", "kvpress"),
     [
-        ("C. half", True),
-        ("A or C", True),
-        ("C or A", True),  # it begins with the letter
-        ("it is C or A", False),
-        ("half of it", True),
-        ("`half`", False),  # the backtick leaves a space at the beginning: so the official code
-        ("Option C", True),
-        ("Certainly", True),  # begins with the letter: as the official code has it
-        ("The error is: half", True),
-        ("The error is: in half", False),
-        ("the correct option is:", False),
-        ("area", False),
-        ("", False),
+        ("C. half", True, True),
+        ("C: half", True, True),
+        ("C", False, True),  # officially a letter needs its full stop or colon
+        ("C half", False, True),
+        ("A or C", False, True),
+        ("it is C or A", False, False),
+        ("half of it", False, True),
+        ("`half`", False, False),  # the backtick leaves a space at the beginning
+        ("Option C", False, True),
+        ("Certainly", False, True),
+        ("The error is: half", True, True),
+        ("The error is: C", True, True),
+        ("The error is: in half", False, False),
+        ("the correct option is:", False, False),
+        ("area", False, False),
+        ("", False, False),
     ],
 )
-def test_option(response: str, expected: bool) -> None:
+def test_option(response: str, expected: bool, kvpress: bool) -> None:
     assert metric.option(response, ["half", "C"]) is expected
+    assert metric.kvpress_option(response, ["half", "C"]) is kvpress
 
 
 def test_score_takes_the_measure_of_the_row() -> None:

@@ -12,6 +12,7 @@ from kvbench_tasks.longbench.metric import (
     edit_similarity,
     retrieval,
     score,
+    similarity,
 )
 
 
@@ -84,6 +85,25 @@ def test_edit_similarity_of_the_first_line_of_code(response: str, expected: floa
     assert edit_similarity(response, "    return x") == expected
 
 
+@pytest.mark.parametrize(
+    ("response", "reference", "expected"),
+    [
+        ("return x", "return y", 0.88),  # 2 * 7 / 16 = 0.875, halves to the even hundredth
+        ("abcd", "abxd", 0.75),  # "ab" and "d": 2 * 3 / 8
+        ("ab", "ba", 0.5),  # one block only: 2 * 1 / 4
+        ("tide", "diet", 0.25),  # "t" stands first, and nothing is left of it
+        ("diet", "tide", 0.5),  # "d" is found first, then "e": the order of the texts matters
+        ("abc", "abc", 1.0),
+        ("é=1", "e=1", 0.67),  # 2 * 2 / 6
+        ("", "", 1.0),
+        ("", "x", 0.0),
+        ("x", "", 0.0),
+    ],
+)
+def test_similarity(response: str, reference: str, expected: float) -> None:
+    assert similarity(response, reference) == expected
+
+
 def test_the_best_answer_counts() -> None:
     assert score(row("f1", ["blue", "a red house"]), ["red"]) == {"score": pytest.approx(2 / 3)}
     assert score(row("rouge_l", ["c", "a b"]), ["a"]) == {"score": pytest.approx(2 / 3)}
@@ -91,7 +111,7 @@ def test_the_best_answer_counts() -> None:
     assert score(row("f1", ["blue"]), [""]) == {"score": 0.0}
 
 
-def test_of_few_shot_sets_the_first_line_is_judged() -> None:
+def test_few_shot_sets_are_judged_by_their_first_line() -> None:
     response = "\n\ndate\nQuestion: Where ?\nType: place"
     few = row("classification", ["date"], classes=CLASSES, first_line=True)
     assert score(few, [response]) == {"score": 1.0}

@@ -1,7 +1,4 @@
-"""Our scores against those of lm-eval's port, on damaged answers.
-
-Theory of mind is left out: there the repository of LongProc has changed since (see README.md).
-"""
+"""Our scores against those of lm-eval's port of LongProc's main branch, on damaged answers."""
 
 from __future__ import annotations
 
@@ -19,6 +16,7 @@ FIXTURES = Path(__file__).parent / "fixtures"
 SCORERS = {
     "countdown_0.5k": theirs.process_results_countdown,
     "path_traversal_0.5k": theirs.process_results_path_traversal,
+    "tom_tracking_0.5k": theirs.process_results_tom_tracking,
     "html_to_tsv_0.5k": theirs.process_results_html_to_tsv,
     "travel_planning_2k": theirs.process_results_travel_planning,
 }

@@ -1,4 +1,4 @@
-"""Code that a model wrote: off unless asked for, and within limits."""
+"""Code that a model wrote runs only where it is allowed, and within limits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvbench_tasks.longproc.metric import score
 
 SUM = "int main() { int a, b; cin >> a >> b; cout << a + b << endl; }"
 TESTS = [[["1 2"], ["3"]], [["4", "5"], ["9"]]]
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 
 
 @pytest.fixture
@@ -23,20 +23,20 @@ def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("value", [None, "", "0", "yes"])
-def test_nothing_runs_unless_it_is_asked_for(
+def test_no_code_runs_unless_it_is_allowed(
     value: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(code.ALLOW, raising=False)
     if value is not None:
         monkeypatch.setenv(code.ALLOW, value)
     monkeypatch.setattr(code.subprocess, "Popen", lambda *_, **__: pytest.fail("ran something"))
-    with pytest.raises(UserError, match="KVBENCH_RUN_CODE=1 allows it"):
+    with pytest.raises(UserError, match="set KVBENCH_RUN_CODE=1 to allow it"):
         code.passes(SUM, TESTS)
 
 
 def test_a_missing_compiler_is_named(allowed: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code.shutil, "which", lambda _: None)
-    assert "no g++" in code.obstacle()
+    assert "g++ is not installed" in code.obstacle()
 
 
 @needs_compiler

@@ -1,4 +1,4 @@
-"""LongProc: official prompts, what is left out, and a run; fixtures in the hub's own schema."""
+"""LongProc: official prompts, leaves that are left out, and a run; fixtures in the hub's schema."""
 
 from __future__ import annotations
 
@@ -96,6 +96,30 @@ def test_the_references_are_right_and_others_are_not(
     assert task.score(swapped)[1] == 0
 
 
+def test_answers_have_the_limits_of_the_official_configurations(
+    bpe_tokenizer: Any, tmp_path: Path
+) -> None:
+    # HELMET at 4526dfb, longproc_addon/configs/*.yaml: generation_max_length 1024, 3072 and 10240.
+    for length, tokens in (("0.5k", 1024), ("2k", 3072), ("8k", 10240)):
+        keep(BENCHMARK.sources[f"longproc_countdown_{length}"][0], raw("countdown_0.5k"), tmp_path)
+        for request in load(f"countdown_{length}", bpe_tokenizer, tmp_path).requests:
+            assert request.max_new_tokens == tokens
+
+
+def test_versions_rose_where_scores_or_limits_changed(bpe_tokenizer: Any, cache: Path) -> None:
+    raised = {leaf for leaf in BENCHMARK.leaves if BENCHMARK.version_of(leaf, "natural") == "2"}
+    assert raised == {
+        "longproc_tom_tracking_0.5k",
+        "longproc_tom_tracking_2k",
+        "longproc_html_to_tsv_0.5k",
+        "longproc_html_to_tsv_2k",
+        *(f"longproc_{kind}_8k" for kind in ("countdown", "path_traversal", "tom_tracking")),
+        *(f"longproc_{kind}_8k" for kind in ("html_to_tsv", "travel_planning")),
+    }
+    assert load("tom_tracking_0.5k", bpe_tokenizer, cache).version == "2"
+    assert load("countdown_0.5k", bpe_tokenizer, cache).version == "1"
+
+
 def test_a_prompt_without_the_mark_is_all_context(bpe_tokenizer: Any, tmp_path: Path) -> None:
     row = {**raw("html_to_tsv_0.5k")[0], "input_prompt": "<p>A page</p> Make a table."}
     keep(BENCHMARK.sources["longproc_html_to_tsv_0.5k"][0], [row], tmp_path)
@@ -112,7 +136,7 @@ def test_run_leaves_out_what_runs_code(
 ) -> None:
     monkeypatch.setenv("KVBENCH_CACHE", str(cache))
     monkeypatch.delenv("KVBENCH_RUN_CODE", raising=False)
-    with pytest.raises(LeftOut, match=r"C\+\+ that the model wrote; KVBENCH_RUN_CODE=1 allows"):
+    with pytest.raises(LeftOut, match=r"C\+\+ that the model wrote; set KVBENCH_RUN_CODE=1 to"):
         load("pseudo_to_code_0.5k", bpe_tokenizer, cache)
     run = kvbench.run(
         {

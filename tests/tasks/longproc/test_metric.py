@@ -1,4 +1,4 @@
-"""LongProc's scores, against verdicts worked out by hand from their definitions."""
+"""LongProc's scores, compared with verdicts worked out by hand from their definitions."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_countdown_divides_without_rest() -> None:
     assert got("countdown", zero, nums=[3, 3, 5, 4], target=4) == 0
 
 
-def test_numbers_without_end_are_no_equation() -> None:
+def test_endless_numbers_are_not_an_equation() -> None:
     line = "1" * 100_000
     assert got("countdown", f"<Solution>\n{line} + 1 = 2\n\n</Solution>", nums=[1], target=2) == 0
     three = "\n".join([f"{line} * {line} = 1"] * 3)
@@ -89,7 +89,12 @@ TRACE = (
         (TRACE.replace("den's table}", "hall's table}"), 0),
         ("\n".join(TRACE.split("\n")[:2]), 0),
         (TRACE + "\n- Step 2: (done)", 0),
-        ("- Step 0: let me see\n- Step 1: hm\n" + TRACE, 1),  # the last trace counts
+        (TRACE.replace("- Step 1:", "- **Step 1:**"), 1),  # punctuation does not count
+        (TRACE.replace("- Step 1:", "-Step 1:"), 1),
+        (TRACE.replace("- Step 1:", "* Step 1:"), 0),  # not a hyphen
+        (TRACE.replace("- Step 1:", "  - Step 1:"), 0),  # indented
+        (TRACE.replace("- Step 0:", "  - Step 0:"), 1),  # but the first line's indent is stripped
+        ("- Step 0: let me see\n- Step 1: hm\n" + TRACE, 0),  # all lines count
         ("the den's table", 0),
         ("", 0),
     ],
@@ -145,6 +150,7 @@ TABLE = "name\tprice\nThe Oak\t4.50\nElm\t3\nFir\t7\n"
         ("name\tprice\nElm\t3\nElm\t3\nAsh\t3", 4 / 9),
         ("name\nElm\nFir\nOak", 0),
         ("name\tprice", 0),
+        ("name\tname\nElm\t3\nFir\t7", 0),  # two columns of the same name
         ("", 0),
         ('name\tprice\n"Elm\t3\nFir\t7', 0),  # a quote that never closes
     ],
@@ -153,7 +159,7 @@ def test_f1_of_a_tables_rows(answer: str, expected: float) -> None:
     assert got("html_to_tsv", f"Here:\n```tsv\n{answer}\n```", TABLE) == pytest.approx(expected)
 
 
-def test_a_table_may_be_cut_or_bare() -> None:
+def test_a_table_may_be_cut_off_or_have_no_fence() -> None:
     assert got("html_to_tsv", TABLE, TABLE) == 1
     cut = f"```tsv\n{TABLE[:-3]}"  # the fence and the last row's price are missing
     assert got("html_to_tsv", cut, TABLE) == pytest.approx(4 / 5)

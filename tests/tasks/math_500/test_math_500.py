@@ -43,7 +43,7 @@ def task(bpe_tokenizer: Any, cache: Path) -> LmEvalTask:
     )
 
 
-def test_prompts_and_what_a_report_may_group_by(task: LmEvalTask) -> None:
+def test_prompts_and_the_fields_that_reports_group_by(task: LmEvalTask) -> None:
     for request, row in zip(task.requests, ROWS, strict=True):
         assert request.context + request.question == (
             row["problem"]

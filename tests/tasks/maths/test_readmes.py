@@ -1,4 +1,4 @@
-"""What the READMEs of the mathematics tasks and of LongProc say is so."""
+"""The READMEs of the mathematics tasks and of LongProc agree with the code."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_page(bench: Benchmark) -> None:
     assert {k: type(v) for k, v in shown.items()} == {k: type(v) for k, v in first.items()}
 
 
-def test_limits_in_the_pages_are_the_yamls() -> None:
+def test_limits_in_the_readmes_are_those_of_the_yaml() -> None:
     for bench, tokens, repeats in (
         (aime.BENCHMARK, 32768, 64),
         (gsm8k.BENCHMARK, 8192, 8),

@@ -21,14 +21,14 @@ def verify() -> Iterator[Verifier]:
     made.close()
 
 
-def test_an_endless_expression_is_not_equal_and_ends_nothing(verify: Verifier) -> None:
+def test_an_endless_expression_is_not_equal_and_does_not_hang(verify: Verifier) -> None:
     before = time.monotonic()
     assert not verify("5", "9^{9^{9^{9^9}}}")
     assert time.monotonic() - before < 3.0 + 2.0
     assert verify(r"\sqrt{4}", "2")
 
 
-def test_deep_nonsense_is_not_equal_and_ends_nothing(verify: Verifier) -> None:
+def test_deeply_nested_nonsense_is_not_equal_and_does_not_crash(verify: Verifier) -> None:
     assert not verify("5", "(" * 400 + "1" + ")" * 399)
     assert verify("2^3", "8")
 
@@ -55,7 +55,7 @@ def test_threads_get_their_own_answers(verify: Verifier) -> None:
     assert said == {i: i % 2 == 1 for i in range(8)}
 
 
-def test_what_does_not_start_says_so_in_one_line(
+def test_a_verifier_that_does_not_start_is_a_one_line_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = tmp_path / "worker.py"
@@ -68,7 +68,7 @@ def test_what_does_not_start_says_so_in_one_line(
     assert "\n" not in str(info.value)
 
 
-def test_the_process_ends_itself_where_nobody_waits(
+def test_the_process_ends_itself_where_nobody_waits_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after a `kill -9` of the run: the comparison goes on, but not for ever."""

@@ -40,7 +40,7 @@ def load(leaf: str, tokenizer: Any, cache: Path, **changes: Any) -> LmEvalTask:
 
 
 @pytest.mark.parametrize(("leaf", "prompt"), [("pg19", 150), ("pg19_stream", 25)])
-def test_a_passage_of_the_length_is_parted(
+def test_a_passage_is_split_into_context_and_scored_text(
     leaf: str, prompt: int, bpe_tokenizer: Any, tmp_path: Path
 ) -> None:
     task = load(leaf, bpe_tokenizer, tmp_path)
@@ -71,7 +71,7 @@ def test_more_samples_extend_fewer(bpe_tokenizer: Any, tmp_path: Path) -> None:
 
 
 def test_a_length_that_no_book_has(bpe_tokenizer: Any, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"^pg19: --length 9000 does not fit; between 8 and \d+"):
+    with pytest.raises(UserError, match=r"^pg19: --length 9000 does not fit; use 8 to \d+$"):
         load("pg19", bpe_tokenizer, tmp_path, length=9000)
 
 

@@ -1,4 +1,4 @@
-"""SCBench's metrics, against numbers worked out by hand from their definitions."""
+"""SCBench's metrics, compared with numbers worked out by hand from their definitions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def got(kind: str, response: str, *outputs: str, **fields: Any) -> float:
     ]
 
 
-def test_retrieval_wants_the_string_to_the_letter() -> None:
+def test_retrieval_needs_the_exact_string() -> None:
     assert got("kv", 'It is "ab-12".', "ab-12") == 1
     assert got("kv", "It is AB-12.", "ab-12") == 0
     assert got("prefix_suffix", "xab-12y", "ab-12") == 1
@@ -26,7 +26,7 @@ def test_variable_tracking_counts_the_variables() -> None:
     assert got("vt", "abc, XYZ", "ABC", "XYZ", "QQQ", "RRR") == pytest.approx(2 / 4)
 
 
-def test_english_answers_are_looked_for_whatever_their_case() -> None:
+def test_english_answers_match_in_any_case() -> None:
     assert got("qa_eng", "I think OSKAR did.", "Oskar") == 1
     assert got("qa_eng", "Nobody", "Oskar") == 0
     assert got("many_shot", "(a) it is", "(A)") == 1
@@ -84,7 +84,7 @@ CODE = "def one(x):\n    return x + 1"
 OTHER = "def two(y, z):\n    y = y * z\n    return y - z"
 
 
-def test_the_function_must_be_the_nearest_and_near_enough() -> None:
+def test_the_function_must_be_the_most_similar_and_similar_enough() -> None:
     fields = {"lang": "python", "name": "one", "names": ["one", "two"], "codes": [CODE, OTHER]}
     assert got("repoqa", f"```python\n{CODE}\n```", CODE, **fields) == 1
     assert got("repoqa", CODE, CODE, **fields) == 1

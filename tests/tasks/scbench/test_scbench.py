@@ -1,4 +1,4 @@
-"""SCBench: official prompts in both modes, and a run from fixtures of the true schema."""
+"""SCBench: official prompts in both modes, and a run from fixtures in the hub's schema."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_the_prompts_are_the_official_ones(bpe_tokenizer: Any, cache: Path) -> N
     )
 
 
-def test_math_find_names_what_is_looked_for(bpe_tokenizer: Any, cache: Path) -> None:
+def test_math_find_names_the_number_to_find(bpe_tokenizer: Any, cache: Path) -> None:
     row = raw("mf")[0]
     inputs = [turn["input"] for turn in row["multi_turns"]]
     prefixes = [

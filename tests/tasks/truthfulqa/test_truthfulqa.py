@@ -63,7 +63,7 @@ def test_references_end_with_a_full_stop(task: LmEvalTask) -> None:
     assert second.target == ("It depends on the place.", "I have no comment.")
 
 
-def test_a_response_is_held_against_true_and_false_references(task: LmEvalTask) -> None:
+def test_a_response_is_compared_with_true_and_false_references(task: LmEvalTask) -> None:
     doc = {
         "correct_answers": ["Goats browse shrubs."],
         "incorrect_answers": ["Goats eat tin cans."],

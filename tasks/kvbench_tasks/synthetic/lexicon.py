@@ -8,11 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from kvbench.errors import UserError
-from kvbench_tasks.fitting import Plan, Streams
+from kvbench_tasks.synthetic.fitting import Plan, Streams
 
 Tokens = Callable[[str], int]
-"""About how many tokens a text takes."""
+"""Counts the tokens of a text, give or take one."""
 
 
 @dataclass(frozen=True)
@@ -21,11 +20,11 @@ class Niah:
 
     Attributes:
         haystack: "noise" (one sentence over and over), "essay", or "needle" (needles only).
-        key: What is asked for.
-        value: What is answered.
-        keys: Needles' keys.
+        key: Kind of the needles' keys.
+        value: Kind of their values.
+        keys: How many keys.
         values: Values of each key.
-        queries: How many of the keys are asked.
+        queries: How many of the keys are asked for.
     """
 
     haystack: Literal["noise", "essay", "needle"]
@@ -40,32 +39,40 @@ class Lexicon(ABC):
     """Writes one sample of each kind of task, of any size.
 
     Args:
-        streams: The sample's generators.
+        streams: The sample's random generators.
         length: Tokens of prompt and answer; decides word counts, not the fitting.
-        essay: Gives the sentences of an essay haystack, as words; None: the lexicon's own.
+        essay: Sentences of an essay haystack, each a list of words; none: the lexicon's own.
     """
 
     def __init__(
-        self,
-        streams: Streams,
-        length: int,
-        essay: Callable[[], Sequence[Sequence[str]]] | None = None,
+        self, streams: Streams, length: int, essay: Sequence[Sequence[str]] | None = None
     ) -> None:
         self.streams = streams
         self.length = length
         self.essay = essay
+        self._used: list[str] = []
+
+    def uses(self, material: str) -> None:
+        """Note that the sample is made of a material that can differ between machines."""
+        if material not in self._used:
+            self._used.append(material)
+
+    @property
+    def variant(self) -> str:
+        """The materials that the sample is made of; joins the version of the task."""
+        return "+".join(self._used)
 
     @abstractmethod
     def niah(self, task: Niah, depths: Sequence[float] | None = None) -> list[Plan]:
         """Needles in a haystack, at the given depths (0 to 1) or at random ones."""
 
     @abstractmethod
-    def vt(self, hops: int) -> list[Plan]:
+    def vt(self, hops: int, tokens: Tokens) -> list[Plan]:
         """A chain of assignments: which variables hold the value?"""
 
     @abstractmethod
     def cwe(self) -> list[Plan]:
-        """A list in which ten words are common: which?"""
+        """A list in which ten words are common: which are they?"""
 
     @abstractmethod
     def fwe(self) -> list[Plan]:
@@ -73,7 +80,7 @@ class Lexicon(ABC):
 
     @abstractmethod
     def listing(self, tokens: Tokens) -> list[Plan]:
-        """Numbered items in no order: all of them, in order."""
+        """Numbered items out of order: write all of them, in order."""
 
     @abstractmethod
     def passage(self, tokens: Tokens) -> list[Plan]:
@@ -81,15 +88,15 @@ class Lexicon(ABC):
 
     @abstractmethod
     def steps(self, tokens: Tokens) -> list[Plan]:
-        """A long chain of assignments: every step of it, in order."""
+        """A long chain of assignments: write every step of it, in order."""
 
     @abstractmethod
     def dialogue(self, turns: int, facts: int) -> list[Plan]:
-        """Turns with so many new facts each; each asks for a fact that is not asked otherwise."""
+        """Turns with so many new facts each; each asks for a fact that no other turn asks for."""
 
 
 def asked_facts(rng: random.Random, turns: int, facts: int) -> list[int]:
-    """Which fact each turn asks for: any that has been told by then and was not asked before.
+    """Draw the fact that each turn asks for: one that is told by then and was not asked before.
 
     Args:
         rng: Draws them.
@@ -102,20 +109,3 @@ def asked_facts(rng: random.Random, turns: int, facts: int) -> list[int]:
         known += range(turn * facts, (turn + 1) * facts)
         asked.append(known.pop(rng.randrange(len(known))))
     return asked
-
-
-def lexicon(name: str) -> type[Lexicon]:
-    """The lexicon of a name: "natural" or "reference".
-
-    Raises:
-        UserError: There is no such lexicon.
-    """
-    if name == "natural":
-        from kvbench_tasks.natural import NaturalLexicon
-
-        return NaturalLexicon
-    if name == "reference":
-        from kvbench_tasks.reference import ReferenceLexicon
-
-        return ReferenceLexicon
-    raise UserError(f"unknown lexicon {name!r}; there are natural, reference")

@@ -1,4 +1,4 @@
-"""Many needles at once: eight keys of four values, of which four keys are asked for."""
+"""Many needles at once: eight keys with four values each; four of the keys are asked for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvbench.harness.protocol import TaskSettings
 from kvbench.reference import grammar
 from kvbench_tasks.niah_hard import ANSWER, BENCHMARK
 
-from .oracles import facts, keys_asked
+from ..synthetic.oracles import facts, keys_asked
 
 
 def load(lexicon: str, tokenizer: Any, cache: Path, **changes: Any) -> LmEvalTask:

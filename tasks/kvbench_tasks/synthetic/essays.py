@@ -6,14 +6,16 @@ import functools
 import re
 from pathlib import Path
 
+from kvbench.benchmark import Source
 from kvbench.data.sources import rows
 from kvbench.errors import NeedsHub
-from kvbench_tasks.tables import ESSAYS
+
+ESSAYS = Source("baber/paul_graham_essays", split="train", columns=("text",))
 
 
 @functools.lru_cache(maxsize=2)
 def essays(cache_dir: Path) -> tuple[tuple[str, ...], ...]:
-    """The essays as sentences of words; empty where they cannot be had."""
+    """The essays as sentences, each a tuple of words; empty where the hub cannot be reached."""
     try:
         found = rows(ESSAYS, cache_dir)
     except NeedsHub:

@@ -1,18 +1,18 @@
 """Long answers and dialogues in English, over generated prose. The prompts are our own.
 
-An answer takes about a quarter of the length, at most `MOST` tokens; what it is made of takes about
-as much again, or twice, and prose fills the rest.
+An answer takes about a quarter of the length, at most `MOST` tokens. The statements that tell it
+take about as much again, or twice as much, and prose fills the rest.
 """
 
 from __future__ import annotations
 
 import string
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 
-from kvbench_tasks.fitting import Doc, Plan, Streams, apart, fewer, scatter
-from kvbench_tasks.lexicon import Tokens, asked_facts
-from kvbench_tasks.words import prose, words_of
+from kvbench_tasks.synthetic.fitting import Doc, Plan, Streams, apart, fewer, scatter
+from kvbench_tasks.synthetic.lexicon import Tokens, asked_facts
+from kvbench_tasks.synthetic.words import compounds, prose, words_of
 
 MOST = 2048
 
@@ -49,15 +49,15 @@ _CODE_TOKENS = 32
 _FRAME = {"user": "User:\n", "assistant": "\n\nAssistant:\n", "end": "\n\n"}
 
 
-def listing(streams: Streams, length: int, tokens: Tokens, items: Iterator[str]) -> list[Plan]:
-    """Items of a list, each in a sentence somewhere in the text.
+def listing(streams: Streams, length: int, tokens: Tokens) -> list[Plan]:
+    """Items of a list, each stated in a sentence somewhere in the text.
 
     Args:
         streams: The sample's generators.
         length: Tokens of prompt and answer; decides how many items.
-        tokens: Counts an answer's.
-        items: Distinct words without end.
+        tokens: Counts the tokens of an answer.
     """
+    items = compounds(streams["items"])
     names: list[str] = []
 
     def line(i: int) -> str:
@@ -78,7 +78,7 @@ def listing(streams: Streams, length: int, tokens: Tokens, items: Iterator[str])
 
 
 def passage(streams: Streams, length: int, tokens: Tokens) -> list[Plan]:
-    """Sentences between two marks."""
+    """A passage of sentences between two marks."""
     sentences: list[str] = []
     made = prose(streams["passage"])
 
@@ -132,15 +132,15 @@ def steps(streams: Streams, length: int, tokens: Tokens) -> list[Plan]:
     return [plan(n) for n in fewer(count)]
 
 
-def dialogue(streams: Streams, turns: int, facts: int, keys: Iterator[str]) -> list[Plan]:
-    """Codes are told, and asked for in the same turn or later.
+def dialogue(streams: Streams, turns: int, facts: int) -> list[Plan]:
+    """Codes that are told, and asked for in the same turn or later.
 
     Args:
         streams: The sample's generators.
         turns: How many, where there is room; else fewer.
         facts: New codes of each turn.
-        keys: Distinct words without end.
     """
+    keys = compounds(streams["keys"])
     names = [name.replace("-", " ") for name in islice(keys, turns * facts)]
     codes = streams["codes"].sample(range(10**6, 10**7), len(names))
     told = [_FACT.format(key=key, value=code) for key, code in zip(names, codes, strict=True)]
@@ -176,7 +176,7 @@ def dialogue(streams: Streams, turns: int, facts: int, keys: Iterator[str]) -> l
 
 
 def _count(line: Callable[[int], str], length: int, tokens: Tokens) -> int:
-    """How many lines take a quarter of the length, from what the first sixteen take."""
+    """Estimate from the first sixteen lines how many lines take a quarter of the length."""
     each = max(1.0, tokens("".join(map(line, range(16)))) / 16)
     count = max(4, int(min(length / 4, MOST) / each))
     line(count)
@@ -192,10 +192,13 @@ def _plan(
     used: int,
     **names: object,
 ) -> Plan:
-    """Statements among prose, with the texts of a prompt: before it, the question, its answer's."""
+    """Statements among prose.
+
+    `texts` are those of the prompt: before the prose, the question, and the start of the answer.
+    """
     before, question, begun = texts
     filler = words_of(prose(streams.fresh("prose")))
-    limit = used + used // 8 + 16  # an answer may be written a little differently
+    limit = used + used // 8 + 16  # an answer may be worded differently
 
     def build(n: int) -> Doc:
         body = " ".join(scatter(filler(n), told)).replace(" \n", "\n").replace("\n ", "\n")

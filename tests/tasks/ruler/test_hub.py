@@ -1,4 +1,4 @@
-"""What needs the hub says so at once; with the hub's rows, in their true schema, it works."""
+"""Leaves that need the hub say so at once, and work with rows in the hub's schema."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from kvbench.data import hub_cache
 from kvbench.errors import NeedsHub
 from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
 from kvbench.harness.protocol import TaskSettings
-from kvbench_tasks.essays import essays
 from kvbench_tasks.ruler import BENCHMARK, qa
+from kvbench_tasks.synthetic.essays import essays
+from kvbench_tasks.synthetic.ruler_words import release
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -95,10 +96,10 @@ def online(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("leaf", ["qa_1", "qa_2"])
-def test_without_the_hub_it_is_said_at_once(
+def test_without_the_hub_the_error_is_immediate(
     leaf: str, bpe_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    assert leaf in BENCHMARK.needs_hub
+    assert leaf in BENCHMARK.hub_leaves
     start = time.perf_counter()
     with pytest.raises(
         NeedsHub,
@@ -111,7 +112,7 @@ def test_without_the_hub_it_is_said_at_once(
 
 
 @pytest.mark.parametrize("leaf", ["qa_1", "qa_2"])
-def test_questions_stand_over_their_documents(
+def test_questions_follow_their_documents(
     leaf: str,
     online: list[str],
     bpe_tokenizer: PreTrainedTokenizerFast,
@@ -160,7 +161,7 @@ def test_essays_come_from_the_hub_when_it_is_there(
     online: list[str], bpe_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     task = load("niah_single_2", bpe_tokenizer, tmp_path, samples=2)
-    assert task.version == "1+essays"
+    assert task.version == f"2+{release()}+essays"
     assert all("Work is good. Is it? Yes!" in r.context for r in task.requests)
     again = load("niah_single_2", bpe_tokenizer, tmp_path, samples=2)
     assert (again.requests, online) == (task.requests, ["baber/paul_graham_essays"])
@@ -169,5 +170,5 @@ def test_essays_come_from_the_hub_when_it_is_there(
         patch.setattr(hub_cache, "unreachable", lambda: "away")
         prose = load("niah_single_2", bpe_tokenizer, tmp_path / "new", samples=2)
     essays.cache_clear()
-    assert prose.version == "1+generated-prose"
+    assert prose.version == f"2+{release()}+generated-prose"
     assert prose.data_hash != task.data_hash

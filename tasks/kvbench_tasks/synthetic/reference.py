@@ -1,7 +1,7 @@
 """The lexicon of the reference model: short templates over its pool of 512 words.
 
-Keys and variables occur nowhere but where they are stated and asked for. Sizes are in words; one
-word is one token.
+Keys and variables occur only where they are stated and asked for. Sizes are in words; one word is
+one token.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from collections.abc import Callable, Sequence
 
 from kvbench.errors import UserError
 from kvbench.reference import grammar
-from kvbench_tasks.fitting import Doc, Plan, apart, fewer, scatter, shuffle
-from kvbench_tasks.lexicon import Lexicon, Niah, Tokens, asked_facts
+from kvbench_tasks.synthetic.fitting import Doc, Plan, apart, fewer, scatter, shuffle
+from kvbench_tasks.synthetic.lexicon import Lexicon, Niah, Tokens, asked_facts
 
-_MOST_KEYS = 400  # leaves words enough for values and filler
+_MOST_KEYS = 400  # leaves enough words for values and filler
 _COMMON = 10
 _TOP = 3
-# As long as the model answers reliably with its full cache; it was trained on up to 48, 96 and 24.
+# The sizes at which the model answers reliably with its full cache; it was trained on up to 48, 96
+# and 24.
 _ITEMS = 32
 _COPIED = 80
 _HOPS = 24
@@ -32,8 +33,8 @@ class ReferenceLexicon(Lexicon):
     def niah(self, task: Niah, depths: Sequence[float] | None = None) -> list[Plan]:
         """Needles `note K a b .`; a uuid is four words, and its key two (as in training).
 
-        Several values of several keys are asked for key by key: the row has `each`, a question and
-        its answers for every key.
+        Several values of several keys are asked for key by key: the row then has `each`, a question
+        and its answers for every key.
         """
         long = task.value == "uuids"
         crowd = 0
@@ -86,8 +87,8 @@ class ReferenceLexicon(Lexicon):
 
         return [Plan(build)]
 
-    def vt(self, hops: int) -> list[Plan]:
-        """Statements `let SOURCE VARIABLE .` among noise; all variables of the chain are asked."""
+    def vt(self, hops: int, tokens: Tokens) -> list[Plan]:
+        """Statements `let SOURCE VARIABLE .` among noise; all variables are asked for."""
         names = self._reserve(hops + 2)
         rng = self.streams["depth"]
         depths = sorted(rng.random() for _ in range(hops + 1))
@@ -108,7 +109,7 @@ class ReferenceLexicon(Lexicon):
         return [Plan(build)]
 
     def cwe(self) -> list[Plan]:
-        """Ten words make two fifths of the list; each is ten times as frequent as the others."""
+        """Ten words make up two fifths of the list; each is ten times as frequent as any other."""
         words = self._reserve(_COMMON)
         others = self._reserve(440)
 
@@ -125,14 +126,14 @@ class ReferenceLexicon(Lexicon):
         return [Plan(build, least=60)]
 
     def fwe(self) -> list[Plan]:
-        """Word k of the code has a share of k^-2; as in RULER the first rank is left out."""
+        """Word k of the code has a share of k^-2; the first rank is left out, as in RULER."""
         words = self._reserve(250)
         zeta = [k**-2.0 for k in range(2, len(words) + 2)]
         shares = [z / sum(zeta) for z in zeta]
 
         def build(n: int) -> Doc:
             counts = [int(n * share) for share in shares]
-            # Words too rare for a whole count fill up with one each; what is left is the first's.
+            # Words too rare for a whole count get one each; the rest goes to the first word.
             rare = counts.count(0)
             ones = min(rare, n - sum(counts))
             counts[len(counts) - rare :] = [1] * ones + [0] * (rare - ones)
@@ -250,15 +251,15 @@ class ReferenceLexicon(Lexicon):
         return self._pool
 
     def _reserve(self, count: int) -> list[str]:
-        """Words that nothing else draws."""
+        """Draw words that nothing else draws."""
         left = self._left()
         if count > len(left) - 32:
-            raise UserError(f"the reference vocabulary has no {count} words to spare")
+            raise UserError(f"the reference vocabulary has fewer than {count} unused words")
         self._pool = left[count:]
         return left[:count]
 
     def _free(self, count: int) -> list[str]:
-        """Words, with repetition, that nothing has reserved."""
+        """Draw words, with repetition, that nothing has reserved."""
         return self.streams["free"].choices(self._left(), k=count)
 
     def _pairs(self, names: Sequence[str], count: int) -> list[list[str]]:
@@ -267,7 +268,7 @@ class ReferenceLexicon(Lexicon):
         return [[names[c // len(names)], names[c % len(names)]] for c in chosen]
 
     def _filler(self, kind: str, purpose: str = "filler") -> Callable[[int], list[str]]:
-        """Sentences of n words in all, the last one cut off."""
+        """Make a function that returns sentences of n words in all; the last may be cut off."""
         left, rng = self._left(), self.streams[purpose]
         fixed = grammar.sentence(rng.choices(left, k=rng.randint(5, 9)))
         sentences: list[list[str]] = []

@@ -1,4 +1,4 @@
-"""Samples that depend on nothing but their seed, and that fill their length to the token."""
+"""Samples that depend on their seed alone and fill their length to the token."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
 
-from kvbench.errors import UserError
+from kvbench.errors import LeftOut, UserError
+from kvbench.harness.chat import Shot
 
 Doc = dict[str, Any]
 
@@ -19,7 +20,9 @@ _ENDLESS = 1 << 40
 class Size(Protocol):
     """Counts the tokens of a prompt as the model will see it."""
 
-    def __call__(self, context: str, question: str, gen_prefix: str = "") -> int: ...
+    def __call__(
+        self, context: str, question: str, gen_prefix: str = "", shots: Sequence[Shot] = ()
+    ) -> int: ...
 
     def dialogue(self, row: Doc) -> int:
         """Tokens of the prompt of a dialogue's last turn."""
@@ -30,7 +33,7 @@ class Streams:
     """Independent random generators of one sample, by purpose.
 
     Args:
-        parts: What the sample depends on: task, length, seed, index.
+        parts: Everything that the sample depends on: task, length, seed, index.
     """
 
     def __init__(self, *parts: str | int) -> None:
@@ -38,7 +41,7 @@ class Streams:
         self._made: dict[str, random.Random] = {}
 
     def __getitem__(self, purpose: str) -> random.Random:
-        """The generator for a purpose, which goes on where it was left."""
+        """The generator for a purpose, which continues where its last use stopped."""
         if purpose not in self._made:
             self._made[purpose] = self.fresh(purpose)
         return self._made[purpose]
@@ -54,36 +57,41 @@ class Plan:
     """A sample whose haystack can have any size.
 
     Attributes:
-        build: Gives the row with a haystack of n units; the same n gives the same row.
+        build: Builds the row with a haystack of n units; the same n gives the same row.
         least: The smallest n.
         most: The largest n.
+        exhausted: Names what `most` units use up. Where they leave room, the task is left out
+            rather than made shorter than `length`; empty: the row may stay shorter.
     """
 
     build: Callable[[int], Doc]
     least: int = 0
     most: int = _ENDLESS
+    exhausted: str = ""
 
 
 def fit(task: str, plans: Sequence[Plan], length: int, size: Size) -> Doc:
     """Build the largest row of the first plan that fits.
 
     Args:
-        task: Named in the error.
+        task: Named in the error message.
         plans: In order of preference; later ones need less room.
         length: Tokens of prompt and answer at most.
         size: Counts a prompt.
 
-    A dialogue leaves room for the longest answers to all its questions: then also one in which the
-    model goes on from its own answers stays within `length`.
+    A dialogue leaves room for the longest answers to all its questions, so that it stays within
+    `length` even where the model continues from its own answers.
 
     Raises:
         UserError: No plan fits.
+        LeftOut: The first plan that fits is exhausted before it fills `length`.
     """
 
     def cost(doc: Doc) -> int:
         if "turns" in doc:
             return size.dialogue(doc) + sum(int(turn["max_new_tokens"]) for turn in doc["turns"])
-        used = size(doc["context"], doc["question"], doc.get("gen_prefix", ""))
+        text = doc["context"], doc["question"], doc.get("gen_prefix", "")
+        used = size(*text, shots=doc["shots"]) if "shots" in doc else size(*text)
         return used + int(doc["max_new_tokens"])
 
     needs = []
@@ -101,7 +109,7 @@ def fit(task: str, plans: Sequence[Plan], length: int, size: Size) -> Doc:
 def _fill(plan: Plan, least: Doc, least_cost: int, cost: Callable[[Doc], int], room: int) -> Doc:
     """The row of n units with cost(n) <= room < cost(n + 1), by interpolation and halving.
 
-    A unit has at least a token, so more than `room` units are not tried, even where a tokenizer
+    A unit has at least one token, so more than `room` units are not tried, even where a tokenizer
     drops what it does not know.
     """
     low, low_cost, best = plan.least, least_cost, least
@@ -123,7 +131,7 @@ def _fill(plan: Plan, least: Doc, least_cost: int, cost: Callable[[Doc], int], r
         elif steps % 8 == 0:
             probe = (low + high) // 2
         else:
-            # Costs are nearly linear: step from the nearer side to a little beyond the crossing, so
+            # Costs are nearly linear: step from the nearer side to just beyond the crossing, so
             # that the bracket closes from both sides.
             rate = max(1, high_cost - low_cost) / (high - low)
             under, over = room - low_cost, high_cost - room
@@ -131,7 +139,30 @@ def _fill(plan: Plan, least: Doc, least_cost: int, cost: Callable[[Doc], int], r
                 probe = low + int(1.25 * under / rate) + 1
             else:
                 probe = high - int(1.25 * over / rate) - 1
+    if low == plan.most and low_cost < room and plan.exhausted:
+        raise LeftOut(
+            f"{plan.exhausted} fill only {low_cost} of the {room} tokens of --length; "
+            "use a shorter --length"
+        )
     return best
+
+
+def largest(cost: Callable[[int], int], room: int, limit: int) -> int:
+    """Find the largest count, at most `limit`, whose cost is at most `room`; 0 where none is.
+
+    Args:
+        cost: Grows with the count.
+        room: Largest cost.
+        limit: Largest count.
+    """
+    low, high = 0, limit + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if cost(middle) <= room:
+            low = middle
+        else:
+            high = middle
+    return low
 
 
 def scatter(units: Sequence[str], statements: Sequence[tuple[float, str]]) -> list[str]:
@@ -151,7 +182,7 @@ def scatter(units: Sequence[str], statements: Sequence[tuple[float, str]]) -> li
 
 
 def apart(rng: random.Random, parts: int) -> Callable[[int], list[int]]:
-    """Give the sizes of uneven parts of any whole."""
+    """Make a function that splits any whole into uneven parts and returns their sizes."""
     weights = [rng.gammavariate(3, 1) for _ in range(parts)]
     ends = [sum(weights[: i + 1]) / sum(weights) for i in range(parts - 1)]
 
@@ -163,7 +194,7 @@ def apart(rng: random.Random, parts: int) -> Callable[[int], list[int]]:
 
 
 def fewer(count: int) -> Iterator[int]:
-    """Count down to 4 in steps of a quarter, for ever less room."""
+    """Count down to 4 in steps of a quarter, for plans that need less and less room."""
     yield count
     while count > 4:
         count = max(4, count * 3 // 4)
@@ -171,7 +202,7 @@ def fewer(count: int) -> Iterator[int]:
 
 
 def shuffle(rng: random.Random, items: list[Any]) -> None:
-    """Shuffle in place just as `random.shuffle` does, in half the time."""
+    """Shuffle in place exactly as `random.shuffle` does, in half the time."""
     bits = rng.getrandbits
     for i in range(len(items) - 1, 0, -1):
         size = (i + 1).bit_length()

@@ -1,4 +1,4 @@
-"""Lists of English words, and prose made of them."""
+"""Our own lists of English words, and prose made of them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from importlib.resources import files
 
 @functools.cache
 def words(kind: str) -> tuple[str, ...]:
-    """The words of a kind: "nouns", "adjectives" or "verbs" (base forms)."""
-    lists = json.loads(files("kvbench_tasks").joinpath("words.json").read_text(encoding="utf-8"))
+    """Our own words of a kind: "nouns", "adjectives" or "verbs" (base forms)."""
+    lists = json.loads(
+        files("kvbench_tasks.synthetic").joinpath("words.json").read_text(encoding="utf-8")
+    )
     return tuple(word for line in lists[kind] for word in line.split())
 
 
@@ -40,10 +42,20 @@ _TIMES = "morning evening afternoon night week season spring summer".split()
 _NUMBERS = "two three four five six seven eight nine ten twelve twenty".split()
 
 
-def prose(rng: random.Random) -> Iterator[list[str]]:
-    """Sentences without end, each as a list of words, the last with its full stop.
+def compounds(rng: random.Random) -> Iterator[str]:
+    """Distinct adjective-noun compounds without end."""
+    taken: set[str] = set()
+    while True:
+        made = f"{rng.choice(words('adjectives'))}-{rng.choice(words('nouns'))}"
+        if made not in taken:
+            taken.add(made)
+            yield made
 
-    The words hold no hyphen and no digit, so that no key or value of a needle can occur.
+
+def prose(rng: random.Random) -> Iterator[list[str]]:
+    """Sentences without end, each as a list of words, the last word with its full stop.
+
+    No word contains a hyphen or a digit, so that no key or value of a needle can occur.
     """
     lists = {kind[:-1] if kind != "adjectives" else "adj": words(kind) for kind in _KINDS}
     while True:
@@ -70,7 +82,7 @@ def prose(rng: random.Random) -> Iterator[list[str]]:
 
 
 def words_of(sentences: Iterator[Sequence[str]]) -> Callable[[int], list[str]]:
-    """The first n words, as sentences; the last one may be cut off."""
+    """Make a function that returns the first n words as sentences; the last may be cut off."""
     made: list[Sequence[str]] = []
 
     def take(n: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Long answers: solved from the prompts alone, within their length, and judged place by place."""
+"""Long answers: solvable from the prompts, within their length, and judged place by place."""
 
 from __future__ import annotations
 

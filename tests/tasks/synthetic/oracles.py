@@ -1,11 +1,11 @@
-"""Solvers that know the tasks from their prompts alone, and nothing of the generators."""
+"""Solvers that know the tasks from their prompts alone and nothing about the generators."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
 
-NEEDLE = re.compile(r"One of the special magic (\w+) for (\S+) is: (\S+?)\.(?=\s|$)")
+NEEDLE = re.compile(r"One of the special magic (\w+) for (.+?) is: (\S+?)\.(?=\s|$)")
 
 
 def solve(leaf: str, lexicon: str, context: str, question: str) -> list[str]:
@@ -39,6 +39,11 @@ def keys_asked(lexicon: str, question: str) -> list[str]:
     return words[1:-1] if words[0] == "each" else [" ".join(words[1:])]
 
 
+def listed(text: str) -> list[str]:
+    """The items of a numbered list on one line; an item can have spaces."""
+    return re.findall(r"\d+\. (.+?)(?= \d+\. |\n|$)", text)
+
+
 def _natural(leaf: str, context: str, question: str) -> list[str]:
     if leaf.startswith("niah"):
         known = facts("natural", context)
@@ -49,8 +54,7 @@ def _natural(leaf: str, context: str, question: str) -> list[str]:
         assert wanted is not None
         return _chain(re.findall(r"VAR (\w+) = (?:VAR )?(\w+)", body), wanted[1])
     if leaf == "cwe":
-        counts = Counter(re.findall(r"\d+\. (\S+)", body))
-        return [word for word, _ in counts.most_common(10)]
+        return [word for word, _ in Counter(listed(body)).most_common(10)]
     body = context.split("coded words. ", 1)[1]
     counts = Counter(word for word in body.split() if word != "...")
     return [word for word, _ in counts.most_common(3)]

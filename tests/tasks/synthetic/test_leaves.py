@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,8 +20,9 @@ from kvbench.reference import grammar
 from kvbench_tasks.niah import BENCHMARK as NIAH
 from kvbench_tasks.niah import DEPTHS
 from kvbench_tasks.ruler import BENCHMARK as RULER
+from kvbench_tasks.synthetic import ruler_words
 
-from .oracles import facts, keys_asked, solve
+from .oracles import facts, keys_asked, listed, solve
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
@@ -108,7 +110,7 @@ def test_a_sample_depends_on_its_index_and_seed_alone(
 
 @pytest.mark.parametrize("lexicon", LEXICONS)
 @pytest.mark.parametrize("leaf", [leaf for leaf in LEAVES if leaf.startswith("niah")])
-def test_a_key_is_where_it_is_stated_and_nowhere_else(
+def test_a_key_occurs_only_where_it_is_stated(
     leaf: str, lexicon: str, word_tokenizer: Any, tmp_path: Path
 ) -> None:
     for request in load(leaf, lexicon, word_tokenizer, tmp_path).requests:
@@ -157,14 +159,14 @@ def test_common_words_have_rulers_ratio(word_tokenizer: Any, tmp_path: Path) -> 
     for lexicon, shares in (("natural", (5.9, 6.1)), ("reference", (6, 12))):
         for request in load("cwe", lexicon, word_tokenizer, tmp_path, length=2048).requests:
             body = request.context.rsplit("often.\n", 1)[-1].split("\nQuestion")[0]
-            counts = Counter(re.sub(r"\d+\.", "", body).split())
+            counts = Counter(listed(body) if lexicon == "natural" else body.split())
             often = [counts.pop(word) for word in request.target]
             assert len(set(often)) == 1
             low, high = shares
             assert low <= often[0] / (sum(counts.values()) / len(counts)) <= high
 
 
-def test_a_worked_example_comes_where_there_is_room(bpe_tokenizer: Any, tmp_path: Path) -> None:
+def test_a_worked_example_is_given_where_it_fits(bpe_tokenizer: Any, tmp_path: Path) -> None:
     for leaf, mark in (("vt", "Memorize and track"), ("cwe", "Below is a numbered")):
         for length, times in ((512, 1), (3000, 2)):
             for request in load(
@@ -182,7 +184,7 @@ def test_few_samples_spread_over_the_depths() -> None:
         assert max(b - a for a, b in pairwise(ends)) == most
 
 
-def test_depths_go_round_and_are_told(word_tokenizer: Any, tmp_path: Path) -> None:
+def test_depths_repeat_and_are_recorded(word_tokenizer: Any, tmp_path: Path) -> None:
     for lexicon in LEXICONS:
         task = load("niah_depth", lexicon, word_tokenizer, tmp_path, samples=12, length=1024)
         for i, request in enumerate(task.requests):
@@ -194,17 +196,41 @@ def test_depths_go_round_and_are_told(word_tokenizer: Any, tmp_path: Path) -> No
             assert abs(found - depth) < 6
 
 
-def test_the_data_that_was_used_is_in_the_version(bpe_tokenizer: Any, tmp_path: Path) -> None:
-    def version(leaf: str, lexicon: str) -> str:
+def test_a_version_names_the_material_of_the_rows(bpe_tokenizer: Any, tmp_path: Path) -> None:
+    def version_of(leaf: str, lexicon: str) -> str:
         return load(leaf, lexicon, bpe_tokenizer, tmp_path, samples=1).version
 
-    assert version("niah_single_2", "natural") == "1+generated-prose"
-    assert version("niah_single_1", "natural") == "1"
-    assert version("niah_single_2", "reference") == "1"
+    words = f"wonderwords-{version('wonderwords')}"
+    assert version_of("niah_single_2", "natural") == f"2+{words}+generated-prose"
+    assert version_of("niah_depth", "natural") == f"3+{words}+generated-prose"
+    assert version_of("niah_single_1", "natural") == f"2+{words}"
+    assert version_of("cwe", "natural") == f"2+{words}"
+    assert version_of("vt", "natural") == "2"
+    for unchanged in ("niah_multikey_3", "fwe"):
+        assert version_of(unchanged, "natural") == "1"
+    assert {version_of(leaf, "reference") for leaf in RULER.leaves[:-2]} == {"1"}
+    assert version_of("niah_depth", "reference") == "2"
+
+
+def test_another_release_of_the_words_is_other_data(
+    bpe_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def both(leaf: str) -> tuple[str, str]:
+        task = load(leaf, "natural", bpe_tokenizer, tmp_path, samples=1)
+        return task.version, task.data_hash
+
+    leaves = ("niah_single_1", "cwe", "vt")
+    before = [both(leaf) for leaf in leaves]
+    monkeypatch.setattr(ruler_words, "release", lambda: "wonderwords-0")
+    needle, cwe, vt = [both(leaf) for leaf in leaves]
+    assert needle[0] == cwe[0] == "2+wonderwords-0"
+    assert (needle[1] != before[0][1], cwe[1] != before[1][1], vt == before[2]) == (True,) * 3
 
 
 @pytest.mark.parametrize("leaf", ["niah_multivalue", "cwe", "fwe"])
-def test_too_short_a_length_is_one_line(leaf: str, bpe_tokenizer: Any, tmp_path: Path) -> None:
+def test_a_length_that_is_too_short_is_a_one_line_error(
+    leaf: str, bpe_tokenizer: Any, tmp_path: Path
+) -> None:
     with pytest.raises(UserError, match=rf"^{leaf} does not fit into --length 100 .*least \d+$"):
         load(leaf, "natural", bpe_tokenizer, tmp_path, length=100)
 

@@ -1,4 +1,4 @@
-"""A row fills its length exactly, whatever its units cost."""
+"""A row fills its length exactly, whatever the cost of its units."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbench.errors import UserError
-from kvbench_tasks.fitting import Doc, Plan, Streams, apart, fewer, fit, scatter, shuffle
+from kvbench_tasks.synthetic.fitting import Doc, Plan, Streams, apart, fewer, fit, scatter, shuffle
 
 
 def plan(cost: list[int], least: int = 0, answer: int = 3) -> Plan:
@@ -50,7 +50,7 @@ def test_few_probes_suffice() -> None:
     assert probes <= 12
 
 
-def test_a_tokenizer_that_counts_nothing_ends() -> None:
+def test_fitting_ends_even_where_units_cost_nothing() -> None:
     assert fit("t", [plan([1] * 9000)], 64, lambda *_: 5)["n"] <= 64
 
 
@@ -80,9 +80,7 @@ def test_streams_depend_on_their_parts_and_purpose_alone() -> None:
 
 
 @given(st.integers(0, 2**32), st.integers(1, 9), st.integers(0, 500))
-def test_parts_are_uneven_grow_with_the_whole_and_make_it_up(
-    seed: int, parts: int, whole: int
-) -> None:
+def test_parts_are_uneven_and_add_up_to_the_whole(seed: int, parts: int, whole: int) -> None:
     sizes = apart(random.Random(seed), parts)
     found = sizes(whole)
     assert len(found) == parts
@@ -91,7 +89,7 @@ def test_parts_are_uneven_grow_with_the_whole_and_make_it_up(
     assert all(abs(a - b) <= 1 for a, b in zip(found, sizes(whole + 1), strict=True))
 
 
-def test_ever_fewer() -> None:
+def test_fewer_counts_down_to_four() -> None:
     assert list(fewer(25)) == [25, 18, 13, 9, 6, 4]
     assert list(fewer(5)) == [5, 4]
     assert list(fewer(4)) == [4]

@@ -1,0 +1,110 @@
+"""Text metrics that score one response against references, from 0 to 1.
+
+Normalisation, F1 over words and exact match are SQuAD's (arXiv:1606.05250, section 6.1: punctuation
+and articles are ignored). LongBench (arXiv:2308.14508), InfiniteBench (arXiv:2402.13718), CoQA
+(arXiv:1808.07042) and the user's own data use them; where these differ, a parameter says how.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+_ARTICLES = ("a", "an", "the")
+_ARTICLE = re.compile(r"\b(?:a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def normalize_answer(text: str) -> str:
+    """Lower the case, drop ASCII punctuation, then English articles, and single the spaces.
+
+    Punctuation goes first and leaves no gap: "the-end" becomes "theend", which is not an article.
+    """
+    return " ".join(_ARTICLE.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def answer_words(text: str, *, split_first: bool = False) -> list[str]:
+    """Split a text into its normalised words.
+
+    Args:
+        text: An answer.
+        split_first: Split at white space before dropping articles. An article that touches a
+            non-ASCII mark, such as the one in "“the", is then kept; SQuAD drops it.
+    """
+    if not split_first:
+        return normalize_answer(text).split()
+    words = text.lower().translate(_PUNCTUATION).split()
+    return [word for word in words if word not in _ARTICLES]
+
+
+def f1_words(found: Sequence[str], wanted: Sequence[str], *, both_empty: float = 0.0) -> float:
+    """Harmonic mean of precision and recall of words, each counted as often as it occurs.
+
+    Args:
+        found: Words of the response.
+        wanted: Words of the reference.
+        both_empty: Score where neither has a word. It is 0 where only one of them has words.
+    """
+    if not found and not wanted:
+        return both_empty
+    return _harmonic((Counter(found) & Counter(wanted)).total(), len(found), len(wanted))
+
+
+def f1(response: str, reference: str, *, both_empty: float = 0.0) -> float:
+    """`f1_words` of the normalised texts."""
+    return f1_words(answer_words(response), answer_words(reference), both_empty=both_empty)
+
+
+def exact_match(response: str, reference: str) -> float:
+    """Return 1 where the normalised texts are the same, else 0."""
+    return float(normalize_answer(response) == normalize_answer(reference))
+
+
+def best(metric: Callable[[str, str], float], response: str, references: Iterable[str]) -> float:
+    """Score a response against each reference and return the best score; 0 for no reference."""
+    return max((metric(response, reference) for reference in references), default=0.0)
+
+
+def rouge_l(response: str, reference: str) -> float:
+    """F1 of the longest common subsequence of words (ROUGE-L of `rouge_score`, without stemming).
+
+    Words are runs of ASCII letters and digits, in lower case. Memory grows with the length of one
+    text, not with the product of both as in `rouge_score`.
+    """
+    found, wanted = (re.findall(r"[a-z0-9]+", text.lower()) for text in (response, reference))
+    return _harmonic(_common_subsequence(found, wanted), len(found), len(wanted))
+
+
+def rouge_lsum(response: str, references: Sequence[str]) -> float:
+    """F1 of rougeLsum by `rouge_score`, without stemming; the best over the references.
+
+    Line feeds separate sentences; words are runs of ASCII letters and digits, in lower case.
+    """
+    return float(_rouge_scorer().score_multi(list(references), response)["rougeLsum"].fmeasure)
+
+
+@functools.cache
+def _rouge_scorer() -> Any:
+    from rouge_score.rouge_scorer import RougeScorer  # brings nltk and absl, about two seconds
+
+    return RougeScorer(["rougeLsum"], use_stemmer=False)
+
+
+def _harmonic(shared: int, found: int, wanted: int) -> float:
+    return 2 * shared / (found + wanted) if shared else 0.0
+
+
+def _common_subsequence(a: Sequence[str], b: Sequence[str]) -> int:
+    """Length of the longest common subsequence, one row of the table at a time."""
+    row = [0] * (len(b) + 1)
+    for word in a:
+        diagonal = 0
+        for j, other in enumerate(b, 1):
+            above = row[j]
+            row[j] = diagonal + 1 if word == other else max(above, row[j - 1])
+            diagonal = above
+    return row[-1]

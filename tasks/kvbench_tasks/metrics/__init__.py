@@ -1,1 +1,0 @@
-"""Text metrics that several benchmarks share: each scores one response, from 0 to 1."""

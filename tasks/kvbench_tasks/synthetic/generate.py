@@ -1,0 +1,64 @@
+"""Turns plans into the rows of a task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from kvbench.errors import UserError
+from kvbench_tasks.synthetic.essays import essays
+from kvbench_tasks.synthetic.fitting import Doc, Plan, Size, Streams, fit
+from kvbench_tasks.synthetic.lexicon import Lexicon, Tokens
+from kvbench_tasks.synthetic.natural import NaturalLexicon
+from kvbench_tasks.synthetic.reference import ReferenceLexicon
+
+_LEXICONS: dict[str, type[Lexicon]] = {
+    "natural": NaturalLexicon,
+    "reference": ReferenceLexicon,
+}
+
+
+def generate(
+    leaf: str,
+    plans: Callable[[Lexicon, int], Sequence[Plan]],
+    *,
+    length: int,
+    samples: int,
+    seed: int,
+    lexicon_name: str,
+    size: Size,
+    essays_in: Path | None = None,
+) -> list[Doc]:
+    """Generate the first rows of a synthetic task.
+
+    Args:
+        leaf: The task; with lexicon, length, seed and index it seeds a row.
+        plans: Makes the plans of a row from its lexicon and index, the preferred one first.
+        length: Most tokens of prompt and answer.
+        samples: How many rows.
+        seed: Seed of the data.
+        lexicon_name: "natural" or "reference".
+        size: Counts a prompt's tokens.
+        essays_in: Cache folder of the essays, for a natural task over them. Where the hub cannot be
+            reached the lexicon writes prose instead; the rows' `variant` says which it is.
+
+    Raises:
+        UserError: The lexicon is unknown, or no plan fits into `length`.
+    """
+    make = _LEXICONS.get(lexicon_name)
+    if make is None:
+        raise UserError(f"unknown lexicon {lexicon_name!r}; there are {', '.join(_LEXICONS)}")
+    essay = essays(essays_in) if essays_in is not None and lexicon_name == "natural" else ()
+    rows = []
+    for i in range(samples):
+        streams = Streams(leaf, lexicon_name, length, seed, i)
+        lexicon = make(streams, length, essay or None)
+        row = fit(leaf, plans(lexicon, i), length, size)
+        rows.append({**row, "variant": lexicon.variant} if lexicon.variant else row)
+    return rows
+
+
+def counter(size: Size) -> Tokens:
+    """Make a counter of a text's tokens, without chat template and BOS."""
+    bare = size("x", "")
+    return lambda text: size(f"x {text}", "") - bare
