@@ -1,19 +1,20 @@
-"""How sure a score is: clustered standard errors, bootstrap intervals, paired differences to full.
+"""How certain a score is: clustered standard errors, bootstrap intervals, paired differences.
 
-Questions about one context are not independent, so the unit that is drawn is the context, never
-the question (Miller 2024, "Adding Error Bars to Evals", arXiv 2411.00640: clustered standard
-errors and paired differences). Everything is deterministic: the draws depend on a seed and on the
-number of contexts, the contexts are taken in sorted order, and so an interval depends neither on
-the order of the rows nor on which other cells were computed before.
+Questions about one context are not independent, so the bootstrap draws contexts, never questions
+(Miller 2024, "Adding Error Bars to Evals", arXiv 2411.00640: clustered standard errors and paired
+differences). Everything is deterministic. The draws depend only on a seed and the number of
+contexts, and contexts are taken in sorted order, so an interval depends neither on the order of the
+rows nor on which other cells were computed before.
 
-Where a percentile bootstrap knows too little it says too much: 50 right answers of 50 would give
-an interval of no width, 49 of 50 one whose lower end is above Wilson's for 50 of 50. So where fewer
-than `FEW` contexts differ from the commonest result, scores between 0 and 1 get Wilson's interval
-on the number of contexts instead. It is exact in kind for one 0/1 answer per context and
-conservative otherwise: a score in [0, 1] with mean p varies by p(1 - p) at most. Differences get
-the same treatment: their gains and their losses are two such means, joined by square-and-add
-(Newcombe 1998, Statistics in Medicine 17, 2635). Scores without bounds, as a log-likelihood, have
-Student's t interval on the clustered standard error up to `len(T) + 1` contexts.
+A percentile bootstrap is overconfident when almost nothing varies: 50 right answers out of 50 would
+give an interval of width zero, and 49 out of 50 one whose lower end is above Wilson's for 50 out of
+50. Therefore, if fewer than `FEW` contexts differ from the most common result, scores in [0, 1] get
+Wilson's interval on the number of contexts. It is the standard choice for one 0/1 answer per
+context, and conservative otherwise: a score in [0, 1] with mean p has a variance of p(1 - p) at
+most. Differences get the same treatment: their gains and their losses are two such means, joined by
+square-and-add (Newcombe 1998, Statistics in Medicine 17, 2635). Unbounded scores, such as a
+log-likelihood, get Student's t interval on the clustered standard error if there are
+`len(T) + 1` contexts or fewer.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Floats = npt.NDArray[np.float64]
 Key = TypeVar("Key", bound=Hashable)
 
 DRAWS = 2000
-FEW = 5
+FEW = 5  # with fewer varying contexts, resamples take too few different values
 Z = 1.959963984540054  # the 97.5% quantile of the normal distribution
 T = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622)
 """The 97.5% quantiles of Student's t with 1, 2, ... degrees of freedom."""
@@ -44,8 +45,8 @@ class Estimate:
 
     Attributes:
         mean: Mean over all scores.
-        se: Standard error clustered by context; where nothing varies, a quarter of the interval's
-            width or so (its half width over 1.96), never 0 for scores in [0, 1].
+        se: Standard error clustered by context. Where nothing varies it is the interval's half
+            width over 1.96, so it is never 0 for scores in [0, 1].
         lo: Lower end of the 95% interval.
         hi: Upper end.
         n: Scores.
@@ -88,8 +89,8 @@ def summary(
         n: Draws of the bootstrap.
 
     Returns:
-        The estimate. A single context of a task that is not scored in [0, 1] says nothing about
-        others: its interval is infinite.
+        The estimate. One context alone gives an infinite interval if scores are not in [0, 1],
+        because it says nothing about others.
 
     Raises:
         ValueError: No scores, a score that is not finite, or lengths that differ.
@@ -116,14 +117,14 @@ def paired(
     """Mean of `a - b` over the keys that both have, with a bootstrap clustered by context.
 
     Args:
-        a: Score by key, for example by `(sample_id, question_id, repeat)`.
-        b: The scores to compare with, usually full's.
+        a: Score by key, such as `(sample_id, question_id, repeat)`.
+        b: The scores to compare with, usually those of the full cache.
         clusters: Context by key; may hold more keys.
         seed: Seed of the bootstrap.
         n: Draws.
 
     Returns:
-        The difference; NaN with `n = 0` where no key is common.
+        The difference; NaN with `n = 0` if they have no key in common.
     """
     keys = [key for key in a if key in b]
     if not keys:
@@ -131,6 +132,7 @@ def paired(
     names = [clusters[key] for key in keys]
     first = _checked([a[key] for key in keys], names)
     second = _checked([b[key] for key in keys], names)
+    # Bounds are read off the scores: differences in [-1, 1] may also come from unbounded scores.
     bounded = bool(min(first.min(), second.min()) >= 0 and max(first.max(), second.max()) <= 1)
     totals, sizes = _by_cluster(first - second, names)
     lo, hi = _interval(totals, sizes, bounded, signed=True, seed=seed, n=n)
@@ -140,8 +142,8 @@ def paired(
 def discriminative(full_lo: float, chance: float) -> bool:
     """Whether a task can tell policies apart: full's lower bound is above the chance level.
 
-    Where it is not, every difference is noise around chance. NaN (full failed or was not run) is
-    not above anything.
+    If it is not, every difference is noise around chance. NaN (full failed or was not run) is above
+    nothing.
     """
     return bool(full_lo > chance)
 
@@ -158,14 +160,15 @@ def wilson(p: float, n: float) -> tuple[float, float]:
 def bootstrap_weights(clusters: int, *, seed: int = 0, n: int = DRAWS, stream: int = 0) -> Floats:
     """How often each context is drawn in each resample: `[n, clusters]`, rows sum to `clusters`.
 
-    Drawn once for a number of contexts and used for every cell, which is what pairs the cells and
-    makes a grid cheap.
+    Every cell with that number of contexts gets the same draws. That pairs the cells, and it makes
+    a grid cheap: a resample of any cell is one row of a matrix product.
 
     Args:
         clusters: Contexts.
         seed: Seed of the bootstrap.
         n: Draws.
-        stream: Which independent set of draws: strata must not share one.
+        stream: Which independent set of draws. Strata must not share one: their errors would add up
+            as if the same luck struck every task.
     """
     if clusters * n <= _CACHED_WEIGHTS:
         return _kept_weights(clusters, seed, n, stream)
@@ -175,10 +178,11 @@ def bootstrap_weights(clusters: int, *, seed: int = 0, n: int = DRAWS, stream: i
 def _draw_weights(clusters: int, seed: int, n: int, stream: int) -> Floats:
     rng = np.random.default_rng([seed, stream, clusters])
     picks = rng.integers(0, clusters, size=(n, clusters))
+    # Each resample counts into cells of its own, so that one bincount serves all of them.
     picks += np.arange(n)[:, None] * clusters
     counts = np.bincount(picks.ravel(), minlength=n * clusters)
     weights = counts.reshape(n, clusters).astype(np.float64)
-    weights.flags.writeable = False
+    weights.flags.writeable = False  # the cache hands the same array to every caller
     return weights
 
 
@@ -186,13 +190,15 @@ _kept_weights = lru_cache(maxsize=32)(_draw_weights)
 
 
 def few_vary(means: Floats) -> bool:
-    """Whether fewer than `FEW` contexts differ from the commonest result, given their means."""
+    """Whether fewer than `FEW` contexts differ from the most common result, given their means."""
+    # Rounded, because means such as 0.1 + 0.2 and 0.3 are one result. It is the most common result
+    # that counts, not the overall mean: 46 contexts at 1 and 4 others say little about the spread.
     _, counts = np.unique(np.round(means, 12), return_counts=True)
     return bool(len(means) - counts.max() < FEW)
 
 
 def bounded_interval(means: Floats, sizes: Floats, *, signed: bool) -> tuple[float, float]:
-    """The interval used where few contexts vary; see the module's text.
+    """The interval that is used where few contexts vary (see the module's docstring).
 
     Args:
         means: `[C]` mean score of each context in [0, 1], or mean difference in [-1, 1].
@@ -200,9 +206,13 @@ def bounded_interval(means: Floats, sizes: Floats, *, signed: bool) -> tuple[flo
         signed: Whether these are differences.
     """
     c = len(means)
+    # The mean weighs every score the same, so a context counts by its scores; the number of
+    # independent trials is nevertheless that of the contexts, which makes the interval wider.
     share = sizes / sizes.sum()
     if not signed:
         return wilson(float(np.clip(share @ means, 0.0, 1.0)), c)
+    # A difference is a mean of gains minus a mean of losses, each of them in [0, 1]. The interval's
+    # lower end is where gains are low and losses are high at once.
     gain = float(np.clip(share @ np.maximum(means, 0.0), 0.0, 1.0))
     loss = float(np.clip(share @ np.maximum(-means, 0.0), 0.0, 1.0))
     (gain_lo, gain_hi), (loss_lo, loss_hi) = wilson(gain, c), wilson(loss, c)
@@ -220,9 +230,11 @@ def _interval(
     if len(sizes) == 1:
         return -math.inf, math.inf
     if not bounded and len(sizes) <= len(T) + 1:
+        # Unbounded scores have no Wilson interval, and a bootstrap of few contexts is too narrow.
         mean = float(totals.sum() / sizes.sum())
         half = T[len(sizes) - 2] * _clustered_se(totals, sizes, mean)
         return mean - half, mean + half
+    # A resample divides drawn sums by drawn sizes: contexts may differ in their number of scores.
     drawn = bootstrap_weights(len(sizes), seed=seed, n=n)
     lo, hi = np.quantile((drawn @ totals) / (drawn @ sizes), [0.025, 0.975])
     return float(lo), float(hi)
@@ -232,6 +244,8 @@ def _clustered_se(totals: Floats, sizes: Floats, mean: float) -> float:
     c = len(sizes)
     if c == 1:
         return math.nan
+    # Residuals are summed within a context before they are squared, so scores that err together
+    # count as one; c / (c - 1) corrects for estimating the mean from the same contexts.
     residual = totals - mean * sizes
     return float(np.sqrt(np.square(residual).sum() * c / (c - 1)) / sizes.sum())
 
@@ -239,7 +253,7 @@ def _clustered_se(totals: Floats, sizes: Floats, mean: float) -> float:
 def _by_cluster(values: Floats, clusters: Sequence[str]) -> tuple[Floats, Floats]:
     """Sum and number of the values of each context, contexts in sorted order: `[C]`, `[C]`."""
     _, index = np.unique(np.asarray(clusters, dtype=str), return_inverse=True)
-    # Sorted within a context, too: a sum of floats must not depend on the order of the rows.
+    # Sorted within a context, too: a sum of floats depends on the order of its terms.
     order = np.lexsort((values, index))
     totals = np.bincount(index[order], weights=values[order]).astype(np.float64)
     return totals, np.bincount(index).astype(np.float64)

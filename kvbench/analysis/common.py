@@ -1,15 +1,12 @@
-"""What both analyses share: the grid and its cells, models, contexts, compressions, tables."""
+"""What all analyses share: the grid and its cells, models, contexts and compressions."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
 from itertools import groupby
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,13 +25,8 @@ from kvbench.runs.planning import Job, Stage, plan
 from kvbench.runs.worker import loaded_model
 from kvbench.view import Need
 
-if TYPE_CHECKING:
-    import pandas as pd
-
 MOMENTS = ("context", "question")
-"""When an analysis can compress: once, before or after the question."""
-
-SCHEMA_VERSION = 1
+"""When an analysis can compress: once, before or after the question is read."""
 
 
 @dataclass
@@ -53,7 +45,7 @@ class Bench:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """The device of the model."""
         return next(self.model.parameters()).device
 
     def prefill(self, ids: Sequence[int], needs: frozenset[Need]) -> Prefix:
@@ -91,7 +83,7 @@ class Bench:
 
 
 def make_grid(given: Mapping[str, Any]) -> Grid:
-    """The grid of an analysis.
+    """Make the grid of an analysis.
 
     Raises:
         UserError: As `Grid.from_dict`; or an analysis has no such moment, or only the full cache is
@@ -131,44 +123,10 @@ def loaded(stage: Stage, grid: Grid, message: Callable[[str], None]) -> Iterator
 
 
 def contexts(job: Job) -> list[list[Prompt]]:
-    """The job's prompts, those of one context together."""
+    """The job's prompts, grouped by context."""
     return [list(group) for _, group in groupby(job.prompts, key=lambda p: p.context_ids)]
 
 
 def held(cache: RaggedCache) -> list[Tensor]:
-    """What the only sequence of a cache keeps, by full-attention layer bool `[H, columns]`."""
+    """What a cache of one sequence keeps: bool `[H, columns]` for each full-attention layer."""
     return [kept[0] for kept in cache.kept() if kept is not None]
-
-
-def folder_of(out: str | None, default: Path) -> Path:
-    """The folder to write to, made if it is absent, before any work is done.
-
-    Raises:
-        UserError: It cannot be written to.
-    """
-    path = Path(out) if out else default
-    try:
-        if path.exists() and not path.is_dir():
-            raise UserError(f"cannot write {path}: it is a file, not a folder")
-        (path / "figures").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from None
-    return path
-
-
-def write_table(frame: pd.DataFrame, path: Path) -> Path:
-    """Write a frame as parquet; text columns are dictionaries."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    table = pa.Table.from_pandas(frame.assign(schema=SCHEMA_VERSION), preserve_index=False)
-    pq.write_table(table, path, compression="zstd")
-    return path
-
-
-def write_settings(grid: Grid, path: Path, **more: Any) -> Path:
-    """Write what an analysis was made with as JSON."""
-    own = {k: v for k, v in grid.to_dict().items() if k not in ("full", "out")}
-    packages = {name: version(name) for name in ("kvbench", "torch", "transformers")}
-    path.write_text(json.dumps({**own, **more, "versions": packages}, indent=2) + "\n")
-    return path

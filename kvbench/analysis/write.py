@@ -1,21 +1,26 @@
-"""From a grid to files: carries out an analysis, writes its tables, figures and summary."""
+"""Writes the files of an analysis: tables, settings, figures and a summary."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 
-from kvbench.analysis import allocation, compare, figures, perturbation, text
-from kvbench.analysis.common import folder_of, make_grid, write_settings, write_table
+from kvbench.analysis.summary import summary_text
 from kvbench.errors import UserError
-from kvbench.progress import Reporter
+from kvbench.files import cannot, replacing
+from kvbench.report.table import Table
 from kvbench.runs.grid import Grid
+
+SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -32,103 +37,93 @@ class Done:
 
     path: Path
     files: list[Path]
-    tables: list[text.Grid]
+    tables: list[Table]
     notes: list[str]
     failed: Mapping[str, str]
 
 
-def write_perturbation(
-    given: Mapping[str, Any],
-    reporter: Reporter,
-    *,
-    query: str = "answer",
-    first_stage: float = 0.5,
-    command: str = "kvbench analyze perturbation",
-) -> Done:
-    """Measure output perturbation and write `heads`, `layers`, `pairs` and `cells.parquet`.
+def folder_of(grid: Grid, name: str, *settings: object) -> Path:
+    """The folder to write to, created if needed, before any work is done.
+
+    By default everything that changes a number, except `--samples`, has a folder of its own.
 
     Args:
-        given: The grid, as `Grid.from_dict` takes it.
-        reporter: Told of the progress.
-        query: Which query is measured.
-        first_stage: Share of stage 1 for policies that have no parameter of that name.
-        command: What the summary says that made it.
+        grid: Says where to write; None there stands for the default.
+        name: Of the analysis.
+        settings: Whatever else changes a number.
 
     Raises:
-        UserError: Something in the grid is unknown, out of range, or cannot be written to.
+        UserError: It cannot be written to.
     """
-    grid = make_grid(given)
-    wanted = perturbation.check(query, first_stage)
-    path = folder_of(grid.out, _default("perturbation", grid, query, first_stage))
-    found = perturbation.analyze(grid, reporter, query=wanted, first_stage=first_stage)
-    _something(found.heads, found.failed)
-    pairs, cells = compare.pairs(found.heads), compare.cells(found.heads)
-    frames = {"heads": found.heads, "layers": found.layers, "pairs": pairs, "cells": cells}
-    drawn = figures.draw_perturbation(found.heads, found.layers, pairs, cells, path / "figures")
-    shown = figures.shown_pairs(pairs) if len(pairs) else []
-    grids = list(text.perturbation_tables(cells, pairs, shown))
-    notes = text.notes(cells, found.failed, text.READING)
-    settings = {"analysis": "perturbation", "query": query, "first_stage": first_stage}
-    return _written(path, grid, settings, frames, drawn, grids, notes, command, found.failed)
+    digest = hashlib.sha256(json.dumps([grid.digest, *settings]).encode()).hexdigest()[:16]
+    path = Path(grid.out) if grid.out else Path("results") / f"{name}-{digest}"
+    if path.exists() and not path.is_dir():
+        raise UserError(f"cannot write {path}: it is a file, not a folder")
+    try:
+        (path / "figures").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise cannot("write", path, error) from None
+    return path
 
 
-def write_allocation(
-    given: Mapping[str, Any],
-    reporter: Reporter,
-    *,
-    command: str = "kvbench analyze allocation",
-) -> Done:
-    """Count what allocators give and write `allocation.parquet`.
-
-    Args:
-        given: The grid, as `Grid.from_dict` takes it.
-        reporter: Told of the progress.
-        command: What the summary says that made it.
-
-    Raises:
-        UserError: Something in the grid is unknown, out of range, or cannot be written to.
-    """
-    grid = make_grid(given)
-    path = folder_of(grid.out, _default("allocation", grid))
-    found = allocation.analyze(grid, reporter)
-    _something(found.table, found.failed)
-    drawn = figures.draw_allocation(found.table, path / "figures")
-    grids = list(text.allocation_tables(found.table))
-    notes = text.notes(found.table, found.failed)
-    frames = {"allocation": found.table}
-    settings = {"analysis": "allocation"}
-    return _written(path, grid, settings, frames, drawn, grids, notes, command, found.failed)
-
-
-def _written(
+def write_all(
     path: Path,
     grid: Grid,
-    settings: dict[str, Any],
-    frames: dict[str, pd.DataFrame],
-    drawn: list[Path],
-    grids: list[text.Grid],
-    notes: list[str],
+    settings: Mapping[str, Any],
+    frames: Mapping[str, pd.DataFrame],
+    tables: Sequence[Table],
+    notes: Sequence[str],
+    figures: Sequence[Path],
     command: str,
     failed: Mapping[str, str],
 ) -> Done:
-    try:
-        tables = [write_table(frame, path / f"{name}.parquet") for name, frame in frames.items()]
-        saved = write_settings(grid, path / "settings.json", **settings)
-        summary = path / "summary.md"
-        page = text.markdown(f"kvbench {settings['analysis']}", command, grids, notes, drawn, path)
-        summary.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {error.filename or path}: {error.strerror}") from None
-    return Done(path, [summary, *tables, saved, *drawn], grids, notes, failed)
+    """Write tables, settings and summary of an analysis; its figures are already there.
+
+    Args:
+        path: The folder.
+        grid: What was analysed.
+        settings: What else it was made with; `analysis` is its name.
+        frames: By the name of the file.
+        tables: Shown in the summary.
+        notes: Lines below them.
+        figures: Files that the summary shows.
+        command: What the summary says that made it.
+        failed: Why cells failed, by cell id.
+
+    Raises:
+        UserError: A file cannot be written.
+    """
+    files = [write_table(frame, path / f"{name}.parquet") for name, frame in frames.items()]
+    files.append(path / "settings.json")
+    with replacing(files[-1]) as part:
+        part.write_text(json.dumps(_recorded(grid, settings), indent=2) + "\n")
+    summary = path / "summary.md"
+    page = summary_text(f"kvbench {settings['analysis']}", command, tables, notes, figures, path)
+    with replacing(summary) as part:
+        part.write_text(page, encoding="utf-8")
+    return Done(path, [summary, *files, *figures], list(tables), list(notes), failed)
 
 
-def _default(name: str, grid: Grid, *more: object) -> Path:
-    """A folder of its own for everything that changes a number, `--samples` apart."""
-    value = json.dumps([grid.digest, *more])
-    return Path("results") / f"{name}-{hashlib.sha256(value.encode()).hexdigest()[:16]}"
+def write_table(frame: pd.DataFrame, path: Path) -> Path:
+    """Write a frame as parquet; text columns are dictionaries."""
+    table = pa.Table.from_pandas(frame.assign(schema=SCHEMA_VERSION), preserve_index=False)
+    with replacing(path) as part:
+        pq.write_table(table, part, compression="zstd")
+    return path
 
 
-def _something(frame: pd.DataFrame, failed: Mapping[str, str]) -> None:
+def check_any(frame: pd.DataFrame, failed: Mapping[str, str]) -> None:
+    """Refuse to go on if every cell failed.
+
+    Raises:
+        UserError: The frame is empty; the first reason is given.
+    """
     if not len(frame):
         reason = " ".join(next(iter(failed.values()), "no cell was run").split())
         raise UserError(f"nothing to show: all {len(failed)} cells failed: {reason}")
+
+
+def _recorded(grid: Grid, settings: Mapping[str, Any]) -> dict[str, Any]:
+    own = {k: v for k, v in grid.to_dict().items() if k not in ("full", "out", "attn")}
+    packages = {name: version(name) for name in ("kvbench", "torch", "transformers")}
+    return {**own, **settings, "versions": packages}

@@ -104,7 +104,7 @@ def perturbation(
     given = _given(context, ("query", "first_stage"))
 
     def work(reporter: Reporter) -> Done:
-        from kvbench.analysis.write import write_perturbation
+        from kvbench.analysis.perturbation.write import write_perturbation
 
         return write_perturbation(
             given, reporter, query=query, first_stage=first_stage, command=_command()
@@ -136,7 +136,7 @@ def allocation(
     given = _given(context)
 
     def work(reporter: Reporter) -> Done:
-        from kvbench.analysis.write import write_allocation
+        from kvbench.analysis.allocation.write import write_allocation
 
         return write_allocation(given, reporter, command=_command())
 
@@ -249,11 +249,11 @@ def _show(work: Callable[[Reporter], Done]) -> None:
         raise typer.Exit(INTERRUPTED) from None
     finally:
         progress.stop()
-    from kvbench.analysis.text import rich_table
+    from kvbench.report.outputs import terminal
 
     screen = console()
     for table in done.tables:
-        screen.print(rich_table(table))
+        screen.print(terminal(table))
     for line in done.notes:
         screen.print(line, style="dim", markup=False, highlight=False)
     print(f"wrote {done.path}: {', '.join(p.name for p in done.files if p.parent == done.path)}")

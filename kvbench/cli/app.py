@@ -260,7 +260,7 @@ def _execute(grid: Grid, *, fresh: bool, dry_run: bool) -> None:
         raise typer.Exit(INTERRUPTED) from None
     finally:
         progress.stop()
-    from kvbench.report.tables import run_table
+    from kvbench.report.terminal import run_table
 
     console().print(run_table(done.cells, done.samples))
     names = [p.name for p in sorted(done.path.iterdir()) if p.is_file() and p.name[0] != "."]
@@ -291,7 +291,8 @@ def report(
     """Show the tables of runs; write Pareto fronts and a summary."""
     from kvbench.report import against as pairs
     from kvbench.report import render
-    from kvbench.report.tables import run_table
+    from kvbench.report.outputs import terminal
+    from kvbench.report.terminal import run_table
     from kvbench.report.text import slug
     from kvbench.runs.store import load_frames
 
@@ -303,7 +304,7 @@ def report(
     written = render(cells, samples, folder)
     for base, found in held:
         for table in pairs.tables(found, base):
-            console().print(table)
+            console().print(terminal(table))
         written.append(pairs.write(found, base, folder / f"against-{slug(base)}.md"))
     for path in written:
         print(f"wrote {path}")
@@ -316,6 +317,7 @@ def list_(
 ) -> None:
     """List policies (paper, parts, parameters), tasks or models."""
     from kvbench.cli import listing
+    from kvbench.report.outputs import terminal
 
     rows, failed = listing.records(kind)
     if as_json:
@@ -323,7 +325,7 @@ def list_(
 
         print(json.dumps(rows, indent=2))
     else:
-        console().print(listing.table(kind, rows))
+        console().print(terminal(listing.table(kind, rows), boxed=False))
     for line in failed:
         print(f"kvbench: {line}", file=sys.stderr)
     if failed:

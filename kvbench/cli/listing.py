@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvbench import registry
 from kvbench.errors import UserError, nearest
 from kvbench.harness import catalogue
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from kvbench.report.table import Cell, Column, Lines, Name, Row, Table
 
 Record = dict[str, Any]
 """Column names to values that JSON can hold."""
@@ -18,30 +16,30 @@ Record = dict[str, Any]
 
 FAMILIES: dict[str, str] = {
     "Llama": "LlamaForCausalLM (2, 3, 3.1, 3.2 text)",
-    "Mistral": "MistralForCausalLM; with a sliding window in every layer nothing is left to evict",
+    "Mistral": "MistralForCausalLM; nothing can be evicted if every layer has a sliding window",
     "Qwen2": "Qwen2ForCausalLM (2, 2.5)",
     "Qwen3": "Qwen3ForCausalLM",
     "Phi-3": "Phi3ForCausalLM (3, 3.5 mini)",
-    "Gemma-3": "Gemma3ForCausalLM; sliding layers stay whole, the global ones are evicted from",
+    "Gemma-3": "Gemma3ForCausalLM; global layers are evicted from, sliding layers stay whole",
 }
-"""Families whose attention is tested against a masked full cache, and what to know of each."""
+"""Families whose attention is tested against a masked full cache, with a note on each."""
 
 HINTS: dict[str, str] = {
-    "memory": "weights: parameters x bytes of a number (2 in bfloat16, 0.56 with bnb-4bit, "
-    "embeddings apart); full cache: 2 x layers x KV heads x head dim x bytes for every token; one "
-    "prefilled context, in full, and a batch of compressed ones are held at once",
-    "dtype": "auto is bfloat16 on a GPU and float32 on a CPU; float32 on a CPU is where responses "
-    "are the same bytes whatever else runs",
+    "memory": "weights: parameters x bytes per number (2 in bfloat16; 0.56 with bnb-4bit, without "
+    "the embeddings); full cache: 2 x layers x KV heads x head dim x bytes for every token; one "
+    "prefilled context with its full cache and a batch of compressed caches are held at once",
+    "dtype": "auto is bfloat16 on a GPU and float32 on a CPU; only float32 on a CPU gives the same "
+    "bytes whatever else runs",
     "quantised": "--quantization bnb-4bit, bnb-8bit or torchao-int8 (pip install accelerate, and "
-    "bitsandbytes or torchao); what is quantised on disk (GPTQ, AWQ, FP8, ...) loads as it is with "
-    "the library that it needs; the cache keeps the compute dtype",
-    "several GPUs": "--device-map auto (pip install accelerate) spreads layers, and their caches, "
-    "over what there is; what would be offloaded to CPU or disk is refused",
+    "bitsandbytes or torchao); a checkpoint that is already quantised (GPTQ, AWQ, FP8, ...) loads "
+    "with the library it needs; the cache keeps the compute dtype",
+    "several GPUs": "--device-map auto (pip install accelerate) spreads layers and their caches "
+    "over all devices; a model that would be offloaded to CPU or disk is refused",
     "tested": "every family with random weights on a CPU; bitsandbytes 0.50 and torchao 0.18 on a "
-    "CPU; several devices played on a CPU; untested: any of it on a GPU, GPTQ, AWQ and FP8 "
+    "CPU; several devices simulated on a CPU; not tested: any of these on a GPU; GPTQ, AWQ and FP8 "
     "checkpoints",
 }
-"""What to know of all families."""
+"""Notes on all families."""
 
 
 def policies() -> tuple[list[Record], list[str]]:
@@ -50,7 +48,7 @@ def policies() -> tuple[list[Record], list[str]]:
     Returns:
         The records, and a line for each policy whose package does not import.
     """
-    from kvbench.spelling import KINDS, policy
+    from kvbench.spelling import KINDS, policy  # loads torch, which no other list needs
 
     records: list[Record] = []
     failed: list[str] = []
@@ -106,14 +104,14 @@ def tasks() -> tuple[list[Record], list[str]]:
 
 
 def models() -> tuple[list[Record], list[str]]:
-    """The reference model, the families that are tested, and hints for all of them.
+    """The reference model, the tested families, and hints for all of them.
 
     Returns:
-        The records, and no line: nothing can fail.
+        The records, and no lines: nothing can fail.
     """
     shipped = {
         "name": "reference",
-        "note": "shipped in the package, no network and no GPU; its scores are about policies",
+        "note": "ships with kvbench; needs no network and no GPU; its scores are about policies",
         "kind": "shipped",
     }
     kinds = (("family", FAMILIES), ("hint", HINTS))
@@ -144,35 +142,23 @@ def records(kind: str) -> tuple[list[Record], list[str]]:
 
 
 def table(kind: str, rows: list[Record]) -> Table:
-    """The records of a kind as a table for the terminal."""
-    from rich.table import Table
-    from rich.text import Text
-
+    """The records of a kind as a table."""
     columns, row_of = _TABLES[kind]
-    lines = [row_of(row) for row in rows]
-    result = Table(box=None, pad_edge=False, header_style="bold")
-    for number, column in enumerate(columns):
-        cells = [line[number] for line in lines] if kind == "tasks" and number == 1 else []
-        # No name of a task is broken: it is there to be copied.
-        longest = max((len(word) for cell in cells for word in cell.split()), default=None)
-        result.add_column(column, overflow="fold", no_wrap=number == 0, min_width=longest)
-    for line in lines:
-        result.add_row(*(Text(cell) for cell in line))
-    return result
+    return Table("", tuple(map(Column, columns)), tuple(Row(row_of(row)) for row in rows))
 
 
-def _policy_row(row: Record) -> list[str]:
+def _policy_row(row: Record) -> tuple[Cell, ...]:
     alias = f"the same as {row['is']}; " if row["is"] != row["name"] else ""
     lines = [alias + row["summary"], row["paper"], _pairs(row["parts"]), _pairs(row["parameters"])]
-    lines.append(f"its paper's moments: {', '.join(row['moments'])}" if row["parts"] else "")
-    return [row["name"], "\n".join(line for line in lines if line)]
+    lines.append(f"moments of its paper: {', '.join(row['moments'])}" if row["parts"] else "")
+    return Name(row["name"]), Lines(tuple(line for line in lines if line))
 
 
 def _pairs(values: Record) -> str:
     return " ".join(f"{key}={'none' if value is None else value}" for key, value in values.items())
 
 
-def _task_row(row: Record) -> list[str]:
+def _task_row(row: Record) -> tuple[Cell, ...]:
     hub = ", ".join(row["needs_hub"]) or "no"
     if row["needs_hub"] == row["tasks"]:
         hub = "yes"
@@ -181,14 +167,15 @@ def _task_row(row: Record) -> list[str]:
         about += f"; subsets: {', '.join(row['subsets'])}"
     if row["harness"] != "lm_eval":
         about += f"; scored by {row['harness']}"
-    return [row["name"], f"{', '.join(row['tasks'])}\n{about}", hub]
+    tasks = [part for task in row["tasks"] for part in (", ", Name(task))][1:]
+    return Name(row["name"]), Lines((tuple(tasks), about)), hub
 
 
-def _model_row(row: Record) -> list[str]:
-    return [row["name"], row["note"]]
+def _model_row(row: Record) -> tuple[Cell, ...]:
+    return Name(row["name"]), row["note"]
 
 
-_TABLES: dict[str, tuple[tuple[str, ...], Callable[[Record], list[str]]]] = {
+_TABLES: dict[str, tuple[tuple[str, ...], Callable[[Record], tuple[Cell, ...]]]] = {
     "policies": (("policy", "what it keeps, paper, parts, parameters with defaults"), _policy_row),
     "tasks": (("group", "tasks, and what they are", "needs the hub"), _task_row),
     "models": (("model", "what to know"), _model_row),

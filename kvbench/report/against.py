@@ -2,36 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
-from rich.table import Table
 
 from kvbench.errors import UserError, nearest
+from kvbench.files import cannot, replacing
+from kvbench.report.frames import records
+from kvbench.report.numbers import score_kind
+from kvbench.report.outputs import markdown
 from kvbench.report.overall import SETTING, group_means
-from kvbench.report.text import code, interval, md, number, plain, short, tokens
+from kvbench.report.table import Cell, Column, Interval, Name, Table, beside
+from kvbench.report.text import code, tokens
 
 _PANEL = [*SETTING, "dtype", "device", "attention", "moment", "budget"]
+_OF_POLICY = ["policy", "tasks", "higher_is_better"]
 _NUMBERS = ["base_score", "score", "diff", "diff_lo", "diff_hi"]
+
+_READING = """\
+Differences of the mean over tasks at the same budget, paired by question. Brackets are 95% \
+intervals by a bootstrap over contexts, stratified by task. Scores in [0, 1] are shown in points. \
+At every budget the best score is bold and the second best underlined."""
 
 
 def differences(cells: pd.DataFrame, samples: pd.DataFrame, base: str) -> pd.DataFrame:
-    """How much better every policy is than one of them, at the same budget and moment.
+    """How much every policy differs from one of them, at the same budget and moment.
 
-    As in `group_means`: every task of a group weighs the same, tasks on which the full cache is not
-    above chance are left out, and the bootstrap draws contexts within each task, the same for both
-    policies, so that the differences are paired.
+    As in `group_means`, every task of a group weighs the same, and tasks on which the full cache is
+    not above chance are left out. The bootstrap draws the same contexts for both policies, so the
+    differences are paired.
 
     Args:
         cells: The frame of `cells.parquet`.
         samples: The frame of `samples.parquet`.
-        base: Canonical spelling of the policy that the others are held against.
+        base: Canonical spelling of the policy to compare the others with.
 
     Returns:
         A row per (model, model_revision, group, length, seed, moment, budget, policy) with `tasks`,
-        `base_score`, `score`, `diff` (score minus base), `diff_lo`, `diff_hi`.
+        `higher_is_better`, `base_score`, `score`, `diff` (score minus base), `diff_lo`, `diff_hi`.
 
     Raises:
         UserError: `base` was not run; the nearest names are given.
@@ -48,61 +57,52 @@ def differences(cells: pd.DataFrame, samples: pd.DataFrame, base: str) -> pd.Dat
             continue
         # In the place of full, the base is what the others are paired with.
         turned = part.assign(policy=part["policy"].where(part["policy"] != base, "full"))
-        for row in group_means(turned, samples).to_dict("records"):
+        for row in records(group_means(turned, samples)):
             if row["policy"] != "full" and row["status"] == "ok" and pd.notna(row["diff"]):
-                found = {k: row[k] for k in ("policy", "tasks", "score", "diff")}
-                ends = {k: row[k] for k in ("diff_lo", "diff_hi")}
                 head = dict(zip(_PANEL, names, strict=True))
-                rows.append(head | found | ends | {"base_score": row["full_score"]})
-    return pd.DataFrame(rows, columns=[*_PANEL, "policy", "tasks", *_NUMBERS])
+                rows.append(head | row | {"base_score": row["full_score"]})
+    return pd.DataFrame(rows, columns=[*_PANEL, *_OF_POLICY, *_NUMBERS])
 
 
 def tables(found: pd.DataFrame, base: str) -> list[Table]:
-    """The differences as tables for the terminal, one per model, group, length, seed and moment."""
-    out = []
+    """The differences as tables, one per model, group, length, seed and moment."""
+    tables = []
     for place, part in found.groupby([*SETTING, "moment"], sort=False):
-        names: list[Any] = list(place) if isinstance(place, tuple) else [place]
-        model, _, group, length, seed, moment = names
-        title = f"{plain(model)} · {plain(group)} · {plain(moment)} · {tokens(length)}"
-        if found["seed"].nunique() > 1:
-            title += f" · seed {seed}"
-        table = Table(title=f"{title}: against {plain(base)}", title_justify="left")
-        for name in ("policy", "budget"):
-            table.add_column(name)
-        for name in (short(base, 20), "score", "difference, paired", "95% interval"):
-            table.add_column(name, justify="right")
-        for row in part.to_dict("records"):
-            table.add_row(short(row["policy"], 40), plain(row["budget"]), *_cells(row))
-        out.append(table)
-    return out
+        model, _, group, length, seed, moment = map(str, place)
+        several = found["seed"].nunique() > 1
+        where = f", {tokens(int(length))}, {moment}" + f", seed {seed}" * several
+        title = (Name(model), " · ", Name(group), where, ": against ", Name(base))
+        groups = part["budget"].astype(str).tolist()
+        tables.append(beside(title, _columns(part, base), groups=groups))
+    return tables
 
 
 def write(found: pd.DataFrame, base: str, path: Path) -> Path:
-    """Write the differences as Markdown."""
-    lines = [
-        f"# Against {code(base)}",
-        "",
-        "Differences in points of the mean over tasks at the same budget, paired question by "
-        "question; 95% intervals by a bootstrap over contexts, stratified by task.",
-        "",
-        f"| model | tasks | length | moment | budget | policy | {code(base)} | score | difference "
-        "| 95% |",
-        "| --- | --- | --: | --- | --- | --- | --: | --: | --: | --: |",
-    ]
-    for row in found.to_dict("records"):
-        where = [md(row["model"]), md(row["group"]), tokens(row["length"]), md(row["moment"])]
-        names = [code(row["budget"]), code(row["policy"])]
-        lines.append(f"| {' | '.join([*where, *names, *_cells(row)])} |")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    """Write the differences as Markdown.
+
+    Raises:
+        UserError: The file cannot be written.
+    """
+    blocks = [f"# Against {code(base)}", _READING, *map(markdown, tables(found, base))]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise cannot("write", path, error) from None
+    with replacing(path) as part:
+        part.write_text("\n\n".join(blocks) + "\n", encoding="utf-8")
     return path
 
 
-def _cells(row: Mapping[Any, Any]) -> list[str]:
-    unit = all(0 <= row[name] <= 1 for name in ("base_score", "score"))
+def _columns(part: pd.DataFrame, base: str) -> list[tuple[Column, list[Cell]]]:
+    rows = records(part)
+    scores = part[["base_score", "score"]]
+    kind = score_kind(unit=bool(((scores >= 0) & (scores <= 1)).all(axis=None)))
+    gaps: list[Cell] = [Interval(row["diff"], row["diff_lo"], row["diff_hi"]) for row in rows]
+    better: Literal["higher", "lower"] = "higher" if part["higher_is_better"].iloc[0] else "lower"
     return [
-        number(row["base_score"], unit=unit),
-        number(row["score"], unit=unit),
-        number(row["diff"], unit=unit, signed=True),
-        interval(row["diff_lo"], row["diff_hi"], unit=unit, signed=True),
+        (Column("budget", align="right"), [Name(row["budget"]) for row in rows]),
+        (Column("policy"), [Name(row["policy"]) for row in rows]),
+        (Column(Name(base), kind), [row["base_score"] for row in rows]),
+        (Column("score", kind, better=better), [row["score"] for row in rows]),
+        (Column("difference", kind, better=better, signed=True), gaps),
     ]

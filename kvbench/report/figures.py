@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 
 from kvbench.report.frames import Results, pick, unit_scale
-from kvbench.report.pareto import Look, draw_panel
+from kvbench.report.pareto import ByteAxis, draw_panel, front_of
 from kvbench.report.style import (
     COLUMN,
     FRONT,
     GREY,
     GREY_BAND,
-    MARKER_SIZE,
+    MOST_COLOURS,
     PAGE,
+    PALE,
+    Drawn,
+    handle,
     house_style,
     looks,
     save,
@@ -26,7 +32,7 @@ from kvbench.report.style import (
 from kvbench.report.text import mean_of, short, slug
 
 
-def draw_fronts(results: Results, folder: Path) -> list[Path]:
+def draw_fronts(results: Results, folder: Path) -> list[Drawn]:
     """Draw every Pareto figure of a report.
 
     Per model: `mean-<group>` for the mean over a group of several tasks, `overview-<group>` with
@@ -38,37 +44,38 @@ def draw_fronts(results: Results, folder: Path) -> list[Path]:
         folder: Where to; it exists.
 
     Returns:
-        The files written.
+        The figures.
     """
-    paths: list[Path] = []
+    drawn: list[Drawn] = []
     with house_style():
         for model in results.models:
             end = f"-{slug(model)}" if len(results.models) > 1 else ""
             for group in results.groups(model):
+                cells = _rows(results.cells, model, group)
+                overall = _rows(results.overall, model, group)
                 tasks = results.tasks(model, group)
-                overall = _rows(results.overall, model, group=group)
                 if len(tasks) > 1 and _drawable(overall):
-                    title = f"{short(group)}, {mean_of(int(overall['tasks'].max()))}"
+                    mean = mean_of(int(overall["tasks"].max()))
+                    title = f"{short(group)}, {mean}{_metric(cells)} · {short(model)}"
                     stem = folder / f"mean-{slug(group)}{end}"
-                    paths += _one_figure(results, model, overall, title, stem)
+                    drawn.append(_one_figure(results, model, overall, title, stem))
                 if len(tasks) > 1:
-                    paths += _overview(results, model, group, folder, end)
+                    drawn += _overviews(results, model, group, folder, end)
                 for task in tasks:
-                    rows = _rows(results.cells, model, task=task, group=group)
+                    rows = cells[cells["task"] == task]
                     if _drawable(rows):
+                        title = f"{short(task)}{_metric(rows)} · {short(model)}"
                         stem = folder / f"pareto-{slug(task)}{end}"
-                        paths += _one_figure(results, model, rows, short(task), stem)
-    return paths
+                        drawn.append(_one_figure(results, model, rows, title, stem, task))
+    return drawn
 
 
-def _rows(frame: pd.DataFrame, model: str, **where: str) -> pd.DataFrame:
-    """The cells of a model and a task or group that have a score."""
+def _rows(frame: pd.DataFrame, model: str, group: str) -> pd.DataFrame:
+    """The rows of a model and a group that have a score."""
     if not len(frame):
         return frame
-    found = frame[(frame["model"] == model) & (frame["status"] == "ok")]
-    for column, name in where.items():
-        found = found[found[column] == name]
-    return found
+    here = (frame["model"] == model) & (frame["group"] == group)
+    return frame[here & (frame["status"] == "ok")]
 
 
 def _drawable(rows: pd.DataFrame) -> bool:
@@ -76,117 +83,144 @@ def _drawable(rows: pd.DataFrame) -> bool:
     return bool(len(rows)) and bool((rows["policy"] != "full").any())
 
 
+def _metric(cells: pd.DataFrame) -> str:
+    """The metric for a title, if the tasks share one."""
+    metrics = list(dict.fromkeys(cells["metric"].astype(str)))
+    return f", {short(metrics[0])}" if len(metrics) == 1 else ""
+
+
 def _one_figure(
-    results: Results, model: str, rows: pd.DataFrame, title: str, stem: Path
-) -> list[Path]:
+    results: Results, model: str, rows: pd.DataFrame, title: str, stem: Path, task: str = ""
+) -> Drawn:
     """A figure of one task or mean: one column wide, or a grid of panels over the page."""
     panels = [(v, pick(rows, v)) for v in results.variants(model)]
     panels = [(v, part) for v, part in panels if _drawable(part)]
     looks_of = looks(results.policies)
+    pale = _pale(part for _, part in panels)
     unit = unit_scale(rows)
     lengths = len({v.length for v, _ in panels})
     columns = lengths if 1 < lengths <= 3 else min(len(panels), 3)
-    lines = math.ceil(len(panels) / columns)
-    handles, labels = _legend(rows, looks_of)
+    several = len(panels) > 1
+    x = ByteAxis.of(pd.concat([_compressed(part)["share"] for _, part in panels]))
+    handles, labels = _legend(rows, looks_of, pale, named=not pale or several)
+    if _silent(rows):
+        title += " (the full cache is not above chance)"
     page = sheet(
-        lines,
+        math.ceil(len(panels) / columns),
         columns,
+        title=title,
         width=COLUMN if columns == 1 else PAGE,
-        panel=2.0 if columns == 1 else 1.7,
+        panel=(2.0 if columns == 1 else 1.7) + 0.3 * bool(pale),
         labels=labels,
         handles=handles,
-        x_label="KV cache held, % of full (top: bytes)",
+        x_label=f"{x.label} (top: bytes)",
         y_label=_score_label(unit, rows),
         left=0.48 if unit else 0.62,
-        top=0.42 if len(panels) == 1 else 0.6,
+        top=0.42 if several else 0.25,
         gap=(0.35, 0.65),
         sharey=True,
     )
-    limits = _score_limits(rows, unit)
-    title += f" · {short(model, 40)}"
-    if _silent(rows):
-        title += " (full is not above chance)"
-    if len(panels) > 1:
-        page.figure.text(0.02, 0.99, title, ha="left", va="top")
-    for ax, (variant, part) in zip(page.axes.flat, panels, strict=False):
+    low, high = _score_limits(rows, unit)
+    limits = (low, high + 0.1 * (high - low) * bool(pale))  # room for names
+    for ax, (variant, part) in zip(page.used(len(panels)), panels, strict=True):
         draw_panel(
             ax,
             part,
             looks_of,
+            x,
             unit=unit,
             limits=limits,
             width=page.panel_width,
             bytes_axis=True,
+            pale=pale,
+            labelled=bool(pale),
         )
-        ax.set_title(variant.label if len(panels) > 1 else title, loc="left", y=1.0, pad=17)
-    for ax in page.axes.flat[len(panels) :]:
-        ax.set_axis_off()
-    return save(page.figure, stem)
+        if several:
+            ax.set_title(variant.label, loc="left", y=1.0, pad=17)
+    return Drawn(title, save(page.figure, stem), task)
 
 
-def _overview(results: Results, model: str, group: str, folder: Path, end: str) -> list[Path]:
+def _overviews(results: Results, model: str, group: str, folder: Path, end: str) -> list[Drawn]:
     """All tasks of a group and their mean as small multiples; a figure per length, moment, seed."""
-    paths: list[Path] = []
-    looks_of = looks(results.policies)
+    drawn: list[Drawn] = []
+    cells, overall = (_rows(f, model, group) for f in (results.cells, results.overall))
     for variant in results.variants(model, group):
-        cells = pick(_rows(results.cells, model, group=group), variant)
-        overall = _rows(results.overall, model, group=group)
-        overall = pick(overall, variant) if len(overall) else overall
-        panels = [("mean", overall)]
-        panels += [(t, cells[cells["task"] == t]) for t in dict.fromkeys(cells["task"].astype(str))]
+        here = pick(cells, variant)
+        panels = [("mean", pick(overall, variant) if len(overall) else overall)]
+        panels += [(t, here[here["task"] == t]) for t in dict.fromkeys(here["task"].astype(str))]
         panels = [(name, rows) for name, rows in panels if _drawable(rows)]
-        if not panels:
-            continue
-        unit = unit_scale(cells)
-        columns = min(5 if len(panels) > 8 else 4, len(panels))
-        lines = math.ceil(len(panels) / columns)
-        handles, labels = _legend(cells, looks_of)
-        page = sheet(
-            lines,
-            columns,
-            width=PAGE,
-            panel=1.2,
-            labels=labels,
-            handles=handles,
-            x_label="KV cache held, % of full",
-            y_label=_score_label(unit, cells),
-            left=0.48 if unit else 0.62,
-            gap=(0.12 if unit else 0.4, 0.3),
-            sharex=True,
-            sharey=unit,
+        if panels:
+            title = ", ".join([short(group), *[variant.label] * bool(variant.label)])
+            title += f"{_metric(here)} · {short(model)}"
+            suffix = f"-{slug(variant.label.replace(', ', '-').replace(' ', '-'))}"
+            stem = f"overview-{slug(group)}{suffix if variant.label else ''}{end}"
+            drawn.append(_overview(panels, here, title, looks(results.policies), folder / stem))
+    return drawn
+
+
+def _overview(
+    panels: Sequence[tuple[str, pd.DataFrame]],
+    cells: pd.DataFrame,
+    title: str,
+    looks_of: Any,
+    stem: Path,
+) -> Drawn:
+    unit = unit_scale(cells)
+    columns = min(5 if len(panels) > 8 else 4, len(panels))
+    x = ByteAxis.of(pd.concat([_compressed(rows)["share"] for _, rows in panels]))
+    pale = _pale([panels[0][1]] if panels[0][0] == "mean" else (rows for _, rows in panels))
+    handles, labels = _legend(cells, looks_of, pale, named=True)
+    silent = {name for name, rows in panels if name != "mean" and _silent(rows)}
+    if silent:
+        title += " (° the full cache is not above chance)"
+    page = sheet(
+        math.ceil(len(panels) / columns),
+        columns,
+        title=title,
+        width=PAGE,
+        panel=1.2,
+        labels=labels,
+        handles=handles,
+        x_label=x.label,
+        y_label=_score_label(unit, cells),
+        left=0.48 if unit else 0.62,
+        top=0.22,
+        gap=(0.12 if unit else 0.4, 0.3),
+        sharex=True,
+        sharey=unit,
+    )
+    for i, (ax, (name, rows)) in enumerate(zip(page.used(len(panels)), panels, strict=True)):
+        draw_panel(
+            ax,
+            rows,
+            looks_of,
+            x,
+            unit=unit,
+            limits=(-3.0, 103.0) if unit else _score_limits(rows, unit),
+            width=page.panel_width,
+            bytes_axis=False,
+            pale=pale,
         )
-        for i, ax in enumerate(page.axes.flat):
-            if i >= len(panels):
-                ax.set_axis_off()
-                continue
-            name, rows = panels[i]
-            limits = (-3.0, 103.0) if unit else _score_limits(rows, unit)
-            draw_panel(
-                ax,
-                rows,
-                looks_of,
-                unit=unit,
-                limits=limits,
-                width=page.panel_width,
-                bytes_axis=False,
-            )
-            mean = rows is overall
-            silent = not mean and _silent(rows)
-            weight = "bold" if mean else "normal"
-            title = short(name, 20) + (" °" if silent else "")
-            ax.set_title(title, loc="left", fontweight=weight, y=1.0, pad=3)
-            if i + columns >= len(panels):
-                ax.tick_params(labelbottom=True)
-        model_name = f"model: {short(model, 40)}"
-        page.figure.text(0.01, 0.02, model_name, ha="left", va="bottom", fontsize=7)
-        if any(_silent(rows) for name, rows in panels[1:]):
-            page.figure.text(
-                0.99, 0.02, "° full is not above chance", ha="right", va="bottom", fontsize=7
-            )
-        several = f"-{slug(variant.label.replace(', ', '-').replace(' ', '-'))}"
-        stem = folder / f"overview-{slug(group)}{several if variant.label else ''}{end}"
-        paths += save(page.figure, stem)
-    return paths
+        weight = "bold" if name == "mean" else "normal"
+        ax.set_title(
+            short(name, 20) + " °" * (name in silent), loc="left", fontweight=weight, y=1.0, pad=3
+        )
+        ax.tick_params(labelbottom=i + columns >= len(panels))
+    return Drawn(title, save(page.figure, stem))
+
+
+def _compressed(rows: pd.DataFrame) -> pd.DataFrame:
+    return rows[rows["policy"] != "full"]
+
+
+def _pale(panels: Any) -> list[str]:
+    """Policies to grey: with more than there are colours, all that are on no front."""
+    points = [_compressed(rows).reset_index(drop=True) for rows in panels]
+    policies = list(dict.fromkeys(p for part in points for p in part["policy"].astype(str)))
+    if len(policies) <= MOST_COLOURS:
+        return []
+    best = {policy for part in points for policy in part["policy"].iloc[front_of(part)]}
+    return [policy for policy in policies if policy not in best]
 
 
 def _silent(rows: pd.DataFrame) -> bool:
@@ -205,32 +239,29 @@ def _score_limits(rows: pd.DataFrame, unit: bool) -> tuple[float, float]:
 
 
 def _score_label(unit: bool, rows: pd.DataFrame) -> str:
-    """What the axis of the scores is called; the metric where less of it is better."""
+    """What the axis of the scores is called: the metric, if they are not shown in points."""
     if unit:
         return "score (0 to 100)"
-    lower = rows[~rows["higher_is_better"].astype(bool)]
-    metrics = set(lower["metric"]) if "metric" in lower else set()
-    if len(lower) < len(rows) or not len(rows):
-        return "score"
-    return f"{metrics.pop() if len(metrics) == 1 else 'score'} (less is better)"
+    metrics = set(rows["metric"]) if "metric" in rows else set()
+    name = short(metrics.pop()) if len(metrics) == 1 else "score"
+    lower = bool(len(rows)) and not rows["higher_is_better"].any()
+    return name + " (lower is better)" * lower
 
 
-def _legend(rows: pd.DataFrame, looks_of: Look) -> tuple[list[Any], list[str]]:
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
-    handles: list[Any] = []
-    labels = [p for p in looks_of if (rows["policy"] == p).any()]
-    for policy in labels:
-        colour, marker = looks_of[policy]
-        size = MARKER_SIZE.get(marker, 4.5)
-        handles.append(
-            Line2D([], [], color=colour, marker=marker, ms=size, mec="white", mew=0.4, lw=0.8)
-        )
+def _legend(
+    rows: pd.DataFrame, looks_of: Any, pale: Sequence[str], *, named: bool
+) -> tuple[list[Any], list[str]]:
+    """Handles and labels: the policies if they are named here, and what all figures show."""
+    drawn = [policy for policy in looks_of if (rows["policy"] == policy).any()]
+    labels = [policy for policy in drawn if named and policy not in pale]
+    handles: list[Any] = [handle(looks_of[policy]) for policy in labels]
+    if pale:
+        count = sum(policy in pale for policy in drawn)
+        handles.append(Line2D([], [], color=PALE, marker="o", ms=2.5, lw=0.6))
+        labels.append(f"{count} other policies")
     if (rows["policy"] == "full").any():
         line = Line2D([], [], color=GREY, lw=0.9, ls=(0, (4, 2)))
         handles.append((Patch(color=GREY_BAND, lw=0), line))
         labels.append("full, 95% interval")
     handles.append(Line2D([], [], **FRONT))
-    labels.append("Pareto front")
-    return handles, labels
+    return handles, [*labels, "Pareto front"]

@@ -1,10 +1,11 @@
-"""The frames of a run brought into the shape that tables and figures share."""
+"""The frames of a run in the shape that tables and figures share."""
 
 from __future__ import annotations
 
 import json
-import re
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 
@@ -25,19 +26,17 @@ _TELL_APART = [
     "cell",
 ]
 _COUNTS = ("repeats", "truncated", "think_end")
-_JUDGED = re.compile(r" \((judge .+|local judge)\)$")
-_LOCAL = ", by shared words: not to be held against the scores of a model"
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One panel of a model's results: a length, a moment and a seed.
+    """A length, a moment and a seed of a model's results.
 
     Attributes:
         length: Tokens of prompt and answer.
         moment: When the cache was compressed.
         seed: Seed of data and policy noise.
-        label: What tells it from the others of the same model; empty when it is the only one.
+        label: What distinguishes it from the model's other variants; empty if it is the only one.
     """
 
     length: int
@@ -51,12 +50,12 @@ class Results:
     """Everything a report is made from.
 
     Attributes:
-        cells: The cells, one row per place, full first; `model` tells apart what else differs and
-            `model_id` is the model as named; `share` is the
-            live bytes over those of the full cache.
+        cells: The cells, full first. `model_id` is the model as the run names it; `model` adds what
+            else distinguishes cells that would otherwise be the same. `share` is the live bytes
+            over those of the full cache.
         samples: Their samples.
-        overall: `group_means` of them, with `share`.
-        policies: Policies in order of appearance, full apart; it fixes colours and markers.
+        overall: `group_means` of the cells, with `share`.
+        policies: Policies without full in order of appearance, which fixes colours and markers.
     """
 
     cells: pd.DataFrame
@@ -80,9 +79,9 @@ class Results:
         return list(dict.fromkeys(mine["task"].astype(str)))
 
     def variants(self, model: str, group: str | None = None) -> list[Variant]:
-        """The panels of a model's results, or of those of a group.
+        """The variants of a model's results, or of its results in one group.
 
-        Full has no moment and belongs to all of them. A panel in which only full was run says
+        Full has no moment and belongs to all of them. A variant in which only full was run shows
         nothing, so it is left out unless nothing else was run at all.
         """
         mine = self.cells[self.cells["model"] == model]
@@ -112,27 +111,27 @@ def _compresses(cells: pd.DataFrame) -> bool:
 
 
 def pick(frame: pd.DataFrame, variant: Variant) -> pd.DataFrame:
-    """The rows of a panel, full's among them."""
+    """The rows of a variant, including those of full."""
     here = (frame["length"] == variant.length) & (frame["seed"] == variant.seed)
     return frame[here & of_moment(frame, variant.moment)]
 
 
 def of_moment(frame: pd.DataFrame, moment: str) -> pd.Series[bool]:
-    """Which rows belong to a moment, full's among them: live dialogues have one of their own."""
+    """Which rows belong to a moment, including those of full (live dialogues have their own)."""
     full = (frame["policy"] == "full") & (frame["moment"] == "") & (moment != "turns")
     return (frame["moment"] == moment) | full
 
 
 def prepare(cells: pd.DataFrame, samples: pd.DataFrame | None = None) -> Results:
-    """Frames of one or several runs as the results of a report.
+    """Prepare the frames of one or several runs for a report.
 
-    A cell that several runs hold counts once, with the most samples. Cells that share model, task
-    and configuration and still differ, for example in dtype, keep apart by a model name that says
-    in what.
+    A cell that several runs have counts once, with the most samples. Cells with the same model,
+    task and configuration that still differ, such as in dtype, are kept apart by a model name that
+    says how they differ.
 
     Args:
-        cells: The frame of `cells.parquet`, also of several runs, one under the other.
-        samples: The frame of `samples.parquet`; a terminal table does without.
+        cells: The frame of `cells.parquet`; those of several runs are concatenated.
+        samples: The frame of `samples.parquet`; a table in the terminal does not need it.
     """
     cells = cells.reset_index(drop=True).sort_values("samples", kind="stable")
     cells = cells.drop_duplicates("cell", keep="last").sort_index()
@@ -151,14 +150,32 @@ def prepare(cells: pd.DataFrame, samples: pd.DataFrame | None = None) -> Results
     return Results(cells, samples, overall, policies)
 
 
+def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """The rows of a frame as dictionaries."""
+    return [{str(k): v for k, v in row.items()} for row in frame.to_dict("records")]
+
+
 def unit_scale(frame: pd.DataFrame) -> bool:
-    """Whether these scores lie in [0, 1] and are shown in points, 0 to 100."""
+    """Whether all scores lie in [0, 1], so that they are shown in points, 0 to 100."""
     scores = pd.concat([frame["score"], frame["full_score"]]).dropna()
     return bool(scores.between(0.0, 1.0).all())
 
 
+def extras(samples: pd.DataFrame) -> dict[str, dict[str, Any]]:
+    """The JSON object of every distinct text in the column `extra`, each parsed once."""
+    return {text: json.loads(text or "{}") for text in set(samples["extra"])}
+
+
+def budget_order(budget: str) -> tuple[bool, float]:
+    """Orders shares of the context before numbers of tokens, each from small to large."""
+    try:
+        return (budget.isdigit(), float(budget))
+    except ValueError:
+        return (True, math.inf)
+
+
 def uncompared(cells: pd.DataFrame) -> list[str]:
-    """Tasks that somewhere have no score of full to compare with."""
+    """Tasks that lack a score of full to compare with, at some length and seed."""
     found = []
     for place, part in cells.groupby([*_QUESTIONS, _live(cells)], sort=False):
         if not ((part["policy"] == "full") & (part["status"] == "ok")).any():
@@ -167,7 +184,7 @@ def uncompared(cells: pd.DataFrame) -> list[str]:
 
 
 def silent_tasks(cells: pd.DataFrame) -> list[str]:
-    """Tasks on which full is not above chance. Where full has no score, that cannot be said."""
+    """Tasks on which full is not above chance; without a score of full that is unknown."""
     found = []
     ok = cells[cells["status"] == "ok"]
     for place, part in ok.groupby([*_QUESTIONS, _live(ok)], sort=False):
@@ -178,33 +195,39 @@ def silent_tasks(cells: pd.DataFrame) -> list[str]:
 
 
 def falling(cells: pd.DataFrame) -> list[str]:
-    """Tasks of whose score less is better."""
+    """Tasks with a score of which less is better."""
     down = ~cells["higher_is_better"].astype(bool)
     return list(dict.fromkeys(cells.loc[down, "task"].astype(str)))
 
 
 def judged(cells: pd.DataFrame) -> dict[str, list[str]]:
-    """Tasks whose responses were judged, by who judged them."""
-    found: dict[str, list[str]] = {}
-    for task, metric in dict.fromkeys(zip(cells["task"], cells["metric"], strict=True)):
-        if found_in := _JUDGED.search(str(metric)):
-            who = found_in[1] + _LOCAL * (found_in[1] == "local judge")
-            found.setdefault(who, []).append(str(task))
-    return found
+    """Tasks whose responses were judged, by the judge that `versions` records."""
+    tasks: dict[str, list[str]] = {}
+    for task, versions in dict.fromkeys(zip(cells["task"], cells["versions"], strict=True)):
+        judge = recorded(versions).get("judge")
+        if judge and str(task) not in tasks.setdefault(str(judge), []):
+            tasks[str(judge)].append(str(task))
+    return tasks
 
 
 def answers(versions: str) -> str:
     """How a cell's answers were made, from its `versions`: "greedy", or "temperature 0.6"."""
+    made = recorded(versions).get("generation", {})
+    settings = [f"{name} {value}" for name, value in made.items() if name not in _COUNTS]
+    return ", ".join(settings if "temperature" in made else ["greedy", *settings])
+
+
+def recorded(versions: str) -> dict[str, Any]:
+    """The JSON object that a cell records as its `versions`; empty if it is something else."""
     try:
-        made = json.loads(versions).get("generation", {})
-    except (ValueError, AttributeError):
-        made = {}
-    said = [f"{name} {value}" for name, value in made.items() if name not in _COUNTS]
-    return ", ".join(said if "temperature" in made else ["greedy", *said])
+        known = json.loads(versions)
+    except ValueError:
+        return {}
+    return known if isinstance(known, dict) else {}
 
 
 def _live(cells: pd.DataFrame) -> pd.Series[bool]:
-    """Which cells are live dialogues: they have a full cache of their own."""
+    """Which cells are live dialogues, which have a full cache of their own."""
     return (cells["moment"] == "turns").rename("_live")
 
 

@@ -4,56 +4,65 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 
-from kvbench.report.frames import Results, of_moment
+from kvbench.report.frames import Results, budget_order, extras, of_moment
 from kvbench.report.overall import CONFIG
-from kvbench.report.style import COLUMN, PAGE, house_style, save, sheet
-from kvbench.report.text import short, slug
+from kvbench.report.style import COLUMN, PAGE, Drawn, house_style, save, sheet
+from kvbench.report.text import counted, short, slug
 from kvbench.stats import Floats
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-_DEPTH = r"-d(\d{3})$"
-_MOST_COLUMNS = 4
+_QUESTION = ["sample_id", "question_id"]
+_FIELD = ["policy", "budget", "depth", "length"]
+"""What a field of a map is about; seeds are pooled."""
 
 
 def with_depth(results: Results) -> pd.DataFrame:
-    """The samples of needle tasks with their depth, in percent of the context.
+    """The samples whose `extra` has a depth, in percent of the context.
 
-    The depth is the end of the sample's id, `-d040`. A task counts only if every one of its sample
-    ids ends so.
+    A task counts only if every one of its samples has one.
 
     Returns:
-        Columns `model`, `task`, `length`, `policy`, `budget`, `moment`, `depth` and `score`.
+        Columns `cell`, `sample_id`, `question_id`, `score`, `depth`, `model`, `task`, `metric`,
+        `length`, `policy`, `budget` and `moment`.
     """
-    columns = ["cell", "model", "task", "group", "length", *CONFIG]
     assert results.samples is not None
+    columns = ["cell", "model", "task", "metric", "length", *CONFIG]
     cells = results.cells.loc[results.cells["status"] == "ok", columns]
-    named = cells["task"].str.startswith("niah") | cells["group"].str.startswith("niah")
-    samples = results.samples[["cell", "sample_id", "score"]].merge(cells[named], on="cell")
-    found = samples["sample_id"].str.extract(_DEPTH, expand=False)
-    has = found.notna().groupby(samples["task"]).transform("all") if len(samples) else found.notna()
-    return samples[has.astype(bool)].assign(depth=found[has.astype(bool)].astype(int))
+    samples = results.samples[["cell", *_QUESTION, "extra", "score"]]
+    depths = {text: _depth(extra) for text, extra in extras(samples).items()}
+    samples = samples.assign(depth=samples["extra"].map(depths)).merge(cells, on="cell")
+    known = samples["depth"].notna().groupby(samples["task"]).transform("all")
+    return samples[known.astype(bool)].drop(columns="extra")
 
 
-def draw_heatmaps(results: Results, folder: Path) -> list[Path]:
-    """Draw depth by length for every needle task, a panel per policy and budget.
+def _depth(extra: Mapping[str, Any]) -> float:
+    depth = extra.get("depth")
+    if isinstance(depth, bool) or not isinstance(depth, (int, float)):
+        return math.nan
+    return float(depth)
+
+
+def draw_heatmaps(results: Results, folder: Path) -> list[Drawn]:
+    """Draw depth by length for every task whose samples have a depth.
+
+    Each figure has a panel per policy and budget.
 
     Args:
         results: What to draw; seeds are pooled.
         folder: Where to; it exists.
 
     Returns:
-        The files written, none where no sample carries a depth.
+        The figures; none if no task has depths.
     """
     samples = with_depth(results)
-    paths: list[Path] = []
+    drawn: list[Drawn] = []
     with house_style():
         for (model, task), part in samples.groupby(["model", "task"], sort=False):
             moments = list(dict.fromkeys(part.loc[part["policy"] != "full", "moment"]))
@@ -62,14 +71,14 @@ def draw_heatmaps(results: Results, folder: Path) -> list[Path]:
                 others = rows.loc[rows["policy"] != "full", "length"]
                 if len(others):  # of a length with nothing but full there is nothing to compare
                     rows = rows[rows["length"].isin(others)]
-                name = f"niah-depth-{slug(task)}"
+                name = f"depth-{slug(task)}"
                 name += f"-{slug(moment)}" if len(moments) > 1 else ""
                 name += f"-{slug(model)}" if len(results.models) > 1 else ""
-                title = f"{short(task)} · {short(model)}" + (
-                    f", {short(moment)}" if len(moments) > 1 else ""
-                )
-                paths += _heatmap(rows, title, folder / name)
-    return paths
+                metric = ", ".join(dict.fromkeys(rows["metric"].astype(str)))
+                title = f"{short(task)}, {short(metric)} · {short(model)}"
+                title += f", {short(moment)}" if len(moments) > 1 else ""
+                drawn.append(_heatmap(rows, title, folder / name))
+    return drawn
 
 
 def _panels(rows: pd.DataFrame, most: int) -> list[list[tuple[str, str] | None]]:
@@ -84,7 +93,7 @@ def _panels(rows: pd.DataFrame, most: int) -> list[list[tuple[str, str] | None]]
     """
     present = set(zip(rows["policy"], rows["budget"].astype(str), strict=True))
     policies = [p for p in dict.fromkeys(rows["policy"]) if p != "full"]
-    budgets = sorted({b for p, b in present if p != "full"}, key=_budget_order)
+    budgets = sorted({b for p, b in present if p != "full"}, key=budget_order)
     full = sorted(pair for pair in present if pair[0] == "full")
     if len(policies) == 1:
         flat = full + [(policies[0], b) for b in budgets]
@@ -101,38 +110,38 @@ def _panels(rows: pd.DataFrame, most: int) -> list[list[tuple[str, str] | None]]
     return lines or [[*full]]
 
 
-def _budget_order(budget: str) -> tuple[bool, float]:
-    """Shares of the context before numbers of tokens, each from small to large."""
-    try:
-        return (budget.isdigit(), float(budget))
-    except ValueError:
-        return (True, math.inf)
-
-
-def _heatmap(rows: pd.DataFrame, title: str, stem: Path) -> list[Path]:
+def _heatmap(rows: pd.DataFrame, title: str, stem: Path) -> Drawn:
     lengths, depths = sorted(set(rows["length"])), sorted(set(rows["depth"]))
-    counts = set(rows.groupby([*CONFIG, "depth", "length"]).size())
+    # A repeat of a question is not another question.
+    asked = rows.drop_duplicates(["cell", *_QUESTION])
+    counts = set(asked.groupby(_FIELD).size().tolist())
+    means = rows.groupby(_FIELD)["score"].mean().to_numpy(np.float64)
     field = 0.25 if len(counts) == 1 else 0.46  # inches that a score needs
     most = max(1, int(5.97 / max(0.6, field * len(lengths) + 0.08)))
     lines = _panels(rows, most)
     columns = max(len(line) for line in lines)
     unit = bool(rows["score"].between(0, 1).all())
     scale = 100.0 if unit else 1.0
-    low, top = (0.0, 100.0) if unit else (float(rows["score"].min()), float(rows["score"].max()))
+    low, top = (0.0, 100.0) if unit else (float(means.min()), float(means.max()))
     names = [[pair and _name(pair, 5.9 / columns) for pair in line] for line in lines]
     tall = max(name.count("\n") + 1 for line in names for name in line if name)
+    n = (
+        f"n = {counted(min(counts), 'question')} per cell"
+        if len(counts) == 1
+        else "questions per cell in brackets"
+    )
+    title += f": score{' (0 to 100)' * unit}, {n}"
     page = sheet(
         len(lines),
         columns,
+        title=title,
         width=PAGE if columns > 2 else COLUMN,
         panel=max(1.0 / len(lines), 0.13 * len(depths)),
-        labels=[],
-        handles=[],
         x_label="context length, tokens",
-        y_label="needle depth, %",
-        top=0.2 + 0.12 * tall,
+        y_label="depth in the context, %",
+        top=0.05 + 0.12 * tall,
         gap=(0.08, 0.1 + 0.12 * tall),
-        right=0.55,
+        right=0.5,
         sharex=True,
         sharey=True,
     )
@@ -143,33 +152,29 @@ def _heatmap(rows: pd.DataFrame, title: str, stem: Path) -> list[Path]:
         if pair is None:
             ax.set_axis_off()
             continue
-        part = rows[(rows["policy"] == pair[0]) & (rows["budget"].astype(str) == pair[1])]
-        both = part.groupby(["depth", "length"])["score"].agg(["mean", "size"])
-        mean = both["mean"].unstack().reindex(index=depths, columns=lengths)
-        n = both["size"].unstack().reindex(index=depths, columns=lengths)
-        values = np.ma.masked_invalid(scale * mean.to_numpy(dtype=np.float64))
+        mean, count = (
+            grid.reindex(index=depths, columns=lengths).to_numpy(np.float64)
+            for grid in (_grid(rows, pair, "mean"), _grid(asked, pair, "count"))
+        )
+        values = np.ma.masked_invalid(scale * mean)
         image = ax.imshow(values, cmap="cividis", vmin=low, vmax=top, aspect="auto")
         ax.set_title(names[y][x], loc="left", fontsize=7, y=1.0, pad=2)
         ax.spines[:].set_visible(False)
         ax.set_xticks(range(len(lengths)), [_tokens(v) for v in lengths], fontsize=7)
         step = math.ceil(len(depths) / 6)
-        ax.set_yticks(range(0, len(depths), step), [str(d) for d in depths[::step]], fontsize=7)
+        ax.set_yticks(range(0, len(depths), step), [f"{d:g}" for d in depths[::step]], fontsize=7)
         last = y + 1 == len(lines) or x >= len(lines[y + 1]) or lines[y + 1][x] is None
         first = x == 0 or lines[y][x - 1] is None
         ax.tick_params(length=0, labelbottom=last, labelleft=first)
-        _annotate(ax, values, n.to_numpy(dtype=np.float64) if len(counts) > 1 else None, low, top)
-    many = ", samples in brackets" if len(counts) > 1 else f", n = {min(counts)} per field"
-    width, height = page.figure.get_size_inches()
-    page.figure.text(
-        0.05 / width, 1 - 0.05 / height,
-        f"{title}: score{' (0 to 100)' if unit else ''}{many}", ha="left", va="top",
-    )  # fmt: skip
-    box = page.axes[0, 0].get_position()
-    place = (1 - 0.45 / width, box.y0, 0.1 / width, box.height)
-    bar = page.figure.colorbar(image, cax=page.figure.add_axes(place))
-    bar.outline.set_visible(False)
-    bar.ax.tick_params(labelsize=7)
-    return save(page.figure, stem)
+        _annotate(ax, values, count if len(counts) > 1 else None, low, top)
+    page.colour_bar(image, scale * means)
+    return Drawn(title, save(page.figure, stem))
+
+
+def _grid(rows: pd.DataFrame, pair: tuple[str, str], how: Literal["mean", "count"]) -> pd.DataFrame:
+    """Scores of a policy and budget by depth and length: their mean, or how many they are."""
+    here = rows[(rows["policy"] == pair[0]) & (rows["budget"] == pair[1])]
+    return here.pivot_table(values="score", index="depth", columns="length", aggfunc=how)
 
 
 def _tokens(length: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,12 +27,12 @@ def group_means(
 
     Every task weighs the same. The bootstrap is stratified: contexts are drawn within each task,
     independently between tasks, and the same draw serves every policy, so differences to full are
-    paired. Where a task varies in few contexts its `bounded_interval` is added by
-    square-and-add. With a single task the numbers are those of `summary` and `paired`.
+    paired. A task in which few contexts vary adds its `bounded_interval` by square-and-add instead.
+    With a single task the numbers are those of `summary` and `paired`.
 
-    Tasks on which full is not above chance are left out. A group of several tasks has no mean and
-    no rows if none is left, or if its tasks differ in direction or in scale. Without full nothing
-    can be held against chance: then all tasks count and `discriminative` is false.
+    Tasks on which full is not above chance are left out. A group of several tasks has no mean, and
+    no rows, if no task is left or if its tasks differ in direction or in scale. Without full no
+    task can be compared with chance: then all tasks count and `discriminative` is false.
 
     Args:
         cells: The frame of `cells.parquet`.
@@ -42,8 +42,8 @@ def group_means(
         n: Draws.
 
     Returns:
-        A row per (model, group, length, seed, policy, budget, moment) with `status` ("error" where
-        a task of the group failed; its numbers are then NaN), `tasks` and `samples` (counts),
+        A row per (model, group, length, seed, policy, budget, moment) with `status` ("error" if a
+        task of the group failed; its numbers are then NaN), `tasks` and `samples` (counts),
         `discriminative`, `higher_is_better`, `score`, `score_lo`, `score_hi`, `full_score`,
         `diff`, `diff_lo`, `diff_hi`, and the mean over tasks of `held_entries`, `kv_bytes_live`
         and `kv_bytes_full`.
@@ -67,19 +67,15 @@ def _group_rows(
     part = part.drop_duplicates([*CONFIG, "task"], keep="last")
     ok = part[part["status"] == "ok"]
     telling = ok.groupby("task")["discriminative"].all()
-    # Where full comes from another run than a policy, only its own row knows.
+    # If full comes from another run than a policy, only full's own row knows.
     telling.update(ok[ok["policy"] == "full"].groupby("task")["discriminative"].all())
-    if not len(telling):
-        return []
-    held_against = set(ok.loc[ok["policy"] == "full", "task"])
-    tasks = sorted(telling.index[telling]) or sorted(set(telling.index) - held_against)
-    if len(telling) == 1:  # its own numbers, which are no mean
+    compared = set(ok.loc[ok["policy"] == "full", "task"])
+    tasks = sorted(telling.index[telling]) or sorted(set(telling.index) - compared)
+    if len(telling) == 1:  # the task's own numbers are not a mean, so they are shown in any case
         tasks = sorted(telling.index)
-    if not tasks:
-        return []
     ok = ok[ok["task"].isin(tasks)]
     unit = ok.groupby("task")["score"].agg(lambda s: bool(s.between(0, 1).all()))
-    if ok["higher_is_better"].nunique() != 1 or unit.nunique() != 1:
+    if not tasks or ok["higher_is_better"].nunique() != 1 or unit.nunique() != 1:
         return []
     configs = list(part[CONFIG].drop_duplicates().itertuples(index=False, name=None))
     full = next((i for i, config in enumerate(configs) if config[0] == "full"), None)
@@ -92,20 +88,19 @@ def _group_rows(
             score.add_interval(*numbers[:, :3].T)
             diff.add_interval(*numbers[:, 3:].T)
             continue
-        cell_of = {tuple(row[:3]): str(row[3]) for row in mine[[*CONFIG, "cell"]].to_numpy()}
-        used = [by_cell[c] for c in cell_of.values() if c in by_cell]
-        if not used:
+        values, codes = _wide(mine, configs, by_cell)
+        if not len(values):
             score.miss()
             continue
-        wide = pd.concat(used).pivot(index=_KEY, columns="cell", values="score")
-        wide = wide.reindex(columns=[cell_of.get(config, "") for config in configs])
-        values = wide.to_numpy(dtype=np.float64)
-        codes = wide.index.get_level_values(0).factorize(sort=True)[0]
+        # Each task is a stratum with a stream of its own: with the same draws for all tasks their
+        # errors would be taken for correlated. The stream hangs on the task's name, so that a mean
+        # does not change with the other tasks of a run; one task alone has the draws of `summary`.
         stream = zlib.crc32(str(task).encode()) if len(tasks) > 1 else 0
         weights = bootstrap_weights(int(codes.max()) + 1, seed=seed, n=n, stream=stream)
         bounded = bool(np.nanmin(values) >= 0 and np.nanmax(values) <= 1)
         score.add(values, codes, weights, bounded, signed=False)
         if full is not None:
+            # Subtracted before it is resampled: this is what pairs a policy with full.
             diff.add(values - values[:, [full]], codes, weights, bounded, signed=True)
     mean, lo, hi = score.interval()
     gap, gap_lo, gap_hi = diff.interval() if full is not None else (mean * np.nan,) * 3
@@ -136,8 +131,33 @@ def _group_rows(
     return rows
 
 
+def _wide(
+    cells: pd.DataFrame, configs: Sequence[Any], by_cell: Mapping[str, pd.DataFrame]
+) -> tuple[Floats, npt.NDArray[np.intp]]:
+    """Scores of one task by key and configuration, and the context of each key.
+
+    Returns:
+        `[keys, configs]`, NaN where a configuration lacks the key; `[keys]`, ascending from 0.
+        Both are empty if the task has no sample.
+    """
+    cell_of = {tuple(row[:3]): str(row[3]) for row in cells[[*CONFIG, "cell"]].to_numpy()}
+    used = [by_cell[cell] for cell in cell_of.values() if cell in by_cell]
+    if not used:
+        return np.empty((0, len(configs))), np.empty(0, dtype=np.intp)
+    wide = pd.concat(used).pivot(index=_KEY, columns="cell", values="score")
+    wide = wide.reindex(columns=[cell_of.get(config, "") for config in configs])
+    codes = wide.index.get_level_values(0).factorize(sort=True)[0]
+    return wide.to_numpy(dtype=np.float64), codes
+
+
 class _Strata:
-    """Sums over tasks of means, of their resamples, and of what few varying contexts add."""
+    """Adds up a mean over tasks and its uncertainty, task by task.
+
+    The uncertainty has two parts. Tasks in which many contexts vary add their resampled means, so
+    that one quantile is taken of the sum. Tasks in which few vary have no useful resamples: they
+    add the squared distances from their mean to the ends of `bounded_interval`, below and above.
+    `interval` joins the two parts by square-and-add, as independent errors are.
+    """
 
     def __init__(self, columns: int, n: int) -> None:
         self.count = 0
@@ -169,6 +189,7 @@ class _Strata:
             signed: Whether `values` are differences.
         """
         present = np.isfinite(values)
+        # Keys are sorted by context, so the sums of a context are sums of neighbouring rows.
         starts = np.searchsorted(codes, np.arange(weights.shape[1]))
         totals = np.add.reduceat(np.where(present, values, 0.0), starts, axis=0)
         sizes = np.add.reduceat(present.astype(np.float64), starts, axis=0)
@@ -182,8 +203,8 @@ class _Strata:
                 lo, hi = bounded_interval(means, sizes[some, k], signed=signed)
                 self.below[k] += (mean[k] - lo) ** 2
                 self.above[k] += (hi - mean[k]) ** 2
-                draws[:, k] = mean[k]
-            elif len(means) == 1:
+                draws[:, k] = mean[k]  # its uncertainty is in `below` and `above` already
+            elif len(means) == 1:  # one context of an unbounded score says nothing about others
                 self.below[k] = self.above[k] = np.inf
         self.count += 1
         self.mean += mean

@@ -1,106 +1,105 @@
-"""Scores within a task by what its rows say of themselves, e.g. difficulty or type of question."""
+"""Scores within a task by a field that its rows carry, such as difficulty or type of question."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import pandas as pd
 
 from kvbench import stats
-from kvbench.report.frames import Results, Variant, pick, silent_tasks, unit_scale
-from kvbench.report.tables import configurations
-from kvbench.report.text import DASH, code, interval, number, short
+from kvbench.report.frames import extras, silent_tasks
+from kvbench.report.panel import Filled, Panel
+from kvbench.report.table import Cell, Compared, Interval, Name, Table, beside
 
 MOST = 12
-"""A field with more values than this is no division of a task."""
-_NOT = ("depth",)
-"""Fields that have a figure of their own."""
+"""A field with more values than this divides no task."""
+_HAS_FIGURE = ("depth",)
+"""Fields with a figure of their own."""
 _QUESTION = ["sample_id", "question_id"]
 
-Key = tuple[str, int, int]
+Key: TypeAlias = tuple[str, int, int]
+"""Sample, question and repeat: what two cells are paired by."""
+Scores: TypeAlias = dict[str, dict[Key, float]]
+"""Scores of one cell by value of the field, then by key."""
 
 
-def strata(
-    results: Results, model: str, group: str, variant: Variant
-) -> Iterator[tuple[str, str, list[list[str]]]]:
-    """Every division of a group's tasks, as a table's cells.
+def strata(panel: Panel, samples: pd.DataFrame | None) -> Iterator[tuple[str, str, Table]]:
+    """Every division of a panel's tasks.
 
     A field of `Request.extra` divides a task if all its samples have it, with 2 to `MOST` values
-    and at least two questions to each on average: what names a row divides nothing.
+    and at least two questions for each value on average. A field that names single rows, such as
+    an id, thus divides nothing.
 
     Args:
-        results: What the report is about.
-        model: As in `results`.
-        group: Name of the benchmark.
-        variant: The panel.
+        panel: The panel.
+        samples: The samples of its cells.
 
     Yields:
-        Task, field, and the table, its head first: a row per policy and budget, a column per value
-        with the number of its questions. Differences to full are paired.
+        Task, field and a table: a row per policy and budget, a column per value with the number of
+        its questions. Differences to full are paired.
     """
-    if results.samples is None:
+    if samples is None:
         return
-    cells = results.cells
-    cells = pick(cells[(cells["model"] == model) & (cells["group"] == group)], variant)
-    cells = cells[cells["status"] == "ok"]
-    silent = silent_tasks(cells)
-    for task in dict.fromkeys(cells["task"].astype(str)):
-        if task in silent:  # parts of what says nothing say nothing
+    silent = silent_tasks(panel.cells)
+    for task in panel.tasks:
+        cells = panel.of_task(task)
+        mine = samples[samples["cell"].isin(cells.loc[cells["status"] == "ok", "cell"])]
+        if task in silent or not len(mine):  # parts of what tells nothing apart tell nothing
             continue
-        mine = cells[cells["task"] == task]
-        samples = results.samples[results.samples["cell"].isin(mine["cell"])]
-        for field, of in _fields(samples).items():
-            yield task, field, _table(mine, samples.assign(_of=of))
+        for field, values in _dividing_fields(mine).items():
+            yield task, field, _table(panel, mine.assign(_value=values), task, field)
 
 
-def _fields(samples: pd.DataFrame) -> dict[str, pd.Series[Any]]:
+def _dividing_fields(samples: pd.DataFrame) -> dict[str, pd.Series[Any]]:
     """The value of every dividing field, per sample."""
-    read = {text: json.loads(text or "{}") for text in set(samples["extra"])}
-    names = sorted(set.intersection(*(set(v) for v in read.values()))) if read else []
+    by_text = extras(samples)
+    common = sorted(set.intersection(*(set(extra) for extra in by_text.values())))
+    # Counted in questions: repeats and policies do not make a division any finer.
     most = min(MOST, len(samples.drop_duplicates(_QUESTION)) // 2)
-    found = {}
-    for name in names:
-        values = {str(v[name]) for v in read.values()}
-        if name not in _NOT and 2 <= len(values) <= most:
-            found[name] = samples["extra"].map(lambda text, name=name: str(read[text][name]))
-    return found
+    fields = {}
+    for name in common:
+        values = {text: str(extra[name]) for text, extra in by_text.items()}
+        if name not in _HAS_FIGURE and 2 <= len(set(values.values())) <= most:
+            fields[name] = samples["extra"].map(values)
+    return fields
 
 
-def _table(cells: pd.DataFrame, samples: pd.DataFrame) -> list[list[str]]:
-    values = sorted(set(samples["_of"]), key=_order)
-    scores = {cell: _scores(part) for cell, part in samples.groupby("cell", sort=False)}
+def _table(panel: Panel, samples: pd.DataFrame, task: str, field: str) -> Table:
+    cells = panel.of_task(task)
+    scores = {str(cell): _scores(part) for cell, part in samples.groupby("cell", sort=False)}
+    # Pairs are clustered by context, as in `overall`: one context may lie in several strata, and
+    # then it is drawn in each of them on its own, because each column is an estimate by itself.
     clusters = dict(zip(_keys(samples), samples["context_id"].astype(str), strict=True))
-    counts = samples.drop_duplicates(_QUESTION)["_of"].value_counts()
-    unit = unit_scale(cells)
-    of_full = cells.loc[cells["policy"] == "full", "cell"]
-    full = scores.get(str(of_full.iloc[0])) if len(of_full) else None
-    lines = [["policy", "budget", *(f"{code(v)} ({counts[v]})" for v in values)]]
-    for (policy, budget, *_), rows in configurations(cells):
-        own = scores[str(next(iter(rows.values()))["cell"])]
-        line = [code(short(policy, 60)), code(budget)]
-        for value in values:
-            mine = own.get(value)
-            if not mine:
-                line.append(DASH)
-                continue
-            text = number(sum(mine.values()) / len(mine), unit=unit)
-            if policy != "full" and full is not None and value in full:
-                gap = stats.paired(mine, full[value], clusters)
-                text += f" {number(gap.mean, unit=unit, signed=True)} "
-                text += interval(gap.lo, gap.hi, unit=unit, signed=True)
-            line.append(text)
-        lines.append(line)
-    return lines
+    counts = samples.drop_duplicates(_QUESTION)["_value"].value_counts()
+    full = cells.loc[cells["policy"] == "full", "cell"]
+    reference = scores.get(str(full.iloc[0]), {}) if len(full) else {}
+
+    def cell_of(cell: str, value: str) -> Cell:
+        own = scores[cell].get(value)
+        if not own:
+            return None
+        mean = sum(own.values()) / len(own)
+        if value not in reference or cell == full.iloc[0]:
+            return mean
+        gap = stats.paired(own, reference[value], clusters)
+        return Compared(mean, Interval(gap.mean, gap.lo, gap.hi))
+
+    def filled(value: str) -> Filled:
+        head, _ = panel.scores(cells, (Name(value), f" ({counts[value]})"))
+        return panel.column(head, cells, lambda row: cell_of(str(row["cell"]), value))
+
+    columns = [filled(value) for value in sorted(counts.index, key=_numbers_first)]
+    title = (Name(task), " by ", Name(field), " (questions), with the paired difference to full.")
+    return beside(title, [*panel.names(), *columns])
 
 
-def _scores(part: pd.DataFrame) -> dict[str, dict[Key, float]]:
-    """Scores of one cell by value and question."""
-    found: dict[str, dict[Key, float]] = {}
-    for key, of, score in zip(_keys(part), part["_of"], part["score"], strict=True):
-        found.setdefault(str(of), {})[key] = float(score)
-    return found
+def _scores(part: pd.DataFrame) -> Scores:
+    """Scores of one cell."""
+    scores: Scores = {}
+    for key, value, score in zip(_keys(part), part["_value"], part["score"], strict=True):
+        scores.setdefault(str(value), {})[key] = float(score)
+    return scores
 
 
 def _keys(samples: pd.DataFrame) -> list[Key]:
@@ -108,8 +107,8 @@ def _keys(samples: pd.DataFrame) -> list[Key]:
     return [(str(a), int(b), int(c)) for a, b, c in zip(*columns, strict=True)]
 
 
-def _order(value: str) -> tuple[bool, float, str]:
-    """Numbers by size, before names."""
+def _numbers_first(value: str) -> tuple[bool, float, str]:
+    """Orders numbers by size, before names."""
     try:
         return (False, float(value), value)
     except ValueError:

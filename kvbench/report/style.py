@@ -2,31 +2,45 @@
 
 from __future__ import annotations
 
-import io
+import textwrap
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import matplotlib
+import numpy as np
+import numpy.typing as npt
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
+from matplotlib.lines import Line2D
+
+from kvbench.files import replacing
 from kvbench.report.text import plain, short
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 COLUMN = 3.5  # inches: one column of a two-column paper
 PAGE = 7.0  # inches: both columns
 
-# Okabe and Ito's colours, which stay apart with any kind of colour vision; the yellow is darkened
-# for white paper. Colours and markers repeat with different periods (7 and 9), so a pair repeats
-# after 63 policies only.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#B8860B", "#555555")
+# Okabe and Ito's colours, which stay apart with any kind of colour vision, with the yellow darkened
+# for white paper and a wine red as the eighth. Colours and markers repeat with different periods (8
+# and 9), so that a pair repeats only after 72 policies.
+_COLOURS = (
+    "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#B8860B", "#555555", "#882255",
+)  # fmt: skip
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 
-MARKER_SIZE = {"P": 5.5, "X": 5.5, "D": 4.0}  # so that all look about as large; others 4.5
+MOST_COLOURS = len(_COLOURS)
+"""With more policies than this, a figure greys those that are not on the front."""
+_LETTER = 0.063  # inches that a letter of a name takes at 8 points
+_TITLE_LETTER = 0.058  # of running text, which is narrower
+_MARKER_SIZE = {"P": 5.5, "X": 5.5, "D": 4.0}  # so that all look about as large
 GREY = "#777777"
 GREY_BAND = "#e9e9e9"
+PALE = "#b8b8b8"
 FRONT: dict[str, Any] = {"color": "#222222", "lw": 1.1, "ls": (0, (1, 1))}
 
 _RC: Any = {
@@ -62,11 +76,21 @@ def looks(policies: Sequence[str]) -> dict[str, tuple[str, str]]:
     }
 
 
+def marked(look: tuple[str, str], **more: Any) -> dict[str, Any]:
+    """How a line with markers of that colour and marker is drawn."""
+    colour, marker = look
+    size = _MARKER_SIZE.get(marker, 4.5)
+    return {"color": colour, "marker": marker, "ms": size, "mec": "white", "mew": 0.4} | more
+
+
+def handle(look: tuple[str, str]) -> Line2D:
+    """What stands for a policy in a legend."""
+    return Line2D([], [], **marked(look, lw=0.8))
+
+
 @contextmanager
 def house_style() -> Iterator[None]:
     """Draw with the settings of this page whatever the user's matplotlibrc says."""
-    import matplotlib
-
     with matplotlib.rc_context(), warnings.catch_warnings():
         # A letter that the font lacks is drawn as a box, which shows; matplotlib would say so
         # again for every label of every figure.
@@ -79,29 +103,68 @@ def house_style() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Sheet:
-    """A figure with a grid of panels of known size and a legend under it.
+    """A figure with a title, a grid of panels of known size and a legend below them.
 
-    Sizes are set in inches, not found by a layout engine: it is three times as fast, and panels of
-    different figures have the same size.
+    Sizes are set in inches rather than by a layout engine: that is three times as fast, and panels
+    of different figures have the same size.
+
+    Attributes:
+        figure: The figure.
+        axes: `[lines, columns]` of Axes.
+        panel_width: Width of a panel in inches.
     """
 
     figure: Figure
-    axes: Any  # [lines, columns] of Axes
+    axes: Any
     panel_width: float
+
+    def used(self, count: int) -> list[Axes]:
+        """The first `count` panels, line by line; the others are hidden."""
+        every = list(self.axes.flat)
+        for ax in every[count:]:
+            ax.set_axis_off()
+        return every[:count]
+
+    def colour_bar(
+        self, image: AxesImage, values: npt.ArrayLike, label: str = "", *, line: int = 0
+    ) -> None:
+        """Draw a colour bar to the right of a line of panels.
+
+        Args:
+            image: What it explains.
+            values: All numbers that are shown in these colours. The bar ends in an arrow where they
+                go beyond its limits, because such numbers share the last colour.
+            label: What the colours mean.
+            line: The line of panels.
+        """
+        low, high = image.get_clim()
+        shown = np.ma.masked_invalid(values)
+        rounding = 1e-9 * (high - low)  # limits are often computed from the numbers themselves
+        beyond = bool((shown < low - rounding).any()), bool((shown > high + rounding).any())
+        extend = {(True, True): "both", (True, False): "min", (False, True): "max"}.get(beyond)
+        width = self.figure.get_size_inches()[0]
+        box, last = (self.axes[line, x].get_position() for x in (0, -1))
+        axes = self.figure.add_axes((last.x1 + 0.08 / width, box.y0, 0.1 / width, box.height))
+        bar = self.figure.colorbar(image, cax=axes, extend=extend or "neither")
+        bar.outline.set_visible(False)
+        bar.ax.tick_params(labelsize=6.5, length=1.5)
+        if label:
+            bar.set_label(label, fontsize=6.5, labelpad=2)
 
 
 def sheet(
     lines: int,
     columns: int,
     *,
+    title: str,
     width: float,
     panel: float,
-    labels: Sequence[str],
-    handles: Sequence[Any],
     x_label: str,
     y_label: str,
+    labels: Sequence[str] = (),
+    handles: Sequence[Any] = (),
     left: float = 0.48,
-    top: float = 0.24,
+    top: float = 0.1,
     gap: tuple[float, float] = (0.12, 0.3),
     right: float = 0.1,
     sharex: bool = False,
@@ -112,30 +175,30 @@ def sheet(
     Args:
         lines: Lines of panels.
         columns: Columns of panels.
-        width: Width of the figure, in inches as all sizes here.
+        title: What the figure shows; it is wrapped to the width.
+        width: Width of the figure in inches, as are all sizes here.
         panel: Height of a panel.
+        x_label: Below all panels.
+        y_label: Beside all panels.
         labels: Names in the legend, as the user wrote them.
         handles: A handle for each; no legend if empty.
-        x_label: Under all panels.
-        y_label: Beside all panels.
         left: Room for tick labels and `y_label`.
-        top: Room above the first line of panels.
+        top: Room between the title and the first line of panels.
         gap: Room between panels, across and down.
         right: Room at the right.
         sharex: Whether all panels have one x axis.
         sharey: Whether all panels have one y axis.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     names = [short(label) for label in labels]
     if len(set(names)) < len(names):
         names = [plain(label) for label in labels]
-    widest = max((len(name) for name in names), default=1) * 0.063 + 0.5
+    widest = max((len(name) for name in names), default=1) * _LETTER + 0.5
     across = max(1, min(len(names), int((width - 0.1) / widest)))
     rows = -(-len(names) // across)
     below = (0.06 + 0.142 * rows) if handles else 0.0
     bottom = below + 0.4
+    titled = textwrap.wrap(plain(title), int((width - 0.1) / _TITLE_LETTER))
+    top += 0.09 + 0.14 * len(titled)
     height = top + lines * panel + (lines - 1) * gap[1] + bottom
     figure = Figure(figsize=(width, height))
     FigureCanvasAgg(figure)
@@ -159,6 +222,7 @@ def sheet(
     figure.text(middle, (below + 0.05) / height, x_label, ha="center", va="bottom")
     across_y = (bottom + height - top) / 2 / height
     figure.text(0.05 / width, across_y, y_label, rotation=90, ha="left", va="center")
+    figure.text(0.05 / width, 1 - 0.05 / height, "\n".join(titled), ha="left", va="top")
     if handles:
         _legend(figure, handles, names, across, 0.02 / height)
     return Sheet(figure, axes, panel_width)
@@ -187,13 +251,31 @@ def _legend(
         text.set_text(name)
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """A figure that was written.
+
+    Attributes:
+        title: What it shows.
+        paths: Its files, PNG and SVG.
+        task: The only task that it is about; empty if it is about several.
+    """
+
+    title: str
+    paths: list[Path]
+    task: str = ""
+
+
 def save(figure: Figure, stem: Path) -> list[Path]:
-    """Write `stem.png` (200 dpi) and `stem.svg`; the same figure gives the same bytes."""
+    """Write `stem.png` (200 dpi) and `stem.svg`; the same figure gives the same bytes.
+
+    Raises:
+        UserError: A file cannot be written; a file of that name is then as it was before.
+    """
     paths = []
     for suffix, options in ((".png", {"dpi": 200}), (".svg", {"metadata": {"Date": None}})):
         path = stem.with_name(stem.name + suffix)
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format=suffix[1:], **options)
-        path.write_bytes(buffer.getvalue())
+        with replacing(path) as part:
+            figure.savefig(part, format=suffix[1:], **options)
         paths.append(path)
     return paths

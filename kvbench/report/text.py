@@ -1,18 +1,37 @@
-"""Numbers and names as text, safe for a terminal, for Markdown and for a file name."""
+"""Text that is safe for a terminal, for Markdown, for LaTeX and for a file name."""
 
 from __future__ import annotations
 
 import hashlib
-import math
 import re
 
-MINUS = "\N{MINUS SIGN}"
-DASH = "\N{EN DASH}"
-
+REFERENCE_MODEL = "reference"
 REFERENCE_NOTE = (
-    "Model `reference` is kvbench's tiny reference model, trained on the synthetic tasks: "
-    "its scores are about policies, not about a real model."
+    f"The model {REFERENCE_MODEL} is kvbench's own tiny model, trained on synthetic tasks: its "
+    "scores are about policies, not about a real model."
 )
+
+
+_TEX = {c: f"\\{c}" for c in "{}$&#_%"} | {
+    "\\": r"\textbackslash{}",
+    "^": r"\textasciicircum{}",
+    "~": r"\textasciitilde{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    "`": r"\textasciigrave{}",
+    "[": "{[}",
+    "*": "{*}",
+    "\N{MINUS SIGN}": "$-$",
+    "\N{EN DASH}": r"\textendash{}",
+    "\N{MULTIPLICATION SIGN}": r"$\times$",
+    "\N{INFINITY}": r"$\infty$",
+    "\N{DEGREE SIGN}": r"$^\circ$",
+    "\N{MIDDLE DOT}": r"$\cdot$",
+    "\N{BLACK STAR}": r"$\star$",
+    "\N{DOWNWARDS ARROW}": r"$\downarrow$",
+    "\N{HORIZONTAL ELLIPSIS}": r"\ldots{}",
+}
 
 
 def plain(text: object) -> str:
@@ -29,13 +48,23 @@ def short(text: object, width: int = 44) -> str:
     return f"{line[:head]}…{line[len(line) - (width - 1 - head) :]}"
 
 
-def md(text: object) -> str:
+def md(text: object, *, start: bool = True) -> str:
     """Text as Markdown that renders as exactly that text, in a table cell as well.
 
-    Characters that Markdown or HTML could read as structure become numeric entities, which no
-    reader takes for structure (CommonMark 0.31, section 2.5).
+    Characters that Markdown or HTML could read as structure become numeric entities, which are
+    never structure (CommonMark 0.31, section 2.5). An underscore within a word is just that.
+
+    Args:
+        text: The text.
+        start: Whether it can stand at the start of a line.
     """
-    escaped = re.sub(r"[\\`*_{}\[\]<>()#+!|~&@$]", lambda m: f"&#{ord(m[0])};", plain(text))
+    structure = r"[\\`*{}\[\]<>#+!|~&@$]|(?<![^\W_])_|_(?![^\W_])"
+    escaped = re.sub(structure, lambda m: f"&#{ord(m[0])};", plain(text))
+    if start:  # "- ", "1. " and "1) " begin a list there, "--" a heading, four spaces begin code
+        block = re.match(r"\d*[.)](?= |$)|-(?=[- ]|$)| ", escaped)
+        if block:
+            last = block.end() - 1
+            escaped = f"{escaped[:last]}&#{ord(escaped[last])};{escaped[last + 1 :]}"
     return escaped.replace("://", "&#58;//").replace("www.", "www&#46;")
 
 
@@ -60,6 +89,12 @@ def span(text: object) -> str:
     return f"{fence}{gap}{line}{gap}{fence}"
 
 
+def tex(text: object) -> str:
+    """Text as LaTeX that renders as exactly that text, at the start of a table row as well."""
+    # `\\` takes a following `[` or `*` as its argument, and `--` becomes a dash.
+    return "".join(_TEX.get(c, c) for c in plain(text)).replace("--", "-{}-")
+
+
 def word(text: object) -> str:
     """A name as it stands where nothing in it is markup, as a code span otherwise."""
     line = plain(text)
@@ -67,8 +102,8 @@ def word(text: object) -> str:
 
 
 def tokens(length: int) -> str:
-    """The length of a task's prompts; 0 is that of data which is as long as it is."""
-    return f"{length} tokens" if length else "not sized"
+    """The length of a task's prompts; 0 stands for data that kvbench does not resize."""
+    return f"{length} tokens" if length else "natural length"
 
 
 def slug(text: object) -> str:
@@ -80,55 +115,14 @@ def slug(text: object) -> str:
     return f"{safe or 'task'}-{hashlib.sha256(line.encode()).hexdigest()[:6]}"
 
 
-def number(value: float, *, unit: bool, signed: bool = False) -> str:
-    """A score: in points (0 to 100) where the task is scored in [0, 1], as it is otherwise.
-
-    Args:
-        value: The score or difference; NaN gives a dash.
-        unit: Whether the task is scored in [0, 1].
-        signed: Whether to write a plus sign.
-    """
-    if math.isnan(value):
-        return DASH
-    if math.isinf(value):
-        return "∞" if value > 0 else f"{MINUS}∞"
-    shown = round(100 * value, 1) if unit else float(f"{value:.4g}")
-    digits = f"{abs(shown):.1f}" if unit else f"{abs(shown):g}"
-    sign = MINUS if shown < 0 else "+" if signed and shown > 0 else ""
-    return sign + digits
-
-
-def interval(lo: float, hi: float, *, unit: bool, signed: bool = False) -> str:
-    """An interval such as `[−6.0, −0.4]`; a dash where there is none."""
-    if math.isnan(lo) or math.isnan(hi):
-        return DASH
-    return f"[{number(lo, unit=unit, signed=signed)}, {number(hi, unit=unit, signed=signed)}]"
-
-
-def percent(share: float) -> str:
-    """A share of the full cache as a percentage with three significant digits at most."""
-    if not math.isfinite(share):
-        return DASH
-    value = 100 * share
-    return f"{value:.1f}%" if value < 99.95 else f"{value:.0f}%"
-
-
-def size(value: float) -> str:
-    """Bytes with a binary unit and three significant digits."""
-    if not math.isfinite(value):
-        return DASH
-    units = ["B", "KiB", "MiB", "GiB", "TiB"]
-    while value >= 999.5 and len(units) > 1:
-        value /= 1024
-        del units[0]
-    name = units[0]
-    digits = 0 if name == "B" or value >= 99.95 else 1 if value >= 9.995 else 2
-    return f"{value:.{digits}f} {name}"
-
-
 def mean_of(tasks: int) -> str:
     """What a mean over a group is called."""
-    return f"mean of {tasks} task{'s' * (tasks != 1)}"
+    return f"mean of {counted(tasks, 'task')}"
+
+
+def counted(count: int, noun: str) -> str:
+    """A number of things, such as `1 question` or `3 questions`."""
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def listed(items: list[str], most: int = 12) -> str:

@@ -1,4 +1,4 @@
-"""The cheapest policy within one point of full, and how sure that is."""
+"""The cheapest policy within one point of full, and how certain that is."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ POINT = 0.01
 
 @dataclass(frozen=True)
 class Verdict:
-    """What may be said about one task or mean in one panel.
+    """What can be said about one task, or the mean of several, in one panel.
 
     Attributes:
         kind: "found" (`row` is the cheapest within a point of full), "none" (`row` is the closest
             to full), "silent" (full is not above chance), "no full" (full has no score), "scale"
-            (not scored in 0 to 1, so a point means nothing), "whole" (nothing holds less than
-            full) or "empty" (nothing but full).
+            (scores are not in [0, 1], so a point means nothing), "whole" (nothing holds less than
+            full) or "empty" (only full was run).
         row: The row of the frame, if the kind has one.
         sure: Whether even the unfavourable end of its paired interval is within a point.
-        equal: Rows that hold the same bytes and are within a point as well; of "none", rows that
-            are as close.
-        cheaper: Rows that hold less, are not within a point, but whose interval reaches it.
+        equal: Other rows within a point that hold the same bytes; for "none", rows that are equally
+            close.
+        cheaper: Rows that hold less and are not within a point, but whose interval is in part.
     """
 
     kind: str
@@ -35,7 +35,7 @@ class Verdict:
 def cheapest(rows: pd.DataFrame, *, unit: bool, within: float = POINT) -> Verdict:
     """Find the policy and budget that holds the fewest bytes among those within a point of full.
 
-    What holds as much as full saves nothing and is never named.
+    A setting that holds as much as full saves nothing and is never named.
 
     Args:
         rows: Cells of one task, or group means, of one panel.
@@ -43,20 +43,20 @@ def cheapest(rows: pd.DataFrame, *, unit: bool, within: float = POINT) -> Verdic
         within: How far from full counts as the same, in the task's own unit.
 
     Returns:
-        The verdict. Of several that hold the same bytes the best score is taken.
+        The verdict. Of several settings that hold the same bytes it names the best.
     """
     ok = rows[rows["status"] == "ok"]
     points = ok[ok["policy"] != "full"]
     if not len(points):
         return Verdict("empty")
     if not ok["discriminative"].all():
-        # Without full nothing could be held against chance; say that first.
+        # Without full no task can be compared with chance, so that reason goes first.
         return Verdict("silent" if (ok["policy"] == "full").any() else "no full")
     if points["diff"].isna().all():
         return Verdict("no full")
     if not unit:
         return Verdict("scale")
-    # What the report shows as 100% is no saving.
+    # What the report shows as 100% saves nothing.
     points = points[points["kv_bytes_live"] < 0.9995 * points["kv_bytes_full"]]
     if not len(points):
         return Verdict("whole")

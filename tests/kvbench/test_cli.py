@@ -42,9 +42,9 @@ def executed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     vars(runner)["execute"] = execute
     vars(runner)["describe"] = lambda grid, message, fresh: ["3 cells", f"into {grid.path}"]
     monkeypatch.setitem(sys.modules, "kvbench.runs.runner", runner)
-    tables = types.ModuleType("kvbench.report.tables")
+    tables = types.ModuleType("kvbench.report.terminal")
     vars(tables)["run_table"] = lambda cells, samples: "THE TABLE"
-    monkeypatch.setitem(sys.modules, "kvbench.report.tables", tables)
+    monkeypatch.setitem(sys.modules, "kvbench.report.terminal", tables)
     return seen
 
 

@@ -1,8 +1,8 @@
-"""What the gates say: retention matrices, sparsity per head, and which tokens are retained most.
+"""Retention by the gates: matrices, sparsity per KV head, and which tokens are retained most.
 
 Bui, Sharma, Lamba, Mishra, Ying: Cache What Lasts, arXiv 2512.03324: `beta_i^(t-i)` of section 4.1
 (figures 4 and 12), the mean retention of tokens (figure 5a and b) and the sparsity of section 5.1.2
-(figure 5c). Everything is in the log domain and in float64.
+(figure 5c). Everything is computed in the log domain, in float64.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def retention(log_beta: Tensor, rows: Tensor) -> Tensor:
 def sparsity(log_beta: Tensor) -> Tensor:
     """How much of a head's causal matrix is forgotten, `1 - 2/(T(T+1)) sum_{i<=t} beta_i^(t-i)`.
 
-    A head that forgets nothing has 0. (Section 5.1.2 prints the sum over `i < t`, with which such a
-    head would have `2/(T+1)`.) The sum over `t` is geometric, `(1 - beta^n)/(1 - beta)` with `n`
-    steps, so no matrix is made.
+    A head that forgets nothing has 0. (Section 5.1.2 sums over `i < t`, which would give such a
+    head `2/(T+1)`.) The sum over `t` is geometric, `(1 - beta^n)/(1 - beta)` for `n` steps, so no
+    matrix is built.
 
     Args:
         log_beta: 0 or less, `[..., T]`.
@@ -58,7 +58,7 @@ def sparsity(log_beta: Tensor) -> Tensor:
 
 @dataclass
 class TokenSums:
-    """Adds up the retention of every token of the vocabulary.
+    """Sums the retention of each token of the vocabulary.
 
     Attributes:
         count: Occurrences by token id.
@@ -70,11 +70,11 @@ class TokenSums:
     log_beta: dict[int, float] = field(default_factory=dict)
 
     def add(self, ids: Sequence[int], log_beta: Tensor) -> None:
-        """Take in one text.
+        """Add one text.
 
         Args:
             ids: Its tokens.
-            log_beta: `[L, H, T]`.
+            log_beta: Their log retention, `[L, H, T]`.
         """
         flat = log_beta.double().flatten(0, 1)
         means = flat.exp().mean(0).tolist(), flat.mean(0).tolist()
@@ -84,7 +84,7 @@ class TokenSums:
             self.log_beta[token] = self.log_beta.get(token, 0.0) + logarithm
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row per token, the most retained first; ties by token id."""
+        """A row per token, the most retained first, ties in the order of token ids."""
         rows = []
         for token, count in self.count.items():
             rate = self.log_beta[token] / count
@@ -101,11 +101,11 @@ class TokenSums:
 
 
 def binned(picture: Floats, most: int) -> Floats:
-    """Average neighbouring columns until there are `most` at most; NaN does not count.
+    """Average neighbouring columns until there are `most` at most, ignoring NaN.
 
     Args:
         picture: `[..., columns]`.
-        most: Columns that a figure shows.
+        most: The most columns that a figure shows.
     """
     columns = picture.shape[-1]
     if columns <= most:
@@ -118,7 +118,7 @@ def binned(picture: Floats, most: int) -> Floats:
 
 
 def steps_shown(tokens: int, most: int) -> Tensor:
-    """Steps that a picture of a text shows: all, or `most` of them evenly spaced, the last too."""
+    """Steps that a figure shows: all, or `most` of them, evenly spaced and including the last."""
     if tokens <= most:
         return torch.arange(tokens)
     return torch.linspace(0, tokens - 1, most, dtype=torch.float64).round().long()

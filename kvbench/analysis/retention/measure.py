@@ -1,7 +1,7 @@
-"""Carries the analysis out: one pass with the full cache per text, and the policies over the first.
+"""Runs the analysis: one pass with the full cache per text, and the policies over the first texts.
 
-The text is the same for all: context, question, and what the model writes with the full cache. So
-all that is compared is about the same tokens.
+Every policy sees the same text: context, question, and what the model writes with the full cache.
+So all comparisons are about the same tokens.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ Case = tuple[str, str]
 
 @dataclass
 class Shown:
-    """A text over which the policies ran.
+    """A text that the policies ran over.
 
     Attributes:
         sample_id: Its name.
         ids: Its tokens.
         pieces: The text of each token.
         special: Positions of special tokens.
-        context, question: Tokens of the first two parts; the rest is the model's answer.
-        log_beta: By policy with gates, float32 `[L, H, T]`.
+        context, question: Lengths of the first two parts; the rest is the model's answer.
+        log_beta: Log retention by policy with gates, float32 `[L, H, T]`.
         traces: What was held, by case.
     """
 
@@ -69,14 +69,14 @@ class OfTask:
     Attributes:
         where: Model, task, length and moment.
         layers: The model's own index of the full-attention layers.
-        draw_layers, draw_heads: Which to draw: places in `layers`, and KV heads.
-        survival: Of all texts.
-        criteria: Names and values of the survival's criteria.
-        count: How many texts.
+        draw_layers, draw_heads: What to draw: positions in `layers`, and KV heads.
+        survival: Survival over all texts.
+        criteria: Names and values of the criteria of survival.
+        count: Number of texts.
         sparsity: Sums over texts by policy, float64 `[L, H]`.
-        tokens: By policy.
+        tokens: Retention of tokens by policy.
         spelled: Tokens of the vocabulary that occurred, as they are shown.
-        shown: The texts over which the policies ran.
+        shown: The texts that the policies ran over.
     """
 
     where: dict[str, Any]
@@ -94,12 +94,12 @@ class OfTask:
 
 @dataclass(frozen=True)
 class Found:
-    """Result.
+    """The result of the analysis.
 
     Attributes:
-        tasks: One for each task and model.
-        failed: Reasons, by model, task and what failed.
-        ungated: Policies that have no retention gates, so no matrices.
+        tasks: One result for each task and model.
+        failed: Reasons by model, task and what failed.
+        ungated: Policies without retention gates, which have no matrices.
     """
 
     tasks: list[OfTask]
@@ -108,7 +108,7 @@ class Found:
 
 
 def gated(policy: Policy) -> bool:
-    """Whether a policy's score says how fast each token fades."""
+    """Whether a policy's score knows how fast each token fades."""
     score = policy.score
     return score is not None and type(score).log_retention is not Score.log_retention
 
@@ -117,8 +117,8 @@ def analyze(grid: Grid, options: Options, reporter: Reporter) -> Found:
     """Look at what policies retain.
 
     Args:
-        grid: Policies, budgets, models, tasks, lengths and samples; its moments play no part.
-        options: The rest.
+        grid: Policies, budgets, models, tasks, lengths and samples; its moments are not used.
+        options: Everything else.
         reporter: Told of the progress.
 
     Raises:
@@ -156,7 +156,7 @@ def _horizon(source: texts.Source, options: Options) -> int:
     if options.horizon >= shortest:
         raise UserError(
             f"--horizon {options.horizon}: the shortest text of {source.task} has {shortest} "
-            f"tokens: {shortest - 1} at most would be right"
+            f"tokens; use {shortest - 1} at most"
         )
     return options.horizon
 
@@ -172,7 +172,7 @@ class _Probe:
         cases: What runs over the texts that are shown.
         options: What to look at.
         seed: Noise seed.
-        tokenizer: The model's.
+        tokenizer: The model's tokenizer.
     """
 
     bench: Bench
@@ -195,7 +195,7 @@ class _Probe:
         self.draw_heads = chosen(self.options.heads, heads, "heads", MOST_HEADS)
 
     def work(self, source: texts.Source) -> int:
-        """Units of a source: tokens that pass."""
+        """Units of work of a source: tokens that pass the model."""
         sizes = [text.tokens for text in source.texts]
         return sum(sizes) + len(self.cases) * sum(sizes[: self.options.traces])
 
@@ -222,7 +222,7 @@ class _Probe:
         return found
 
     def _full(self, text: texts.Text, found: OfTask) -> tuple[list[int], dict[str, Tensor]]:
-        """One text with the full cache: its tokens with the answer, and what the gates say."""
+        """Pass one text with the full cache; give its tokens, with the answer, and the gates."""
         needs: set[Need] = {self.use, *(n for p in self.gated.values() for n in p.needs)}
         prefix = Prefix(self.bench.model, needs)
         ids = [*text.context, *text.question]
@@ -295,14 +295,14 @@ class _Probe:
         return shown
 
     def _say_idle(self, case: Case, policy: Policy, allowed: int, tokens: int) -> None:
-        hint = f": {policy.name}:buffer=0 would cut at every step" if policy.buffer else ""
+        hint = f"; {policy.name}:buffer=0 evicts at every step" if policy.buffer else ""
         self.bench.reporter.message(
-            f"{case[0]} at {case[1]}: {tokens} tokens never fill a budget of {allowed} and a "
-            f"buffer of {policy.buffer}, so nothing is evicted{hint}"
+            f"{case[0]} at {case[1]}: nothing is evicted, because {tokens} tokens do not fill a "
+            f"budget of {allowed} and a buffer of {policy.buffer}{hint}"
         )
 
     def _tried(self, found: OfTask, name: str, work: Callable[..., Any], *args: Any) -> Any:
-        """Do what runs a policy; where it raises that has failed, and the others go on."""
+        """Call what runs a policy; if it raises, record the failure and give None."""
         key = f"{found.where['model']}, {found.where['task']}: {name}"
         if key in self.bench.failed:
             return None
@@ -316,7 +316,7 @@ class _Probe:
 
 
 def _said(prefix: Prefix, policy: Policy) -> Tensor:
-    """What a policy's gates say of every token, float32 `[L, H, T]` on the CPU."""
+    """Log retention of every token by a policy's gates, float32 `[L, H, T]` on the CPU."""
     cache = prefix.cache
     cut = Cut(policy, cache, prefix.info, "context", cache.lengths().tolist(), row_seeds(cache, 0))
     assert policy.score is not None

@@ -1,4 +1,4 @@
-"""What `kvbench analyze retention` takes beside a grid, read and checked."""
+"""The options of `kvbench analyze retention` beside a grid, parsed and checked."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from kvbench.errors import UserError, nearest
 
 MOMENTS = ("decode", "context")
-"""When entries are evicted: token by token as the text passes, or once where the context ends."""
+"""When entries are evicted: token by token as the text passes, or once after the context."""
 
 TOP = (16, 64, 256)
 MASS = (0.9, 0.99)
@@ -23,14 +23,15 @@ class Options:
 
     Attributes:
         moment: One of `MOMENTS`.
-        top: Survival: an entry is in use if it is among that many of largest logit.
-        mass: Survival: or in the smallest set that holds this share of the attention.
-        horizon: Steps that survival is followed for; None: half of the shortest text.
-        layers, heads: Which to draw, the model's own index and KV heads; None: some, evenly spaced;
-            empty: all.
-        traces: Texts of every task over which the policies run.
-        new_tokens: What the model appends to each text; None: as many as the task's answers have.
-        text: A file whose text is looked at instead of tasks.
+        top: For survival, an entry is in use if it is among that many of the largest logits,
+        mass: or in the smallest set that holds this share of the attention.
+        horizon: Steps that survival is followed for; None for half of the shortest text.
+        layers, heads: Which layers (the model's own index) and KV heads to draw; None for some,
+            evenly spaced, and empty for all.
+        traces: Texts of each task that the policies run over.
+        new_tokens: Tokens that the model appends to each text; None for as many as the task's
+            answers may have.
+        text: A file to look at instead of tasks.
     """
 
     moment: str = "decode"
@@ -50,31 +51,31 @@ class Options:
             UserError: A value is out of range.
         """
         if self.moment not in MOMENTS:
-            hint = nearest(self.moment, MOMENTS) or f"; {' or '.join(MOMENTS)} would be right"
+            hint = nearest(self.moment, MOMENTS) or f"; use {' or '.join(MOMENTS)}"
             raise UserError(f"--moment {self.moment}{hint}")
         for name, least in (("horizon", 1), ("traces", 1), ("new_tokens", 0)):
             value = getattr(self, name)
             if value is not None and value < least:
                 flag = name.replace("_", "-")
-                raise UserError(f"--{flag} {value}: a whole number from {least} would be right")
+                raise UserError(f"--{flag} {value}: use a whole number from {least}")
         for k in self.top:
             if k < 1:
-                raise UserError(f"--top {k}: numbers of entries from 1, as 64, would be right")
+                raise UserError(f"--top {k}: use numbers of entries from 1, such as 64")
         for p in self.mass:
             if not 0 < p < 1:
-                raise UserError(f"--mass {p:g}: shares between 0 and 1, as 0.9, would be right")
+                raise UserError(f"--mass {p:g}: use shares between 0 and 1, such as 0.9")
         if not self.top and not self.mass:
-            raise UserError("survival needs a criterion: --top 64 or --mass 0.9")
+            raise UserError("survival needs a criterion; use --top 64 or --mass 0.9")
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Options:
-        """Read flags; what is None is not given.
+        """Parse flags; a flag that is None was not given.
 
         Args:
-            given: Values by attribute; lists are texts with commas, layers and heads may be `all`.
+            given: Values by attribute. Lists are texts with commas; layers and heads may be `all`.
 
         Raises:
-            UserError: A value cannot be read or is out of range.
+            UserError: A value cannot be parsed or is out of range.
         """
         values = {k: v for k, v in given.items() if v is not None}
         for name in ("layers", "heads"):
@@ -89,7 +90,7 @@ class Options:
 
     @property
     def criteria(self) -> list[tuple[str, float]]:
-        """Survival's criteria, in the order of its tables: name and value."""
+        """The criteria of survival, name and value, in the order of its tables."""
         top: list[tuple[str, float]] = [("top", float(k)) for k in self.top]
         return top + [("mass", p) for p in self.mass]
 
@@ -105,10 +106,10 @@ def chosen(wanted: tuple[int, ...] | None, there: Sequence[int], flag: str, most
         wanted: As in `Options`.
         there: Those that the model has.
         flag: What the user calls them, `layers` or `heads`.
-        most: How many at most where none is named.
+        most: How many at most if none is named.
 
     Raises:
-        UserError: One is named that the model has not.
+        UserError: The model does not have one that is named.
     """
     for one in wanted or ():
         if one not in there:
@@ -140,11 +141,9 @@ def _parts(value: str | Sequence[str]) -> list[str]:
 def _whole(flag: str, listed: list[str], right: str) -> tuple[int, ...]:
     for one in listed:
         if not (one.isascii() and one.isdecimal()):
-            raise UserError(
-                f"--{flag} {one}: whole numbers with commas, as {right}, would be right"
-            )
+            raise UserError(f"--{flag} {one}: use whole numbers with commas, such as {right}")
     if not listed:
-        raise UserError(f"--{flag} names nothing: {right} would be right")
+        raise UserError(f"--{flag} names nothing; use {right}")
     return tuple(int(one) for one in listed)
 
 
@@ -153,5 +152,5 @@ def _shares(listed: list[str]) -> tuple[float, ...]:
         return tuple(float(one) for one in listed)
     except ValueError:
         raise UserError(
-            f"--mass {','.join(listed)}: shares with commas, as 0.9,0.99, would be right"
+            f"--mass {','.join(listed)}: use shares with commas, such as 0.9,0.99"
         ) from None

@@ -1,25 +1,26 @@
-"""One HTML page with everything: tables, figures and the text with what is retained of it.
+"""One HTML page with tables, figures, and the text with its retained tokens highlighted.
 
-It stands alone: no script, no file beside it, nothing from the net, and a policy that forbids them.
-Whatever came from a text, a tokenizer or a user is escaped.
+The page is self-contained: it has no scripts and loads nothing, and its content security policy
+forbids both. Everything that came from a text, a tokenizer or a user is escaped.
 """
 
 from __future__ import annotations
 
 import base64
-import html
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from html import escape
 from pathlib import Path
 
 import numpy as np
 from torch import Tensor
 
+from kvbench.analysis.retention.figures import Drawn
 from kvbench.analysis.retention.measure import Found, OfTask, Shown
-from kvbench.analysis.retention.pictures import Drawn
 from kvbench.analysis.retention.steps import Trace
-from kvbench.analysis.retention.tables import title_of
-from kvbench.analysis.text import Grid
+from kvbench.analysis.scopes import title_of
+from kvbench.report.outputs import html, html_text
+from kvbench.report.table import Table
 from kvbench.report.text import plain
 from kvbench.stats import Floats
 
@@ -33,7 +34,7 @@ h1 { font-size: 1.5em } h2 { font-size: 1.25em; border-top: 1px solid #ccc; padd
 h3 { font-size: 1.05em } table { border-collapse: collapse; margin: .5em 0 1em }
 caption { text-align: left; font-weight: bold; padding-bottom: .3em }
 th, td { padding: .15em .6em; text-align: right; border-bottom: 1px solid #e5e5e5 }
-th:first-child, td:first-child { text-align: left; font-family: monospace }
+th.text, td.text { text-align: left } th[colspan] { text-align: center }
 img { max-width: 100%; height: auto } figure { margin: 1em 0 } figcaption { color: #555 }
 .text { font: 13px/1.7 monospace; white-space: pre-wrap; overflow-wrap: anywhere;
   border: 1px solid #ddd; padding: .7em; max-height: 40em; overflow-y: auto }
@@ -49,18 +50,18 @@ img { max-width: 100%; height: auto } figure { margin: 1em 0 } figcaption { colo
 def page(
     found: Found,
     command: str,
-    tables: Sequence[Grid],
+    tables: Sequence[Table],
     notes: Sequence[str],
     drawn: Sequence[Drawn],
 ) -> str:
     """Write the page.
 
     Args:
-        found: What was found.
+        found: The result of the analysis.
         command: The command that made it.
         tables: Shown first.
         notes: Lines below them.
-        drawn: Figures, whose files are there; each is put into the page.
+        drawn: Figures, whose files exist; they are embedded.
     """
     out = [
         "<!DOCTYPE html>",
@@ -71,10 +72,10 @@ def page(
         "<h1>kvbench retention</h1>",
         f'<p class="note">Made by <code>{_text(command)}</code>.</p>',
     ]
-    out += [_table(grid) for grid in tables]
+    out += [html(table) for table in tables]
     out += ["<ul>", *(f"<li>{_text(note)}</li>" for note in notes), "</ul>"]
     for number, task in enumerate(found.tasks):
-        out.append(f"<h2>{_text(title_of(task))}</h2>")
+        out.append(f"<h2>{html_text(title_of(task.where))}</h2>")
         out += [_figure(one) for one in drawn if one.task == number]
         for shown in task.shown:
             out += _highlighted(task, shown)
@@ -82,7 +83,7 @@ def page(
 
 
 def _highlighted(task: OfTask, shown: Shown) -> Iterator[str]:
-    """The text once for every policy with gates, and once for every policy and budget."""
+    """The text, once for each policy with gates and once for each policy and budget."""
     name = f"sample {_text(shown.sample_id)}"
     for policy, log_beta in shown.log_beta.items():
         beta = _beta(log_beta)
@@ -90,38 +91,38 @@ def _highlighted(task: OfTask, shown: Shown) -> Iterator[str]:
         scaled = (beta - low) / (high - low) if high > low else np.ones_like(beta)
         yield f"<h3>{name}: mean retention, <code>{_text(policy)}</code></h3>"
         yield (
-            f'<p class="note">From {low:.4f} (white) to {high:.4f}; the mean of beta over layers '
-            "and heads.</p>"
+            f'<p class="note">From {low:.4f} (white) to {high:.4f}: the mean of beta over layers '
+            "and KV heads.</p>"
         )
         yield _spans(shown, "b", scaled, [f"mean beta {b:.4f}" for b in beta])
-        yield '<p class="note">Head by head, from beta 0 (white) to 1:</p>'
+        yield '<p class="note">By KV head, from beta 0 (white) to 1:</p>'
         yield from _by_head(task, shown, partial(_faded, log_beta))
     for (policy, budget), trace in shown.traces.items():
         heads = trace.gone.shape[0] * trace.gone.shape[1]
         count = trace.held.sum((0, 1)).numpy()
-        tips = [f"held by {n} of {heads} heads" for n in count]
+        tips = [f"held by {n} of {heads} KV heads" for n in count]
         if policy in shown.log_beta:
             known = _beta(shown.log_beta[policy])
             tips = [f"{tip}, mean beta {b:.4f}" for tip, b in zip(tips, known, strict=True)]
         yield f"<h3>{name}: held at the end, <code>{_text(policy)}</code> at {_text(budget)}</h3>"
-        yield '<p class="note">The darker, the more heads hold the token.</p>'
+        yield '<p class="note">Darker tokens are held by more KV heads.</p>'
         yield _spans(shown, "h", count / heads, tips)
         yield from _by_head(task, shown, partial(_held, trace))
 
 
 def _beta(log_beta: Tensor) -> Floats:
-    """Mean retention of every position over layers and heads, from `[L, H, T]`."""
+    """Mean retention of each position over layers and KV heads, from `[L, H, T]`."""
     found: Floats = log_beta.double().exp().mean((0, 1)).numpy()
     return found
 
 
 def _spans(shown: Shown, kind: str, levels: Floats, tips: Sequence[str]) -> str:
-    """The text, a background and a tooltip for every token."""
+    """The text, with a background and a tooltip for each token."""
     out = []
     for i, piece in enumerate(shown.pieces):
         level = round(float(levels[i]) * LEVELS)
         special = " s" * (i in shown.special)
-        tip = html.escape(f"{i}: {plain(repr(piece))}, {tips[i]}")
+        tip = escape(f"{i}: {plain(repr(piece))}, {tips[i]}")
         out.append(f'{_part(shown, i)}<span class="{kind}{level}{special}" title="{tip}">')
         out.append(f"{_piece(piece)}</span>")
     return f'<div class="text">{"".join(out)}</div>'
@@ -130,22 +131,22 @@ def _spans(shown: Shown, kind: str, levels: Floats, tips: Sequence[str]) -> str:
 def _by_head(
     task: OfTask, shown: Shown, classes: Callable[[int, int], tuple[list[str], str]]
 ) -> Iterator[str]:
-    """The text once for each of the drawn heads, folded away.
+    """The text, once for each KV head that is drawn, folded away.
 
     Args:
-        task, shown: Which text.
-        classes: Gives for a layer (its place) and a head a style of every token, and a summary.
+        task, shown: The text.
+        classes: Gives the style of each token and a summary, for a layer (its position) and a head.
     """
     for layer in task.draw_layers:
         for head in task.draw_heads:
             styles, what = classes(layer, head)
-            name = f"layer {task.layers[layer]}, head {head}: {what}"
+            name = f"layer {task.layers[layer]}, KV head {head}: {what}"
             text = _runs(shown, styles)
             yield f'<details><summary>{name}</summary><div class="text">{text}</div></details>'
 
 
 def _runs(shown: Shown, styles: Sequence[str]) -> str:
-    """The text with a style for every token; tokens alike in a row share a span."""
+    """The text with a style for each token; neighbours with the same style share a span."""
     runs: list[str] = []
     for i, piece in enumerate(shown.pieces):
         part = _part(shown, i)
@@ -168,7 +169,7 @@ def _faded(log_beta: Tensor, layer: int, head: int) -> tuple[list[str], str]:
 
 
 def _part(shown: Shown, i: int) -> str:
-    """A mark where a part of the text begins."""
+    """A mark at the beginning of each part of the text."""
     new = shown.part(i)
     if i and new == shown.part(i - 1):
         return ""
@@ -176,29 +177,13 @@ def _part(shown: Shown, i: int) -> str:
 
 
 def _piece(piece: str) -> str:
-    """A token's text; what would not show is spelled out, and a line break breaks the line too."""
+    """A token's text, with unprintable characters spelled out; a line break also starts a line."""
     shown = "".join(plain(c) + "\n" * (c == "\n") for c in piece)
-    return html.escape(shown)
+    return escape(shown)
 
 
 def _text(text: object) -> str:
-    return html.escape(plain(text))
-
-
-def _table(grid: Grid) -> str:
-    title, head, lines = grid
-    return "\n".join(
-        [
-            f"<table><caption>{_text(title)}</caption>",
-            _row("th", head),
-            *(_row("td", line) for line in lines),
-            "</table>",
-        ]
-    )
-
-
-def _row(tag: str, values: Iterable[str]) -> str:
-    return f"<tr>{''.join(f'<{tag}>{_text(v)}</{tag}>' for v in values)}</tr>"
+    return escape(plain(text))
 
 
 def _figure(drawn: Drawn) -> str:

@@ -1,7 +1,7 @@
 """Which entries are held at every step: the cache of a policy followed through a text.
 
-What was evicted does not come back, so one number says all of an entry: the first step at whose end
-it is not held. (Bui and others, arXiv 2512.03324, equation 1: `alpha_ti >= alpha_(t+1)i`.)
+An evicted entry never comes back, so one number describes each entry: the first step after which it
+is not held. (Bui and others, arXiv 2512.03324, equation 1: `alpha_ti >= alpha_(t+1)i`.)
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Trace:
     """What one policy held of one text.
 
     Attributes:
-        gone: Step after which an entry is no longer held, int32 `[L, H, T]`; `T` if it is to the
-            end. Step `t` ends when token `t` has passed the model and the cache has been cut.
-        budget: Entries per (layer, head) on average that a cut leaves.
+        gone: Step after which an entry is no longer held, int32 `[L, H, T]`; `T` if it is held to
+            the end. Step `t` ends when token `t` has passed the model and the cache has been cut.
+        budget: Entries per layer and KV head, on average, that a cut leaves.
         cuts: How often the cache was cut.
     """
 
@@ -39,7 +39,7 @@ class Trace:
 
     @property
     def entries(self) -> Tensor:
-        """Entries of every head at the end of every step, int64 `[L, H, T]`."""
+        """Entries of every KV head at the end of every step, int64 `[L, H, T]`."""
         return entries(self.gone)
 
     @property
@@ -85,8 +85,8 @@ def passing(
     Args:
         bench: The model.
         ids: The text.
-        policy: Evicts when the budget and its buffer are full, as in any run.
-        budget: A share is of this text's tokens.
+        policy: The policy, which evicts when the budget and its buffer are full, as in any run.
+        budget: The budget; a share is a share of this text's tokens.
         seed: Noise seed.
         advance: Called after every token.
     """
@@ -110,8 +110,8 @@ def once(
 
     Args:
         prefix: The context, prefilled.
-        policy: What it is compressed with.
-        budget: A share is of the context's tokens.
+        policy: The policy that compresses it.
+        budget: The budget; a share is a share of the context's tokens.
         seed: Noise seed.
         context: Tokens of the context.
         tokens: Tokens of the whole text.
@@ -122,12 +122,12 @@ def once(
 
 
 def idle(policy: Policy, allowed: int, tokens: int) -> bool:
-    """Whether a text that passes is too short for anything to be evicted."""
+    """Whether a text is too short for anything to be evicted while it passes."""
     return tokens < allowed + spare(policy, "decode")
 
 
 class _Watch:
-    """Looks at a cache of one sequence after every step."""
+    """Observes a cache of one sequence after every step."""
 
     def __init__(self, cache: RaggedCache, tokens: int) -> None:
         layers = cache.ragged
@@ -142,8 +142,9 @@ class _Watch:
         self.step()
 
     def step(self) -> None:
-        """Note what the newest step has evicted."""
+        """Record what the newest step has evicted."""
         seen, now = self.cache.get_seq_length(), self.cache.live_entries()
+        # Where every head grew by the new tokens nothing went, and the kept sets need no look.
         if now == self._before + self.heads * (seen - self._seen):
             self._before, self._seen = now, seen
             return

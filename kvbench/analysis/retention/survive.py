@@ -1,12 +1,13 @@
-"""How long tokens stay in use under the full cache.
+"""How long tokens stay in use with the full cache.
 
 Nguyen, Cohan, Ying and others: Make Each Token Count, arXiv 2605.09649, section 3.2 (figure 2) and
-appendix A.2 (figure 9): the query at position `p` of a query head selects past tokens, either the
-`K` of largest logit or the smallest set whose softmax mass reaches a threshold; token `i` is alive
-at horizon `L` if some query at `p >= i + L` selects it. A query's own token is among its past here.
+appendix A.2 (figure 9). The query of a query head at position `p` selects past tokens: either the
+`K` tokens with the largest logits, or the smallest set whose softmax mass reaches a threshold.
+Token `i` is alive at horizon `L` if some query at `p >= i + L` selects it. Here a query's own token
+counts as past.
 
-Queries are taken block by block while the text is prefilled; of each token only the newest query
-that selected it is kept.
+Queries are processed in blocks while the text is prefilled. For each token only the newest query
+that selected it is recorded.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class InUse(Need):
     """The newest query that has selected each token: int64 `[criteria, B, H_q, n]`, -1 if none.
 
     Attributes:
-        top: Criteria by rank: so many tokens of largest logit; ties go to the more recent.
-        mass: Criteria by mass, behind those by rank.
+        top: Criteria by rank: how many tokens with the largest logits; ties go to the more recent.
+        mass: Criteria by mass, after those by rank.
     """
 
     top: tuple[int, ...]
@@ -44,7 +45,7 @@ class InUse(Need):
 
 
 class InUseObserver:
-    """Keeps what `InUse` says; sequences without padding.
+    """Records what `InUse` describes, for sequences without padding.
 
     Args:
         top, mass: As in `InUse`.
@@ -65,7 +66,7 @@ class InUseObserver:
         valid: Tensor,
         scale: float,
     ) -> None:
-        """Take in one forward of one layer (see `kvbench.plugin.Observer`)."""
+        """Process one forward of one layer (see `kvbench.plugin.Observer`)."""
         batch, heads, n, _ = q.shape
         columns = k.shape[2]
         first = columns - n
@@ -90,9 +91,9 @@ class InUseObserver:
         self._last[layer] = last
 
     def _ranked(self, logits: Tensor, at: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Rank of every token for every query `[B, H_q, m, S]`, and how many each criterion takes.
+        """Rank every token for every query `[B, H_q, m, S]`, and count what each criterion selects.
 
-        Both criteria take the first so many in the order of the logits.
+        Both kinds of criteria select the first tokens in the order of the logits.
         """
         found = logits.flip(-1).sort(dim=-1, descending=True, stable=True)
         order = logits.shape[-1] - 1 - found.indices
@@ -107,18 +108,18 @@ class InUseObserver:
         return rank, counts
 
     def fork(self) -> Self:
-        """Give an observer that may go on without changing this one."""
+        """Give an observer that can continue without changing this one."""
         other = type(self)(self.top, self.mass)
         other._last = dict(self._last)
         return other
 
     def read(self, layer: int) -> Tensor:
-        """Give what `InUse` says of a layer."""
+        """The newest query that has selected each token of a layer, as `InUse` describes it."""
         return self._last[layer]
 
     @classmethod
     def stack(cls, parts: Sequence[Any]) -> Self:
-        """Put the sequences of several observers side by side; they must be equally long."""
+        """Join the sequences of several observers into one batch; they must be equally long."""
         out = cls(parts[0].top, parts[0].mass)
         out._last = {i: torch.cat([p._last[i] for p in parts], 1) for i in parts[0]._last}
         return out
@@ -131,7 +132,7 @@ class InUseObserver:
 
 
 def horizons(most: int) -> list[int]:
-    """Where curves are read: 0, 1, `most`, and about 30 between them, closer where it is early."""
+    """Horizons of the curves: 0, 1, `most`, and about 30 between them, spaced logarithmically."""
     points = torch.logspace(0, torch.log10(torch.tensor(float(most))).item(), _POINTS).round()
     return sorted({0, most, *(int(p) for p in points if p <= most)})
 
@@ -140,13 +141,13 @@ def horizons(most: int) -> list[int]:
 class Survival:
     """Counts tokens that are alive, and tokens that could be, over texts.
 
-    A token can be alive at horizon `L` only if the text has `L` further positions behind it; the
-    others are not counted at that horizon.
+    A token can be alive at horizon `L` only if `L` further positions follow it; other tokens are
+    not counted at that horizon.
 
     Attributes:
         at: Horizons.
-        alive: By horizon, int64 `[criteria, L, H_q, horizons]` once a text was added.
-        tokens: Of how many, by horizon.
+        alive: Tokens alive, int64 `[criteria, L, H_q, horizons]`; None before the first text.
+        tokens: Tokens that could be alive at each horizon.
     """
 
     at: list[int]
@@ -157,10 +158,10 @@ class Survival:
         self.tokens = [0] * len(self.at)
 
     def add(self, last: Sequence[Tensor]) -> None:
-        """Take in one text.
+        """Add one text.
 
         Args:
-            last: What `InUse` says of each layer, int64 `[criteria, H_q, T]`.
+            last: The record of `InUse` for each layer, int64 `[criteria, H_q, T]`.
         """
         counts = torch.stack([alive_at(one, self.at).cpu() for one in last], 1)
         self.alive = counts if self.alive is None else self.alive + counts
@@ -168,7 +169,7 @@ class Survival:
         self.tokens = [n + max(0, length - h) for n, h in zip(self.tokens, self.at, strict=True)]
 
     def shares(self) -> Tensor:
-        """Share alive, float64 `[criteria, L, H_q, horizons]`; NaN where there is no token."""
+        """Share of tokens alive, float64 `[criteria, L, H_q, horizons]`; NaN if there is none."""
         assert self.alive is not None
         return self.alive.double() / torch.tensor(self.tokens, dtype=torch.float64)
 

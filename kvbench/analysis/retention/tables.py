@@ -1,10 +1,10 @@
-"""The tables of the analysis, as data frames and as what a terminal and a summary show."""
+"""The tables of a retention analysis: as data frames, and as a reader sees them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -12,25 +12,32 @@ import torch
 from torch import Tensor
 
 from kvbench.analysis.retention.measure import Found, OfTask, Shown
-from kvbench.analysis.text import Grid
-from kvbench.report.text import DASH, short
-from kvbench.report.text import tokens as sized
+from kvbench.analysis.scopes import title_of
+from kvbench.report.numbers import Kind
+from kvbench.report.table import Cell, Column, Name, Phrase, Row, Table, beside
+from kvbench.report.text import counted
+
+Title: TypeAlias = tuple[Phrase, ...]
+
+_MOST_LAYERS = 12
+"""A model with more layers is shown by the least and the most sparse of them."""
 
 EXTREMES = 10
 """Tokens in the tables of the most and of the least retained, as in the paper's figure 5b."""
 
 READING = {
-    "evictions": "The text is the same for every policy: context, question and what the model "
-    "writes with the full cache.",
-    "sparsity": "Sparsity: 1 - 2/(T(T+1)) times the sum of a head's retention matrix, whose gates "
-    "are read in one pass with the full cache; 0: nothing fades.",
-    "tokens": "Retained tokens: mean beta over layers, KV heads and occurrences; half-life: tokens "
+    "evictions": "Every policy sees the same text: context, question and what the model writes "
+    "with the full cache.",
+    "sparsity": "Sparsity: 1 - 2/(T(T+1)) times the sum of a KV head's retention matrix. Its gates "
+    "are read in one pass with the full cache. At 0, nothing fades.",
+    "tokens": "Retained tokens: mean beta over layers, KV heads and occurrences. Half-life: tokens "
     "until half is left, from the mean of log beta.",
-    "survival": "Survival, with the full cache: share of tokens that a query at least L positions "
-    "later selects (top K: among the K largest logits; mass P: in the smallest set with that share "
-    "of its attention), of those with L positions behind them; mean over layers and query heads.",
+    "survival": "Survival with the full cache: share of tokens that a query at least L positions "
+    "later selects, of those with L positions behind them; mean over layers and query heads. Top "
+    "K: a query selects the K largest logits. Mass P: it selects the smallest set with that share "
+    "of its attention.",
 }
-"""How to read what is shown, by the table that it is about."""
+"""How to read each table, by its name."""
 
 
 def frames(found: Found) -> dict[str, pd.DataFrame]:
@@ -162,92 +169,80 @@ def _by_entry(task: OfTask, values: Tensor) -> dict[str, Any]:
 # --- what is shown --------------------------------------------------------------------------------
 
 
-def title_of(task: OfTask) -> str:
-    """Model, task, length and moment in one line."""
-    where = task.where
-    names = [short(where["model"]), short(where["task"]), sized(where["length"])]
-    return " · ".join([*names, f"moment {where['moment']}"])
-
-
-def grids(found: Found) -> Iterator[Grid]:
+def retention_tables(found: Found) -> Iterator[Table]:
     """Tables for a terminal, a summary and the page."""
     for task in found.tasks:
-        title = title_of(task)
+        title = title_of(task.where)
         if task.sparsity:
-            yield _sparsity_grid(task, title)
+            yield _sparsity_table(task, title)
         for policy, sums in task.tokens.items():
-            yield _tokens_grid(task, policy, sums.rows(), title)
-        yield _survival_grid(task, title)
+            yield _tokens_table(task, policy, sums.rows(), title)
+        yield _survival_table(task, title)
         for shown in task.shown:
             if shown.traces:
-                yield _held_grid(task, shown, title)
+                yield _held_table(shown, title)
 
 
-def _sparsity_grid(task: OfTask, title: str) -> Grid:
-    wide = len(task.layers) <= 12
-    shown = [f"layer {i}" for i in task.layers] if wide else ["least layer", "most layer"]
-    lines = []
+def _sparsity_table(task: OfTask, title: Title) -> Table:
+    each = len(task.layers) <= _MOST_LAYERS
+    titles = [f"layer {i}" for i in task.layers] if each else ["least layer", "most layer"]
+    shares = ("mean", "least KV head", "most KV head", *titles)
+    columns = [Column("policy"), *(Column(title, Kind.PERCENT) for title in shares)]
+    rows = []
     for policy, total in task.sparsity.items():
         values = total / task.count
         layers = values.mean(1)
-        own = layers if wide else torch.stack([layers.min(), layers.max()])
-        numbers = [values.mean(), values.min(), values.max(), *own]
-        lines.append([policy, *(f"{100 * float(x):.1f}%" for x in numbers)])
-    head = ["policy", "mean", "least head", "most head", *shown]
-    return f"{title}: sparsity, mean over {_texts(task.count)}", head, lines
+        own = layers if each else torch.stack([layers.min(), layers.max()])
+        numbers = torch.stack([values.mean(), values.min(), values.max(), *own]).tolist()
+        rows.append(Row((Name(policy), *numbers)))
+    what = f": sparsity, mean over {counted(task.count, 'text')}"
+    return Table((*title, what), tuple(columns), tuple(rows))
 
 
-def _tokens_grid(task: OfTask, policy: str, rows: list[dict[str, Any]], title: str) -> Grid:
-    def four(row: dict[str, Any]) -> list[str]:
-        spelled = task.spelled[row["token_id"]]
-        return [spelled, str(row["count"]), f"{row['beta']:.4f}", _life(row)]
+def _tokens_table(task: OfTask, policy: str, rows: list[dict[str, Any]], title: Title) -> Table:
+    columns: list[tuple[Column, list[Cell]]] = []
+    for group, few in (("most", rows[:EXTREMES]), ("least", rows[::-1][:EXTREMES])):
+        columns += [
+            (Column("token", group=group), [Name(task.spelled[row["token_id"]]) for row in few]),
+            (Column("times", Kind.COUNT, group), [row["count"] for row in few]),
+            (Column("mean beta", Kind.NUMBER, group), [row["beta"] for row in few]),
+            (Column("half-life", Kind.NUMBER, group), [row["half_life"] for row in few]),
+        ]
+    return beside((*title, ": tokens that ", Name(policy), " retains most and least"), columns)
 
-    both = zip(rows[:EXTREMES], reversed(rows[-EXTREMES:]), strict=True)
-    head = ["most", "times", "mean beta", "half-life"]
-    head += ["least", *head[1:]]
-    lines = [four(most) + four(least) for most, least in both]
-    return f"{title}: tokens that {short(policy)} retains most and least", head, lines
 
-
-def _survival_grid(task: OfTask, title: str) -> Grid:
-    at, shares = task.survival.at, task.survival.shares().mean((1, 2))
-    some = sorted({at.index(h) for h in _some(at)})
-    head = ["in use", *(f"L = {at[i]}" for i in some)]
-    lines = [
-        [criterion(name, value), *(f"{100 * float(row[i]):.1f}%" for i in some)]
-        for (name, value), row in zip(task.criteria, shares, strict=True)
+def _survival_table(task: OfTask, title: Title) -> Table:
+    at, shares = task.survival.at, task.survival.shares().mean((1, 2)).tolist()
+    chosen = sorted({at.index(h) for h in _six(at)})
+    columns = [Column("in use")]
+    columns += [Column(f"L = {at[i]}", Kind.PERCENT) for i in chosen]
+    rows = [
+        Row((criterion(name, value), *(share[i] for i in chosen)))
+        for (name, value), share in zip(task.criteria, shares, strict=True)
     ]
-    return f"{title}: survival with the full cache, {_texts(task.count)}", head, lines
+    what = f": survival with the full cache, {counted(task.count, 'text')}"
+    return Table((*title, what), tuple(columns), tuple(rows))
 
 
-def _held_grid(task: OfTask, shown: Shown, title: str) -> Grid:
-    lines = []
+def _held_table(shown: Shown, title: Title) -> Table:
+    counts = ("entries", "mean at end", "least KV head", "most KV head", "cuts")
+    columns = [Column("policy"), Column("budget")]
+    columns += [Column(name, Kind.COUNT) for name in counts]
+    rows = []
     for (policy, budget), trace in shown.traces.items():
         last = trace.entries[..., -1].double()
-        numbers = [
-            f"{float(x):.1f}".removesuffix(".0") for x in (last.mean(), last.min(), last.max())
-        ]
-        lines.append([policy, budget, str(trace.budget), *numbers, str(trace.cuts)])
-    head = ["policy", "budget", "entries", "mean at end", "least head", "most head", "cuts"]
-    size = f"{len(shown.ids)} tokens of sample {short(shown.sample_id)}"
-    return f"{title}: entries per head, {size}", head, lines
+        held = torch.stack([last.mean(), last.min(), last.max()]).tolist()
+        rows.append(Row((Name(policy), Name(budget), trace.budget, *held, trace.cuts)))
+    what = f": entries per KV head, {len(shown.ids)} tokens of sample "
+    return Table((*title, what, Name(shown.sample_id)), tuple(columns), tuple(rows))
 
 
 def criterion(name: str, value: float) -> str:
     """A criterion of survival as it is shown."""
-    return f"top {value:g}" if name == "top" else f"mass {value:g}"
+    return f"{name} {value:g}"
 
 
-def _some(at: list[int]) -> list[int]:
-    """Six horizons of many: 0, 1, the last, and what lies evenly between."""
+def _six(at: list[int]) -> list[int]:
+    """Six horizons of many: 0, 1, the last, and three spread evenly between."""
     last = len(at) - 1
     return [at[i] for i in {0, min(1, last), *(round(last * k / 4) for k in range(1, 5))}]
-
-
-def _life(row: dict[str, Any]) -> str:
-    life = row["half_life"]
-    return DASH if not math.isfinite(life) else f"{life:,.1f}" if life < 1e6 else f"{life:.1e}"
-
-
-def _texts(count: int) -> str:
-    return f"{count} text{'s' * (count != 1)}"

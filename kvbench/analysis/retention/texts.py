@@ -1,4 +1,4 @@
-"""The texts that are looked at: prompts of tasks with the model's answers, or a file."""
+"""The texts of the analysis: prompts of tasks with the model's answers, or a file."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ PARTS = ("context", "question", "answer")
 
 @dataclass(frozen=True)
 class Text:
-    """Tokens of one text, still without what the model adds.
+    """Tokens of one text, before the model adds to it.
 
     Attributes:
         sample_id: Which sample, and which question about it.
         context, question: Token ids.
-        limit: Tokens that the model adds at most.
-        until: Strings that end what it adds.
+        limit: The most tokens that the model adds.
+        until: Strings that end its answer.
     """
 
     sample_id: str
@@ -48,10 +48,10 @@ class Source:
     """The texts of one task on one model.
 
     Attributes:
-        stage: The model, and what it runs with.
+        stage: The model, with its device, dtype and tokenizer.
         task: Name of the task or the file.
-        length: Of the task's prompts; 0 where they are as long as they are.
-        texts: Its texts.
+        length: Length of the task's prompts; 0 for data that kvbench does not resize.
+        texts: The texts.
     """
 
     stage: Stage
@@ -63,13 +63,13 @@ class Source:
 def sources(
     grid: Grid, text: str | None, new_tokens: int | None, reporter: Reporter
 ) -> list[Source]:
-    """What a grid names, tokenised; the sources of one model stand together.
+    """Tokenise what a grid names; the sources of one model are neighbours.
 
     Args:
         grid: Policies, models and tasks.
-        text: A file that is taken instead of the tasks.
-        new_tokens: Tokens that the model adds to each text; None: as many as an answer may have.
-        reporter: Told of tasks that cannot be had here.
+        text: A file to use instead of the tasks.
+        new_tokens: Tokens that the model adds to each text; None for as many as an answer may have.
+        reporter: Told of tasks that are not available here.
 
     Raises:
         UserError: Something is unknown or out of range, or a policy has no files for a model.
@@ -120,29 +120,29 @@ def _of_file(grid: Grid, model: str, path: Path, new_tokens: int) -> Source:
     except UnicodeDecodeError as error:
         raise UserError(f"cannot read {path}: it is not UTF-8 (byte {error.start})") from None
     if not text.strip():
-        raise UserError(f"{path} holds no text")
+        raise UserError(f"{path} contains no text")
     if grid.chat_template:
-        raise UserError("--text is read as it stands: --chat-template goes with --task")
+        raise UserError("--text uses no chat template; --chat-template needs --task")
     config = load_config(model, grid.revision).get_text_config()
     tokenizer = load_tokenizer(model, grid.revision)
     device = pick_device(grid.device, grid.device_map)
     stage = Stage(model, device, pick_dtype(grid.dtype, device), tokenizer, [])
     ids, _ = split_encode(tokenizer, text, "")
     if len(ids) < 2:
-        raise UserError(f"{path}: a text of {len(ids)} tokens; 2 or more would be right")
+        raise UserError(f"{path}: the text has {len(ids)} tokens; it needs 2 or more")
     window = int(getattr(config, "max_position_embeddings", 0) or 0)
     if window and len(ids) + new_tokens > window:
         raise UserError(
-            f"{path}: {len(ids) + new_tokens} tokens do not fit into the {window} of model "
-            f"{model}; nothing is truncated: a shorter text would be right"
+            f"{path}: {len(ids) + new_tokens} tokens exceed the window of {window} of model "
+            f"{model}; use a shorter text, because nothing is truncated"
         )
     return Source(stage, path.name, 0, [Text(path.stem, tuple(ids), (), new_tokens)])
 
 
 def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """The text of every token as it stands in the text, spaces before words included.
+    """The text of every token, including spaces before words.
 
-    A token that is no text of its own (a part of a character, say) is shown as the vocabulary
+    A token that is not text by itself, such as part of a character, is shown as the vocabulary
     spells it.
     """
     known: dict[tuple[int, ...], str] = {}
@@ -157,7 +157,7 @@ def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     found = []
     for i, token in enumerate(ids):
         text = decoded(token)
-        if i:  # a tokenizer may put spaces between tokens, or drop those of a text's first
+        if i:  # a tokenizer may add spaces between tokens, or drop those before the first
             before, both = decoded(ids[i - 1]), decoded(ids[i - 1], token)
             text = both[len(before) :] if both.startswith(before) else text
         if not text or "\N{REPLACEMENT CHARACTER}" in text:
@@ -167,5 +167,5 @@ def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
 
 
 def spelled(tokenizer: Any, token: int) -> str:
-    """One token of the vocabulary between quotes, with escapes for what would not show."""
+    """One token of the vocabulary in quotes, with escapes for what is not printable."""
     return repr(pieces(tokenizer, [token])[0])

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
-import pandas as pd
-
-from kvbench.analysis import text
-from kvbench.analysis.common import folder_of, make_grid, write_settings, write_table
+from kvbench.analysis.common import make_grid
+from kvbench.analysis.retention.figures import draw
 from kvbench.analysis.retention.measure import analyze
 from kvbench.analysis.retention.options import Options
 from kvbench.analysis.retention.page import page
-from kvbench.analysis.retention.pictures import draw
-from kvbench.analysis.retention.tables import READING, frames, grids
-from kvbench.analysis.write import Done
+from kvbench.analysis.retention.tables import READING, frames, retention_tables
+from kvbench.analysis.summary import notes
+from kvbench.analysis.write import Done, folder_of, write_all
 from kvbench.errors import UserError
+from kvbench.files import replacing
 from kvbench.progress import Reporter
 from kvbench.report.text import listed
-from kvbench.runs.grid import Grid
 
 SAMPLES = 4
 """Texts of a task, where nobody says how many."""
@@ -48,51 +44,33 @@ def write_retention(
         UserError: Something is unknown, out of range, or cannot be written to.
     """
     if (options.text is None) == ("task" not in given and "tasks" not in given):
-        raise UserError("give either --task or --text, whose text is looked at")
+        raise UserError("give either --task or --text")
     named = {} if options.text is None else {"tasks": "text"}
     grid = make_grid({"samples": SAMPLES, **given, **named, "moments": "context"})
-    path = folder_of(grid.out, _default(grid, options))
+    path = folder_of(grid, "retention", options.to_dict())
     found = analyze(grid, options, reporter)
     traced = any(shown.traces for task in found.tasks for shown in task.shown)
     if found.failed and not traced:
         reason = " ".join(next(iter(found.failed.values())).split())
         raise UserError(f"nothing to show: all policies failed: {reason}")
-    tables = frames(found)
+    data = frames(found)
     drawn = draw(found, path / "figures")
-    shown = list(grids(found))
-    notes = [line for name, line in READING.items() if name in tables]
-    notes += [*_ungated(found.ungated), *text.notes(tables["survival"], found.failed)]
+    tables = list(retention_tables(found))
+    lines = [line for name, line in READING.items() if name in data]
+    if found.ungated:
+        without = "no retention gates, so no retention matrices, sparsity or table of tokens"
+        lines.append(f"{listed(found.ungated)}: {without}")
+    lines += notes(data["survival"], found.failed)
+    settings = {"analysis": "retention", **options.to_dict(), "moments": [options.moment]}
+    settings["tasks"] = [] if options.text is not None else list(grid.tasks)
     figures = [p for one in drawn for p in one.paths]
-    try:
-        files = [write_table(frame, path / f"{name}.parquet") for name, frame in tables.items()]
-        files += [_csv(tables[name], path / f"{name}.csv") for name in _AS_CSV if name in tables]
-        mine = {"analysis": "retention", **options.to_dict(), "moments": [options.moment]}
-        mine["tasks"] = [] if options.text is not None else list(grid.tasks)
-        files.append(write_settings(grid, path / "settings.json", **mine))
-        summary, whole = path / "summary.md", path / "retention.html"
-        said = text.markdown("kvbench retention", command, shown, notes, figures, path)
-        summary.write_text(said, encoding="utf-8")
-        whole.write_text(page(found, command, shown, notes, drawn), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {error.filename or path}: {error.strerror}") from None
-    return Done(path, [summary, whole, *files, *figures], shown, notes, found.failed)
-
-
-def _ungated(policies: list[str]) -> list[str]:
-    if not policies:
-        return []
-    return [
-        f"{listed(policies)}: no retention gates, so no retention matrices, sparsity or table of "
-        "tokens"
-    ]
-
-
-def _csv(frame: pd.DataFrame, path: Path) -> Path:
-    frame.to_csv(path, index=False)
-    return path
-
-
-def _default(grid: Grid, options: Options) -> Path:
-    """A folder of its own for everything that changes a number, `--samples` apart."""
-    value = json.dumps([grid.digest, options.to_dict()])
-    return Path("results") / f"retention-{hashlib.sha256(value.encode()).hexdigest()[:16]}"
+    done = write_all(path, grid, settings, data, tables, lines, figures, command, found.failed)
+    whole = path / "retention.html"
+    with replacing(whole) as part:
+        part.write_text(page(found, command, tables, lines, drawn), encoding="utf-8")
+    csv = [path / f"{name}.csv" for name in _AS_CSV if name in data]
+    for file in csv:
+        with replacing(file) as part:
+            data[file.stem].to_csv(part, index=False)
+    summary, *others = done.files
+    return replace(done, files=[summary, whole, *csv, *others])

@@ -9,8 +9,12 @@ from typing import Any
 
 import pandas as pd
 
+from kvbench.report import outputs
 from kvbench.report.against import differences
-from kvbench.report.text import DASH, interval, md, number, tokens
+from kvbench.report.frames import records
+from kvbench.report.numbers import Kind, number
+from kvbench.report.table import Cell, Column, Interval, Row, Table
+from kvbench.report.text import tokens
 from kvbench.training.ablations.recipe import Ablation, Variant
 
 _SAME = ["task", "group", "length", "moment", "budget", "policy"]
@@ -115,8 +119,7 @@ def _only(names: Mapping[str, tuple[str, int]], seed: int) -> dict[str, tuple[st
 def _rows(
     cells: pd.DataFrame, samples: pd.DataFrame, names: Mapping[str, tuple[str, int]], base: str
 ) -> list[dict[str, Any]]:
-    found = differences(*pooled(cells, samples, names), base)
-    return [{str(k): v for k, v in row.items()} for row in found.to_dict("records")]
+    return records(differences(*pooled(cells, samples, names), base))
 
 
 def _scores(
@@ -139,38 +142,35 @@ def markdown(table: Ablation, found: Mapping[str, Sequence[Contrast]]) -> str:
         table: What was compared.
         found: As `contrasts` gives it, by the variants' names.
     """
-    lines = [
-        f"## {table.title}",
-        "",
-        f"In the paper: {table.paper}.",
-        "",
-        "| variant | tasks | score | by seed | difference [95%] | here | in the paper |",
-        "| --- | --- | --: | --: | --: | --- | --- |",
-    ]
+    heads = (
+        Column("variant"),
+        Column("tasks"),
+        Column("score", Kind.POINTS),
+        Column("by seed", align="right"),
+        Column("difference [95%]", Kind.POINTS, better="higher", signed=True),
+        Column("here"),
+        Column("in the paper"),
+    )
     first = {c.place: c for c in found[table.variants[0].name]}
+    rows = []
     for variant in table.variants:
-        theirs, said = _paper(table, variant)
-        for number_of, c in enumerate(found[variant.name]):
-            apart = ", ".join(number(x, unit=True) for x in c.by_seed)
-            cells = [md(variant.name), _where(c), number(c.score, unit=True), apart, _gap(c)]
-            own = (
-                "" if variant is table.variants[0] else _verdict(c.direction(first[c.place]), said)
+        theirs, direction = _paper(table, variant)
+        for i, c in enumerate(found[variant.name]):
+            group, length, moment, budget = c.place
+            known = not math.isnan(c.diff)
+            here = _verdict(c.direction(first[c.place]), direction)
+            cells: tuple[Cell, ...] = (
+                variant.name,
+                f"{group}, {tokens(length)}, {moment}, {budget}",
+                c.score,
+                ", ".join(number(score, Kind.POINTS) for score in c.by_seed),
+                Interval(c.diff, c.lo, c.hi) if known else None,
+                "" if variant is table.variants[0] else here,
+                "" if i else theirs,
             )
-            cells += [own, "" if number_of else theirs]
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
-def _where(c: Contrast) -> str:
-    group, length, moment, budget = c.place
-    return f"{md(group)}, {tokens(length)}, {md(moment)}, {md(budget)}"
-
-
-def _gap(c: Contrast) -> str:
-    if math.isnan(c.diff):
-        return DASH
-    bounds = interval(c.lo, c.hi, unit=True, signed=True)
-    return f"{number(c.diff, unit=True, signed=True)} {bounds}"
+            rows.append(Row(cells))
+    head = f"## {table.title}\n\nIn the paper: {table.paper}.\n\n"
+    return head + outputs.markdown(Table("", heads, tuple(rows))) + "\n"
 
 
 def _verdict(own: str, said: str) -> str:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
+from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from kvbench import cli
@@ -126,6 +129,32 @@ def test_a_folder_that_is_a_file_is_refused_before_any_work(
     run = arguments("allocation", grouped, questions, tmp_path / "x", "--policy", "snapkv")
     assert cli.call(run) == 2
     assert "it is a file" in capsys.readouterr().err
+
+
+def test_a_full_disk_leaves_no_unfinished_figure(
+    grouped: str,
+    questions: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole = Figure.savefig
+
+    def until_full(figure: Figure, path: Path, **options: Any) -> None:
+        if options["format"] == "svg":
+            Path(path).write_bytes(b"")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        whole(figure, path, **options)
+
+    monkeypatch.setattr(Figure, "savefig", until_full)
+    for command in ("perturbation", "allocation"):
+        out = tmp_path / command
+        run = arguments(command, grouped, questions, out, "--policy", "snapkv:window=4,random")
+        assert cli.call(run) == 2
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert line.startswith("kvbench: cannot write") and "No space left on device" in line
+        files = [path for path in out.rglob("*") if path.is_file()]
+        assert [path.suffix for path in files] == [".png"] and files[0].stat().st_size
 
 
 @pytest.mark.parametrize("more", [[], ["perturbation"], ["allocation"], ["retention"]])

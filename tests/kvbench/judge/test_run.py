@@ -215,7 +215,7 @@ def test_local_scores_are_marked_and_not_held_against_a_models(
     arguments += ["--samples", "2", "--out", str(tmp_path / "local")]
     assert call(["run", *arguments, "--judge", "local"]) == 0
     shown = capsys.readouterr()
-    note = "by shared words: not to be held against the scores of a model"
+    note = "which only counts shared words: do not compare these scores with those of a model"
     assert f"quiz: scored by the local judge, {note}" in " ".join(shown.out.split())
     assert "quiz is judged locally" in shown.err
     assert endpoint.bodies == []

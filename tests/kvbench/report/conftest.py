@@ -78,6 +78,10 @@ def make_run(
                     full_scores, full_mean, full_lo = by_key, estimate.mean, estimate.lo
                 gap = paired(by_key, full_scores, dict(zip(keys, clusters, strict=True)))
                 bad = (policy, budget, task) in failed
+
+                def extra(i: int) -> str:
+                    return json.dumps({"depth": depths[i % len(depths)]} if depths else {})
+
                 numbers = {
                     "score": estimate.mean,
                     "score_se": estimate.se,
@@ -111,7 +115,7 @@ def make_run(
                 rows += [
                     {"cell": cell, "task": task, "policy": policy, "budget": budget,
                      "moment": moment, "sample_id": k[0], "context_id": c, "response": "x",
-                     "stop": "eos", "error": "", "extra": "{}", "target": ["x"], "schema": 2,
+                     "stop": "eos", "error": "", "extra": extra(i), "target": ["x"], "schema": 2,
                      "length": length,
                      "doc_id": i, "question_id": 0, "repeat": 0, "context_tokens": length - 40,
                      "question_tokens": 20, "generated_tokens": 8, "score": s,

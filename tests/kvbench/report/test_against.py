@@ -9,6 +9,7 @@ from rich.console import Console
 
 from kvbench.errors import UserError
 from kvbench.report.against import differences, tables, write
+from kvbench.report.outputs import terminal
 from kvbench.stats import paired
 
 from .conftest import make_run
@@ -47,7 +48,7 @@ def test_it_is_shown_and_written(tmp_path: Path) -> None:
     found = differences(cells, samples, "snapkv")
     console = Console(width=120, record=True)
     for table in tables(found, "snapkv"):
-        console.print(table)
+        console.print(terminal(table))
     assert "against snapkv" in console.export_text()
     text = write(found, "snapkv", tmp_path / "a" / "b.md").read_text()
     assert text.count("`criticalkv`") == 1

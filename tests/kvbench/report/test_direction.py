@@ -8,9 +8,8 @@ from typing import Any
 
 from rich.console import Console
 
-from kvbench.report import render
+from kvbench.report import render, run_table
 from kvbench.report.figures import _score_label
-from kvbench.report.tables import run_table
 
 
 def shown(cells: Any, samples: Any) -> str:
@@ -25,11 +24,11 @@ def test_less_is_better(run_frames: Any, tmp_path: Path) -> None:
     for name in ("score", "score_lo", "score_hi", "full_score"):
         down[name] += 7.0
     table = shown(down, samples)
-    assert "score ↓" in table and "↓ less is better: nll_per_token" in table
+    assert "score ↓" in table and "↓ lower is better: nll_per_token" in table
     text = render(down, samples, tmp_path / "down")[0].read_text()
-    assert "`vt` ↓" in text
-    assert _score_label(False, down) == "nll_per_token (less is better)"
+    assert "| score ↓ |" in text and "`vt`, metric `nll_per_token`" in text
+    assert _score_label(False, down) == "nll_per_token (lower is better)"
     assert "score ↓" not in shown(cells, samples)
     assert _score_label(True, cells) == "score (0 to 100)"
-    assert _score_label(False, cells) == "score"
-    assert "`vt` ↓" not in render(cells, samples, tmp_path / "up")[0].read_text()
+    assert _score_label(False, cells) == "string_match"
+    assert "score ↓" not in render(cells, samples, tmp_path / "up")[0].read_text()

@@ -7,15 +7,18 @@ import warnings
 
 import matplotlib.text
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvbench.errors import UserError
 from kvbench.report import figures, heatmap
 from kvbench.report.figures import draw_fronts
 from kvbench.report.frames import prepare
-from kvbench.report.pareto import draw_panel, front
-from kvbench.report.style import house_style, looks, sheet
+from kvbench.report.front import front
+from kvbench.report.pareto import ByteAxis, draw_panel
+from kvbench.report.style import PALE, house_style, looks, save, sheet
 
 POLICIES = ["random", "streaming_llm", "keydiff", "snapkv", "adakv", "criticalkv"]
 
@@ -49,6 +52,42 @@ def test_front_equals_the_oracle_for_many_points():
 
 def test_ties_are_kept_and_failed_cells_are_not():
     assert front([1, 1, 1, 2], [5, 5, 4, np.nan]).tolist() == [True, True, False, False]
+
+
+def test_a_title_names_task_metric_and_model(drawn, run_frames, tmp_path):
+    cells, samples = run_frames(["snapkv"], ("0.2",), ["vt", "cwe"])
+    draw_fronts(prepare(cells, samples), tmp_path)
+    for name, title in {
+        "pareto-vt": "vt, string_match · reference",
+        "mean-ruler": "ruler, mean of 2 tasks, string_match · reference",
+        "overview-ruler": "ruler, string_match · reference",
+    }.items():
+        assert title in [t.get_text() for t in drawn[name].texts]
+
+
+def test_a_colour_bar_has_arrows_where_numbers_leave_it():
+    for values, extend in (
+        ([0.0, 1.0], "neither"), ([-0.1, np.nan], "min"), ([2.0], "max"), ([-1.0, 2.0], "both"),
+        ([-1e-16, 1.0 + 1e-15], "neither"),
+    ):  # fmt: skip
+        page = sheet(1, 1, title="t", width=3.5, panel=2.0, x_label="x", y_label="y", right=0.6)
+        image = page.axes[0, 0].imshow([[0.0, 1.0]], vmin=0.0, vmax=1.0)
+        page.colour_bar(image, values)
+        assert image.colorbar.extend == extend
+
+
+def test_a_figure_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
+    page = sheet(1, 1, title="t", width=3.5, panel=2.0, x_label="x", y_label="y")
+    (tmp_path / "a.png").write_bytes(b"before")
+
+    def full_disk(path, **options):
+        path.write_bytes(b"half of it")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(page.figure, "savefig", full_disk)
+    with pytest.raises(UserError, match=r"cannot write .*a\.png: No space left on device"):
+        save(page.figure, tmp_path / "a")
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {"a.png": b"before"}
 
 
 @pytest.fixture
@@ -110,12 +149,19 @@ def test_no_text_lies_on_another_with_panels_and_a_wide_axis(drawn, run_frames, 
 
 def panel(rows, **options):
     page = sheet(
-        1, 1, width=3.5, panel=2.0, labels=[], handles=[], x_label="x", y_label="y"
+        1, 1, title="t", width=3.5, panel=2.0, x_label="x", y_label="y"
     )  # fmt: skip
     shape = {"unit": True, "limits": (-3.0, 103.0), "width": 2.9, "bytes_axis": False}
     with house_style():
-        draw_panel(page.axes[0, 0], rows, looks(POLICIES), **shape, **options)
+        axis = ByteAxis.of(rows.loc[rows["policy"] != "full", "share"])
+        draw_panel(page.axes[0, 0], rows, looks(POLICIES), axis, **shape, **options)
     return page.axes[0, 0]
+
+
+def marks(ax):
+    """Where the markers of a panel stand."""
+    lines = [line for line in ax.lines if line.get_marker() != "None"]
+    return {pair for line in lines for pair in zip(line.get_xdata(), line.get_ydata(), strict=True)}
 
 
 def test_panel_shows_scores_intervals_full_and_the_front(run_frames):
@@ -131,7 +177,7 @@ def test_panel_shows_scores_intervals_full_and_the_front(run_frames):
         ends = 100 * np.array([row["score_lo"], row["score_hi"]])
         near = [b for b in bars if np.allclose(b[:, 1], ends, atol=1e-6)]
         assert near, row["policy"]
-        assert any(abs(b[0, 0] - row["share"]) < 0.03 for b in near)  # but for the side step
+        assert any(abs(b[0, 0] - row["share"]) < 0.03 for b in near)  # beside another bar
     step = next(line for line in ax.lines if line.get_drawstyle() == "steps-post")
     best = rows[(rows["policy"] == "snapkv")].sort_values("share")["score"]
     assert step.get_ydata()[:2] == pytest.approx(100 * best.to_numpy())
@@ -146,8 +192,7 @@ def test_front_runs_through_the_bytes_that_are_held(run_frames):
     step = next(line for line in ax.lines if line.get_drawstyle() == "steps-post")
     assert step.get_xdata()[:-1].tolist() == best["share"].tolist()
     assert step.get_ydata()[:-1] == pytest.approx(100 * best["score"].to_numpy())
-    marks = {x for line in ax.lines if line.get_marker() != "None" for x in line.get_xdata()}
-    assert marks - set(points["share"])  # the markers still stand side by side
+    assert marks(ax) == set(zip(points["share"], 100 * points["score"], strict=True))
 
 
 def test_letters_that_the_font_lacks_raise_no_warnings(run_frames, tmp_path):
@@ -169,9 +214,71 @@ def test_front_turns_around_where_less_is_better(run_frames):
     assert step.get_ydata()[0] == pytest.approx(100 * worst)
 
 
-def test_wide_budgets_get_a_logarithmic_axis(run_frames):
+def test_wide_budgets_get_a_logarithmic_axis_that_says_so(drawn, run_frames, tmp_path):
     cells, samples = run_frames(["snapkv"], ("0.05", "0.5"), ["vt"])
     assert panel(prepare(cells, samples).cells).get_xscale() == "log"
+    draw_fronts(prepare(cells, samples), tmp_path)
+    assert any("log scale" in t.get_text() for t in drawn["pareto-vt"].texts)
+    cells, samples = run_frames(["snapkv"], ("0.2", "0.5"), ["vt"])
+    draw_fronts(prepare(cells, samples), tmp_path)
+    assert not any("log" in t.get_text() for t in drawn["pareto-vt"].texts)
+
+
+def test_error_bars_never_cover_each_other(run_frames):
+    """Bars of one budget stand apart wherever they overlap, and each at its point if it can."""
+    cells, samples = run_frames(POLICIES, ("0.1", "0.2", "0.4"), ["vt"], samples=12)
+    rows = prepare(cells, samples).cells
+    ax = panel(rows)
+    bars = [b for c in ax.collections for b in c.get_segments() if b[0, 0] == b[1, 0]]
+    assert len(bars) == 3 * len(POLICIES)
+    for a, b in itertools.combinations(bars, 2):
+        apart = abs(a[0, 0] - b[0, 0]) > 1e-9
+        assert apart or a[1, 1] < b[0, 1] or b[1, 1] < a[0, 1]
+    shares = set(rows.loc[rows["policy"] != "full", "share"])
+    assert {share for share in shares if any(b[0, 0] == share for b in bars)} == shares
+
+
+def many(run_frames, tasks=("vt", "cwe")):
+    """A run of twelve policies, of which four hold more or fewer bytes and share the front."""
+    spread = {"criticalkv": 1.6, "adakv": 1.3, "random": 0.8}
+    names = [*POLICIES, *(f"policy_{i}:window=64" for i in range(6))]
+    cells, samples = run_frames(names, ("0.1", "0.2"), tasks)
+    factor = cells["policy"].map(spread).fillna(1.0)
+    return prepare(cells.assign(kv_bytes_live=cells["kv_bytes_live"] * factor), samples)
+
+
+def test_of_many_policies_only_those_on_the_front_are_coloured_and_named(
+    drawn, run_frames, tmp_path
+):
+    results = many(run_frames)
+    draw_fronts(results, tmp_path)
+    for name, rows in (
+        ("mean-ruler", results.overall),
+        ("pareto-vt", results.cells[results.cells["task"] == "vt"]),
+    ):
+        figure = drawn[name]
+        assert overlaps(figure) == [], name
+        points = rows[rows["policy"] != "full"]
+        best = set(points.loc[front(points["kv_bytes_live"], points["score"]), "policy"])
+        assert 3 <= len(best) < 12
+        (ax,) = (a for a in figure.axes if a.lines)
+        assert {t.get_text() for t in ax.texts if t.get_text()} == best
+        grey = {line.get_color() for line in ax.lines if line.get_markersize() == 2.5}
+        assert grey == {PALE}
+        assert marks(ax) == set(zip(points["share"], 100 * points["score"], strict=True))
+        legend = [t.get_text() for t in figure.legends[0].get_texts()]
+        assert legend == [f"{12 - len(best)} other policies", "full, 95% interval", "Pareto front"]
+    overview = [t.get_text() for t in drawn["overview-ruler"].legends[0].get_texts()]
+    assert {"criticalkv", "Pareto front"} < set(overview) and len(overview) < 12
+
+
+def test_up_to_eight_policies_are_all_named_in_the_legend(drawn, run_frames, tmp_path):
+    names = [*POLICIES, "one", "two"]
+    cells, samples = run_frames(names, ("0.2",), ["vt"])
+    draw_fronts(prepare(cells, samples), tmp_path)
+    legend = [t.get_text() for t in drawn["pareto-vt"].legends[0].get_texts()]
+    assert legend == [*names, "full, 95% interval", "Pareto front"]
+    assert len({colour for colour, _ in looks(names).values()}) == 8
 
 
 def test_every_policy_has_its_own_look():
@@ -187,7 +294,7 @@ def test_heat_map_shows_the_means_of_depth_and_length(drawn, run_frames, tmp_pat
     )  # fmt: skip
     results = prepare(cells, samples)
     heatmap.draw_heatmaps(results, tmp_path)
-    figure = drawn["niah-depth-niah"]
+    figure = drawn["depth-niah"]
     assert overlaps(figure) == []
     titles = {ax.get_title(loc="left").replace("\n", "") for ax in figure.axes if ax.images}
     assert len(titles) == 9
@@ -199,7 +306,17 @@ def test_heat_map_shows_the_means_of_depth_and_length(drawn, run_frames, tmp_pat
             part = mine[(mine["depth"] == depth) & (mine["length"] == length)]
             assert len(part) == 3
             assert chosen.images[0].get_array()[i, j] == pytest.approx(100 * part["score"].mean())
-    assert any("n = 3 per field" in t.get_text() for t in figure.texts)
+    said = [t.get_text() for t in figure.texts]
+    assert any("niah, string_match" in t and "n = 3 questions per cell" in t for t in said)
+
+
+def test_heat_map_of_one_question_per_field_says_so(drawn, run_frames, tmp_path):
+    cells, samples = run_frames(
+        ["snapkv"], ("0.2",), ["niah"], group="niah", samples=3, depths=(0, 50, 100)
+    )
+    heatmap.draw_heatmaps(prepare(cells, samples), tmp_path)
+    said = " ".join(" ".join(t.get_text() for t in drawn["depth-niah"].texts).split())
+    assert "n = 1 question per cell" in said
 
 
 def test_heat_map_writes_the_number_of_samples_where_it_differs(drawn, run_frames, tmp_path):
@@ -207,7 +324,7 @@ def test_heat_map_writes_the_number_of_samples_where_it_differs(drawn, run_frame
         ["snapkv"], ("0.2",), ["niah"], group="niah", samples=8, depths=(0, 50, 100)
     )
     heatmap.draw_heatmaps(prepare(cells, samples), tmp_path)
-    texts = [t.get_text() for ax in drawn["niah-depth-niah"].axes for t in ax.texts]
+    texts = [t.get_text() for ax in drawn["depth-niah"].axes for t in ax.texts]
     assert any(t.endswith("(3)") for t in texts)
     assert any(t.endswith("(2)") for t in texts)
 
@@ -217,7 +334,7 @@ def test_heat_map_leaves_out_lengths_with_nothing_but_full(drawn, run_frames, tm
     cells, samples = run_frames(["snapkv"], ("0.2",), ["niah"], lengths=(512, 1024), **options)
     cells = cells[(cells["length"] == 512) | (cells["policy"] == "full")]
     heatmap.draw_heatmaps(prepare(cells, samples), tmp_path)
-    shapes = {ax.images[0].get_array().shape for ax in drawn["niah-depth-niah"].axes if ax.images}
+    shapes = {ax.images[0].get_array().shape for ax in drawn["depth-niah"].axes if ax.images}
     assert shapes >= {(3, 1)}
     assert (3, 2) not in shapes
 
@@ -225,6 +342,19 @@ def test_heat_map_leaves_out_lengths_with_nothing_but_full(drawn, run_frames, tm
 def test_no_heat_map_without_depths(drawn, run_frames, tmp_path):
     cells, samples = run_frames(tasks=["niah_single_1", "vt"])
     assert heatmap.draw_heatmaps(prepare(cells, samples), tmp_path) == []
-    cells, samples = run_frames(tasks=["vt"], depths=(0, 50))
-    assert heatmap.draw_heatmaps(prepare(cells, samples), tmp_path) == []
+    cells, samples = run_frames(tasks=["niah_single_1"], depths=(0, 50))
+    some = samples.assign(extra=["{}", *samples["extra"][1:]])  # the id still ends in its depth
+    assert heatmap.draw_heatmaps(prepare(cells, some), tmp_path) == []
     assert not drawn
+    heatmap.draw_heatmaps(prepare(cells, samples), tmp_path)
+    assert drawn
+
+
+def test_repeats_of_a_question_count_once(drawn, run_frames, tmp_path):
+    cells, samples = run_frames(["snapkv"], ("0.2",), ["vt"], samples=6, depths=(0, 50, 100))
+    twice = pd.concat([samples, samples.assign(repeat=1)])
+    heatmap.draw_heatmaps(prepare(cells, twice), tmp_path)
+    assert any(
+        "n = 2 questions per cell" in " ".join(t.get_text().split())
+        for t in drawn["depth-vt"].texts
+    )

@@ -7,6 +7,8 @@ import io
 import json
 import re
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +19,12 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from kvbench.errors import UserError
+from kvbench.judge.base import LocalJudge
 from kvbench.report import render, run_table
 from kvbench.report.frames import prepare
-from kvbench.report.markdown import _sentence
-from kvbench.report.text import code, interval, md, number, plain, short, size, slug, span
+from kvbench.report.numbers import Kind, interval, number, size
+from kvbench.report.summary import _sentence
+from kvbench.report.text import code, md, plain, short, slug, span
 from kvbench.report.verdict import cheapest
 
 NASTY = "a|b<script>alert(1)</script>[red]*_`x`"
@@ -46,6 +50,7 @@ def test_files_are_the_ones_returned(report):
     _, _, out, paths = report
     names = {"mean-ruler", "overview-ruler", "pareto-vt", "pareto-cwe", "pareto-qa_1"}
     want = {f"figures/{n}.{e}" for n in names for e in ("png", "svg")} | {"summary.md"}
+    want |= {f"tables/{n}.{e}" for n in ("mean-ruler", "tasks-ruler") for e in ("csv", "tex")}
     assert {p.relative_to(out / "deep" / "er").as_posix() for p in paths} == want
     assert {p for p in out.rglob("*") if p.is_file()} == set(paths)
     assert paths[0].name == "summary.md"
@@ -76,10 +81,9 @@ def test_summary_says_what_was_run_and_what_failed(report):
     assert "about policies, not about a real model" in text
     assert f"Cells: {len(cells)}; **1 failed**" in text
     assert "- kvbench `0.1.0`, torch `2.13.0`\n" in text
-    assert "**Tasks that do not discriminate**" in text
-    assert re.search(r"left out of the means.*: `qa_1`", text)
-    assert "**Paired:**" in text
-    assert "| `random` | `0.2` | – | – | incomplete |" in text
+    assert "The full cache is not above chance on `qa_1` (marked °), so differences" in text
+    assert "**Differences to full are paired:**" in text
+    assert "| `random` | `0.2` | 20.4% | – | incomplete | – |" in text
 
 
 def test_summary_links_exist(report):
@@ -96,7 +100,7 @@ def test_summary_tables_hold_the_numbers(report):
     row = overall[(overall["policy"] == "criticalkv") & (overall["budget"] == "0.4")].iloc[0]
     line = next(x for x in text.splitlines() if x.startswith("| `criticalkv` | `0.4` | 40.4%"))
     assert f"{100 * row['score']:.1f}" in line
-    assert interval(row["diff_lo"], row["diff_hi"], unit=True, signed=True) in line
+    assert interval(row["diff_lo"], row["diff_hi"], Kind.POINTS, signed=True) in line
     assert "★" in line
     tables = [x for x in text.splitlines() if x.startswith("|")]
     blocks = "\n".join(text.splitlines()).split("\n\n")
@@ -174,7 +178,42 @@ def test_lengths_and_moments_are_told_apart(run_frames, tmp_path):
         assert label in text
     paths = render(cells, samples, tmp_path)
     assert "### `ruler`, 1024 tokens, question" in paths[0].read_text()
-    assert {p.name for p in paths} == {"summary.md", "pareto-vt.png", "pareto-vt.svg"}
+    assert {p.name for p in paths if p.suffix not in (".csv", ".tex")} == {
+        "summary.md", "pareto-vt.png", "pareto-vt.svg",
+    }  # fmt: skip
+    assert sum(p.suffix == ".csv" for p in paths) == 4
+
+
+def test_the_judge_is_read_from_the_versions_and_not_from_the_metric(run_frames, tmp_path):
+    cells, samples = run_frames(["snapkv"], ("0.2",), ["quiz"], samples=10)
+    named = cells.assign(metric="accuracy (judge gpt-4o)")
+    assert "judge" not in render(named, samples, tmp_path)[0].read_text().replace("(judge", "")
+    for origin, told in {
+        "gpt-4o at host.example": "`quiz`: scored by the judge gpt-4o at host.example.",
+        LocalJudge.origin: "`quiz`: scored by the local judge, which only counts shared words: do",
+    }.items():
+        judged = cells.assign(versions=json.dumps({"judge": origin, "rubric": "correct 1"}))
+        assert told in render(judged, samples, tmp_path)[0].read_text()
+        assert told.replace("`", "") in " ".join(shown(judged).split())
+
+
+def test_a_report_imports_nothing_heavy():
+    code = (
+        "import sys; from kvbench.report import group_means, render, run_table; "
+        "import kvbench.report.against, kvbench.runs.store; "
+        "print({'torch', 'transformers', 'lm_eval', 'datasets'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+def test_a_table_for_a_command_needs_neither_pandas_nor_matplotlib():
+    code = (
+        "import sys; import kvbench.report.outputs, kvbench.cli.listing; "
+        "print({'torch', 'pandas', 'numpy', 'matplotlib'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
 
 
 def test_a_cell_of_several_runs_counts_once(run_frames):
@@ -197,19 +236,20 @@ def test_runs_that_differ_in_dtype_only_stay_apart(run_frames):
 def test_reports_of_odd_runs_are_written(run_frames, tmp_path):
     cells, samples = run_frames(["snapkv"], ("0.2",), ["vt"], with_full=False)
     text = render(cells, samples, tmp_path / "nofull")[0].read_text()
-    assert "**There is no full cache to compare with**: it was not run" in text
-    assert "- `vt`: there is no full cache to compare with" in text
-    assert "do not discriminate" not in text
-    assert "no score of the full cache to compare with, so no differences: vt" in shown(cells)
+    assert "There is no full cache to compare with: it was not run" in text
+    assert "- `vt`: no statement, because there is no full cache to compare with." in text
+    assert "not above chance on" not in text
+    assert "There is no full cache to compare with: it was not run" in shown(cells)
     assert "above chance" not in shown(cells)
     every = [(p, b, t) for p in ("snapkv", "full") for b in ("0.2", "full") for t in ("vt", "cwe")]
     cells, samples = run_frames(["snapkv"], ("0.2",), failed=every)
     paths = render(cells, samples, tmp_path / "failed")
-    assert [p.name for p in paths] == ["summary.md"]
-    assert "None: there is no score" in paths[0].read_text()
+    assert [p.name for p in paths] == ["summary.md", "tasks-ruler.csv", "tasks-ruler.tex"]
+    assert "None: no compressed cache has a score to draw." in paths[0].read_text()
     assert "failed" in shown(cells)
     cells, samples = run_frames([], (), ["vt"])
-    assert len(render(cells, samples, tmp_path / "onlyfull")) == 1
+    paths = render(cells, samples, tmp_path / "onlyfull")
+    assert [p.name for p in paths] == ["summary.md", "scores-vt.csv", "scores-vt.tex"]
     assert "nothing has been run" in shown(cells.iloc[:0])
 
 
@@ -240,7 +280,7 @@ def test_no_mean_is_shown_where_every_task_is_left_out(run_frames, tmp_path):
         assert {(row[4].strip(), row[5].strip()) for row in rows} == {("–", "–")}
     paths = render(cells, samples, tmp_path)
     text = paths[0].read_text()
-    assert "- **Mean:** none, because full is above chance on none of the tasks." in text
+    assert "- **Mean:** none, because the full cache is above chance on none of the tasks." in text
     assert "Mean of" not in text
     assert not any(p.name.startswith("mean-") for p in paths)
     alone, _ = run_frames(tasks=["vt"], chance=0.999)
@@ -306,9 +346,11 @@ def test_ties_are_named_where_none_is_within_a_point():
     verdict = cheapest(rows, unit=True)
     assert verdict.row["policy"] == "b"
     text = _sentence(verdict)
-    assert text.startswith("none. The closest is `b` at `0.2` (20.0% of the bytes; −20.0 points")
-    assert text.endswith("As close: `d` at `0.2` (20.0%), `a` at `0.4` (40.0%).")
-    assert "As close" not in _sentence(cheapest(rows.iloc[[0, 1, 3]], unit=True))
+    assert text.startswith(
+        "none; `b` at `0.2` (20.0% of the bytes; −20.0 [−30.0, −10.0] points from full) comes"
+    )
+    assert text.endswith("Equally close: `d` at `0.2` (20.0%), `a` at `0.4` (40.0%).")
+    assert "Equally close" not in _sentence(cheapest(rows.iloc[[0, 1, 3]], unit=True))
 
 
 def test_cheapest_where_less_is_better():
@@ -339,20 +381,20 @@ def test_versions_are_told_once_and_as_they_are(run_frames, tmp_path):
         f"- flag `false`, torch `2`, `x_` {tail}",
         "- Tasks: `vt` `1+generated-prose` (data `abababababab`)",
     ]
-    assert "cpu, float32, attention flash_attention_2" in text
+    assert "cpu, float32, flash_attention_2 attention" in text
 
 
 def test_data_that_is_not_sized_has_no_length(run_frames, tmp_path):
     own, sized = run_frames(["snapkv"], ("0.2",), ["mine"], group="own"), run_frames(["snapkv"])
     bare = [own[0].assign(length=0, status="error", error="x"), own[1].assign(length=0)]
     text = render(*bare, tmp_path / "own")[0].read_text()
-    assert "- Length: not sized\n" in text
-    assert "| `mine` | not sized | x |" in text
+    assert "- Prompt length: natural length\n" in text
+    assert "| `mine` | natural length | x |" in text
     assert "failed: snapkv 0.2 context on mine: x" in shown(bare[0])
     both = pd.concat([sized[0], bare[0]])
     text = render(both, pd.concat([sized[1], bare[1]]), tmp_path / "both")[0].read_text()
-    assert "- Length: 1024 tokens, not sized\n" in text
-    assert "### `own`, not sized" in text
+    assert "- Prompt length: 1024 tokens, natural length\n" in text
+    assert "### `own`, natural length" in text
     assert "0 tokens" not in text.replace("1024 tokens", "")
 
 
@@ -371,13 +413,13 @@ def test_nothing_breaks_out_of_a_code_span(text):
 
 
 def test_numbers_and_names_as_text():
-    assert number(0.98765, unit=True) == "98.8"
-    assert number(-0.0001, unit=True, signed=True) == "0.0"
-    assert number(-0.03, unit=True) == "−3.0"
-    assert number(12.3456, unit=False) == "12.35"
-    assert number(float("nan"), unit=True) == "–"
-    assert interval(-0.06, 0.004, unit=True, signed=True) == "[−6.0, +0.4]"
-    assert interval(-np.inf, np.inf, unit=False) == "[−∞, ∞]"
+    assert number(0.98765, Kind.POINTS) == "98.8"
+    assert number(-0.0001, Kind.POINTS, signed=True) == "0.0"
+    assert number(-0.03, Kind.POINTS) == "−3.0"
+    assert number(12.3456, Kind.NUMBER) == "12.35"
+    assert number(float("nan"), Kind.POINTS) == "–"
+    assert interval(-0.06, 0.004, Kind.POINTS, signed=True) == "[−6.0, +0.4]"
+    assert interval(-np.inf, np.inf, Kind.NUMBER) == "[−∞, ∞]"
     assert [size(v) for v in (512, 2048, 15_000, 5 * 2**20)] == [
         "512 B",
         "2.00 KiB",

@@ -12,10 +12,11 @@ from kvbench.benchmark import Benchmark
 from kvbench.harness import catalogue
 from kvbench.report import group_means, render
 from kvbench.report.frames import prepare
+from kvbench.report.panel import panels
 from kvbench.report.subsets import subset_means
 
 SUBSETS = {"first_two": ("vt", "cwe"), "needles": ("niah",), "not_run": ("fwe",)}
-TITLE = "Means of subsets (tasks), with the paired difference to full.\n\n"
+TITLE = "Means of subsets (number of tasks) with the paired difference to full.\n\n"
 
 
 @pytest.fixture
@@ -34,8 +35,8 @@ def named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_subset_has_the_mean_of_its_tasks(run_frames: Any, tmp_path: Path) -> None:
     cells, samples = run_frames(["snapkv"], ("0.1", "0.2"), ["vt", "cwe", "niah"])
     results = prepare(cells, samples)
-    (variant,) = results.variants("reference")
-    found = subset_means(results, "reference", "ruler", variant)
+    (panel,) = panels(results)
+    found = subset_means(panel, results.samples)
     assert list(found) == ["first_two", "needles"]
     for name, means in found.items():
         mine = cells[cells["task"].isin(SUBSETS[name])]

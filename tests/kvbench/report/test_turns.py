@@ -5,9 +5,8 @@ from __future__ import annotations
 import pandas as pd
 from rich.console import Console
 
-from kvbench.report import group_means
+from kvbench.report import group_means, run_table
 from kvbench.report.frames import pick, prepare, silent_tasks, uncompared
-from kvbench.report.tables import run_table
 
 from .conftest import make_run
 

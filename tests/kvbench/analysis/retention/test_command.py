@@ -134,7 +134,7 @@ def test_the_page_stands_alone_and_says_the_text(made: tuple[Path, str]) -> None
     page = Page((out / "retention.html").read_text())
     assert page.tags <= set(
         "html head meta title style body h1 h2 h3 p code table caption tr th td ul li figure img "
-        "figcaption div span details summary".split()
+        "figcaption div span details summary thead tbody".split()
     )
     links = [v for k, v in page.attributes if k in ("src", "href")]
     assert links
@@ -144,7 +144,7 @@ def test_the_page_stands_alone_and_says_the_text(made: tuple[Path, str]) -> None
     assert len(page.texts) == (2 + 3) * (1 + 2)  # all heads together, and each of the drawn
     assert len(set(page.texts)) == len(texts)
     held = [tip for tip in page.tips if "held by" in tip]
-    said = [re.search(r"held by (\d+) of 6 heads", tip) for tip in held]
+    said = [re.search(r"held by (\d+) of 6 KV heads", tip) for tip in held]
     assert [int(m[1]) for m in said if m] == positions["heads_holding"].tolist()
     beta = [re.search(r"held by.* mean beta ([\d.]+)$", tip) for tip in held]
     known = positions["beta"].dropna().tolist()
@@ -157,7 +157,7 @@ def test_the_page_stands_alone_and_says_the_text(made: tuple[Path, str]) -> None
         .sum()
     )
     shown = [n for (_, layer, head), n in last.items() if layer in (0, 2) and head == 1]
-    heads = re.findall(r"head 1: (\d+) of \d+ tokens", (out / "retention.html").read_text())
+    heads = re.findall(r"KV head 1: (\d+) of \d+ tokens", (out / "retention.html").read_text())
     assert [int(n) for n in heads] == shown
 
 
@@ -172,7 +172,7 @@ def test_what_a_text_says_is_never_markup(
     page = Page(raw)
     assert not page.tags & {"script", "b"}
     assert {k for k, _ in page.attributes} == {
-        "alt", "charset", "class", "content", "http-equiv", "lang", "src", "title",
+        "alt", "charset", "class", "colspan", "content", "http-equiv", "lang", "src", "title",
     }  # fmt: skip
     assert not re.search(r"https?:", raw)
     assert "\u202e" not in raw
@@ -227,14 +227,14 @@ def test_a_policy_that_fails_leaves_the_others_and_exit_code_1(
     ("more", "says"),
     [
         (["--layers", "9"], "full-attention layers are 0 to 2"),
-        (["--layers", "first"], "--layers first: whole numbers with commas"),
+        (["--layers", "first"], "--layers first: use whole numbers with commas"),
         (["--heads", "2"], "KV heads are 0 to 1"),
-        (["--horizon", "0"], "--horizon 0: a whole number from 1"),
+        (["--horizon", "0"], "--horizon 0: use a whole number from 1"),
         (["--horizon", "5000"], "--horizon 5000: the shortest text of"),
         (["--top", "0"], "--top 0"),
         (["--top", "x"], "--top x"),
-        (["--mass", "1.5"], "--mass 1.5: shares between 0 and 1"),
-        (["--mass", "half"], "--mass half: shares with commas"),
+        (["--mass", "1.5"], "--mass 1.5: use shares between 0 and 1"),
+        (["--mass", "half"], "--mass half: use shares with commas"),
         (["--moment", "decoed"], "did you mean decode?"),
         (["--traces", "0"], "--traces 0"),
         (["--new-tokens", "-1"], "--new-tokens -1"),

@@ -72,9 +72,9 @@ def test_a_task_gives_its_prompts(grouped: str, questions: str) -> None:
     [
         (None, {}, "cannot read"),
         (b"\xff\xfe", {}, "it is not UTF-8"),
-        (b" \n", {}, "holds no text"),
-        (b"word " * 1200, {}, "do not fit into the 1024"),
-        (b"words", {"chat_template": True}, "--chat-template goes with --task"),
+        (b" \n", {}, "contains no text"),
+        (b"word " * 1200, {}, "exceed the window of 1024"),
+        (b"words", {"chat_template": True}, "--chat-template needs --task"),
     ],
 )
 def test_a_file_that_will_not_do_is_refused(

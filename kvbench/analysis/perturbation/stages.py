@@ -1,8 +1,8 @@
-"""Which entries a policy's first stage keeps, noted while the engine lets it select.
+"""Which entries a policy's first stage keeps, recorded while the engine lets it select.
 
-CriticalKV (arXiv 2502.03805, Algorithm 1) keeps part of a head's share by attention before anything
-else; a policy without a second stage is the case in which both stages go by the same score
-(appendix C.4). So every policy has a stage 1: the entries that its own score ranks first.
+CriticalKV (arXiv 2502.03805, Algorithm 1) first keeps part of a head's share by attention alone. A
+policy without a second stage is the case in which both stages use the same score (appendix C.4). So
+every policy has a stage 1: the entries that its own score ranks first.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from kvbench.plugin import Need, Policy, Scores, Selector, View
 
 @dataclass(frozen=True)
 class Noting(Selector):
-    """A selector that selects as another does and notes what stage 1 keeps.
+    """A selector that selects as another does and records what stage 1 keeps.
 
-    With `n` the head's share and `w` its protected entries, stage 1 is the best
-    `min(n, max(floor(alpha n), w))` entries of the score, as far as they are kept.
+    With `n` the head's share and `w` its protected entries, stage 1 is those of the best
+    `min(n, max(floor(alpha n), w))` entries of the score that are kept.
 
     Attributes:
         inner: The policy's own selector.
-        alpha: Share of stage 1 where the selector has none of its own (`first_stage`).
-        stage1: By layer bool `[B, H, n]`, filled as layers are selected.
+        alpha: Share of stage 1 for a selector without a `first_stage` of its own.
+        stage1: Bool `[B, H, n]` by layer, filled as layers are selected.
     """
 
     inner: Selector
@@ -36,7 +36,7 @@ class Noting(Selector):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """Those of the policy's own selector."""
+        """The needs of the policy's own selector."""
         return self.inner.needs
 
     def prepare(self, v: View, scores: Scores) -> Scores:
@@ -44,7 +44,7 @@ class Noting(Selector):
         return self.inner.prepare(v, scores)
 
     def select(self, v: View, scores: Scores, share: Tensor) -> Tensor:
-        """Select as the policy does, bool `[B, H, n]`, and note stage 1."""
+        """Select as the policy does, bool `[B, H, n]`, and record stage 1."""
         keep = self.inner.select(v, scores, share)
         alpha = float(getattr(self.inner, "first_stage", self.alpha))
         protected = (v.valid & (scores.protect > 0)).sum(-1)
@@ -54,15 +54,15 @@ class Noting(Selector):
 
 
 def noting(policy: Policy, alpha: float) -> tuple[Policy, dict[int, Tensor]]:
-    """Give a policy that selects the same and notes its stage 1.
+    """Give a policy that selects the same entries and records its stage 1.
 
     Args:
         policy: The policy; not `full`.
         alpha: Share of stage 1, in [0, 1].
 
     Returns:
-        The policy, and stage 1 by layer, filled at every compression. A layer of which nothing has
-        to go is not selected from and is not there.
+        The policy, and stage 1 by layer, filled at every compression. Nothing is selected from a
+        layer that loses no entries, so it is missing there.
     """
     selector = Noting(policy.select, alpha)
     return dataclasses.replace(policy, select=selector), selector.stage1

@@ -1,4 +1,4 @@
-"""The two tables of a perturbation analysis: a row per query head, and a row per layer."""
+"""The two measured tables of a perturbation analysis: a row per query head, a row per layer."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor
 
-from kvbench.analysis.measure import Perturbed, Seen
+from kvbench.analysis.perturbation.measure import Perturbed, Seen
 from kvbench.harness.protocol import Request
 from kvbench.runs.cell import Cell
 
@@ -23,7 +24,7 @@ class Measured(NamedTuple):
         layer: The layer's index among the full-attention layers.
         seen: What the query sees there.
         full: The attention block's output with the full cache, `[d_model]`.
-        cells: For every cell what it perturbs, and the block's output in the forward on its cache.
+        cells: For every cell, what it perturbs and the block's output in a forward on its cache.
     """
 
     question: Request
@@ -35,7 +36,7 @@ class Measured(NamedTuple):
 
 
 class Rows:
-    """Collects rows as arrays of one layer each."""
+    """Collects rows as arrays, one set of arrays for each layer measured."""
 
     def __init__(self) -> None:
         self._heads: list[dict[str, Any]] = []
@@ -44,10 +45,10 @@ class Rows:
     def add(
         self, length: int, query: str, layer_ids: Sequence[int], measured: Iterable[Measured]
     ) -> None:
-        """Take in what `kvbench.analysis.perturbation.Probe.context` yields.
+        """Add what `kvbench.analysis.perturbation.probe.Probe.context` yields.
 
         Args:
-            length: Of the task's prompts.
+            length: Length of the task's prompts.
             query: Which query was measured.
             layer_ids: The model's own index of each full-attention layer.
             measured: The numbers.
@@ -80,7 +81,7 @@ class Rows:
                 )
 
     def heads(self) -> dict[str, Any]:
-        """Columns of the table of heads."""
+        """The columns of the table of heads."""
         if not self._heads:
             return {}
         sizes = [len(block["l1"]) for block in self._heads]
@@ -99,16 +100,14 @@ class Rows:
         return columns
 
     def layers(self) -> dict[str, Any]:
-        """Columns of the table of layers."""
+        """The columns of the table of layers."""
         if not self._layers:
             return {}
         return {name: [row[name] for row in self._layers] for name in self._layers[0]}
 
 
 def _repeated(values: list[Any], sizes: list[int]) -> Any:
-    """Repeat every block's value for its rows; text as categories, which take little memory."""
-    import pandas as pd
-
+    """Repeat each block's value for its rows; text becomes categories, which save memory."""
     if not isinstance(values[0], str):
         return np.repeat(np.array(values, dtype=np.int32), sizes)
     codes, names = pd.factorize(np.array(values, dtype=object))

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from kvbench.analysis import compare
+from kvbench.analysis.perturbation import compare
 from kvbench.stats import T, bootstrap_weights, wilson
 
 

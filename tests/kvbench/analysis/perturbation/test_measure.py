@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvbench.analysis import measure
-from kvbench.analysis.measure import Seen, value_norms
+from kvbench.analysis.perturbation import measure
+from kvbench.analysis.perturbation.measure import Seen, value_norms
 
 from . import oracles
 

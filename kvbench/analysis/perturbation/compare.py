@@ -1,40 +1,25 @@
-"""Which policy perturbs less, by how much, and how tight the bounds are: numbers with intervals.
+"""Which policy perturbs less, by how much, and how tight the bounds are, with intervals.
 
-Everything is paired (the same query of the same head with each policy's kept set) and bootstrapped
-over contexts, as everywhere in kvbench (see `kvbench.stats`). With fewer than `stats.FEW` contexts
-a percentile bootstrap says too much: shares then get Wilson's interval on the number of contexts,
-and what is not a share gets none.
+Comparisons are paired (the same query of the same head with each policy's kept entries) and
+bootstrapped over contexts, as everywhere in kvbench (see `kvbench.stats`). With fewer than
+`stats.FEW` contexts a percentile bootstrap is overconfident. Shares then get Wilson's interval on
+the number of contexts, and other numbers get none.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from itertools import combinations
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from kvbench.analysis.scopes import Row, names, scopes
 from kvbench.stats import FEW, Floats, bootstrap_weights, summary, wilson
 
-SCOPE = ["model", "task", "length", "moment"]
 TOLERANCE = 1e-5
-"""Relative excess of l1 over a bound that is rounding and no violation."""
-
-Row = dict[str, Any]
-
-
-def scopes(frame: pd.DataFrame) -> Iterator[tuple[Row, pd.DataFrame]]:
-    """The rows of each model, task, length and moment, in the order of the run."""
-    for values, part in frame.groupby(SCOPE, sort=False, observed=True):
-        yield dict(zip(SCOPE, values, strict=True)), part
-
-
-def names(frame: pd.DataFrame, column: str) -> list[str]:
-    """Values of a text column in the order in which they first appear."""
-    return [str(x) for x in frame[column].drop_duplicates()]
+"""Relative excess of l1 over a bound that counts as rounding, not as a violation."""
 
 
 def matrix(part: pd.DataFrame, column: str = "l1") -> tuple[Floats, list[str]]:
@@ -61,10 +46,11 @@ def pairs(heads: pd.DataFrame) -> pd.DataFrame:
         heads: The table of heads.
 
     Returns:
-        A row per model, task, length, moment, budget and pair (`against` is named before `policy`
-        in the run): `heads_won`: share of heads whose l1, mean over questions, is smaller with
-        `policy`; `queries_won`: share of (question, head) where it is; ties count half; `change`:
-        relative change of the mean l1 by taking `policy` for `against`; each with `_lo`, `_hi`.
+        A row per model, task, length, moment, budget and pair, in which `against` is the policy
+        that the run names first. `heads_won` is the share of heads whose l1, averaged over
+        questions, is smaller with `policy`, `queries_won` the share of (question, head) pairs;
+        ties count half. `change` is the relative change of the mean l1 from `against` to `policy`.
+        Each has `_lo` and `_hi`.
     """
     rows: list[Row] = []
     for where, part in scopes(heads):
@@ -93,7 +79,7 @@ def compared(a: Floats, b: Floats, contexts: list[str]) -> Row:
     else:
         weights = bootstrap_weights(len(ids))
         drawn = np.array([_wins(*(weights[i] @ sums)).mean() for i in range(len(weights))])
-        # The share over heads is no mean over contexts: near ties its draws lie to one side.
+        # The share over heads is not a mean over contexts: near ties its draws lie to one side.
         lo, hi = np.quantile(drawn, [0.025, 0.975])
         lo, hi = min(float(lo), won), max(float(hi), won)
         totals = weights @ sums.sum(2).T
@@ -114,7 +100,7 @@ def _wins(a: Floats, b: Floats) -> Floats:
 
 
 def _ratio(a: float, b: float) -> float:
-    """Relative change from b to a; two zeros are no change."""
+    """Relative change from b to a; from 0 to 0 it is 0."""
     if b == 0:
         return 0.0 if a == 0 else math.inf
     return float(a / b) - 1.0
@@ -129,11 +115,11 @@ def cells(heads: pd.DataFrame) -> pd.DataFrame:
     Returns:
         A row per model, task, length, moment, policy and budget: `l1` (mean over heads, layers and
         questions, with `l1_lo`, `l1_hi`), `relative` (mean l1 over mean L1 norm of the output),
-        `assumption` (share of (question, head) with `stage1_mass > 0.5`, with its interval),
-        `assumption_top` (the same of `top_mass`), `mass`, and for each bound `tightness` (mean
-        bound over mean l1, over the rows where the assumption holds; bound 1 over all where stage 1
-        is unknown) and `violations` (rows where l1 is above it: of all rows for bound 1, of those
-        where the assumption holds for 2 and 3). NaN where nothing is known.
+        `assumption` (share of (question, head) pairs with `stage1_mass > 0.5`, with its interval),
+        `assumption_top` (the same for `top_mass`), `mass`, and for each bound `tightness` (mean
+        bound over mean l1 in the rows where the assumption holds; for bound 1 in all rows if stage
+        1 is unknown) and `violations` (rows with l1 above it: of all rows for bound 1, of those
+        where the assumption holds for bounds 2 and 3). Unknown numbers are NaN.
     """
     rows: list[Row] = []
     for where, part in scopes(heads):
@@ -161,7 +147,7 @@ def _cell(here: pd.DataFrame) -> Row:
         row |= {"assumption": found.mean, "assumption_lo": found.lo, "assumption_hi": found.hi}
         row["assumption_top"] = float((here["top_mass"] > 0.5).mean())
     for i in (1, 2, 3):
-        # Bound 1 needs no assumption, but only on the same rows do bounds compare.
+        # Bound 1 needs no assumption, but bounds can only be compared on the same rows.
         mine = here[holds] if known.all() or i > 1 else here
         bound, true = mine[f"bound{i}"], mine["l1"]
         row[f"tightness{i}"] = float(bound.mean() / true.mean()) if true.sum() > 0 else math.nan
@@ -172,13 +158,13 @@ def _cell(here: pd.DataFrame) -> Row:
 
 
 def violated(l1: npt.ArrayLike, bound: npt.ArrayLike) -> npt.NDArray[np.bool_]:
-    """Where l1 is above a bound by more than rounding; a bound that is NaN is never violated."""
+    """Where l1 exceeds a bound by more than rounding; a NaN bound is never violated."""
     true, limit = np.asarray(l1, dtype=np.float64), np.asarray(bound, dtype=np.float64)
     return np.asarray(true > limit + TOLERANCE * np.abs(limit) + 1e-12)
 
 
 def curve(layers: pd.DataFrame, column: str) -> pd.DataFrame:
-    """Mean of a column of the table of layers, with its interval, over the layers.
+    """Mean of a column of the table of layers for each layer, with its interval.
 
     Returns:
         A row per model, task, length, moment, policy, budget and layer with `mean`, `lo`, `hi`.
@@ -196,20 +182,9 @@ def curve(layers: pd.DataFrame, column: str) -> pd.DataFrame:
 
 
 def _estimate(values: Floats, contexts: list[str]) -> tuple[float, float, float]:
-    """Mean and interval of numbers that are no shares: none below `FEW` contexts."""
+    """Mean and interval of numbers that are not shares; infinite below `FEW` contexts."""
     if len(set(contexts)) < FEW:
         return float(values.mean()), -math.inf, math.inf
-    # Above 1, where kvbench.stats takes no number for a share, and back.
+    # Shifted above 1, where kvbench.stats does not take numbers for shares, and back.
     found = summary(values + 2.0, contexts)
     return found.mean - 2.0, found.lo - 2.0, found.hi - 2.0
-
-
-def budget_order(budget: str) -> tuple[bool, float]:
-    """Shares of the context before numbers of tokens, each from small to large."""
-    return (budget.isdigit(), float(budget))
-
-
-def by_budget(frame: pd.DataFrame) -> list[Row]:
-    """Rows of a frame by budget, in their order otherwise."""
-    found = [{str(k): v for k, v in row.items()} for row in frame.to_dict("records")]
-    return sorted(found, key=lambda row: budget_order(row["budget"]))

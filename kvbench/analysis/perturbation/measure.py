@@ -1,4 +1,4 @@
-"""How much a layer's attention output changes for one query when entries are evicted, and bounds.
+"""How much evicting entries changes a layer's attention output for one query, and bounds on that.
 
 Feng, Lv, Guo, Cao, Zhou, Xie: CriticalKV: Optimizing KV Cache Eviction from an Output Perturbation
 Perspective, arXiv 2502.03805: Definition 3.1 (the L1 distance), Theorem 3.2 (attention over what is
@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 _BLOCK = 1 << 22
-"""Elements of `V W_O` held at once, in float32."""
+"""Elements of `V W_O` that are held at once, in float32."""
 
 
 def value_norms(value: Tensor, weight: Tensor) -> Tensor:
-    """L1 norms of the projected values, block of tokens by block of tokens.
+    """L1 norms of the projected values, computed in blocks of tokens.
 
     Args:
         value: `[H, n, d]`.
@@ -55,8 +55,8 @@ class Perturbed(NamedTuple):
 
     Attributes:
         heads: Numbers per query head by name, float64 `[H_q]` each (see docs/analysis.md).
-        change: Output with the full cache minus output with what is kept, summed over the layer's
-            heads, float64 `[d_model]`.
+        change: Output with the full cache minus output with the kept entries, summed over the
+            layer's heads, float64 `[d_model]`.
     """
 
     heads: dict[str, Tensor]
@@ -65,7 +65,7 @@ class Perturbed(NamedTuple):
 
 @dataclass
 class Seen:
-    """All that one query sees in one layer with the full cache. One sequence.
+    """Everything that one query of one sequence sees in one layer with the full cache.
 
     Args:
         query: After RoPE, `[H_q, d]`.
@@ -107,8 +107,8 @@ class Seen:
 
         Args:
             kept: What is kept, `N`, bool `[H, n]`.
-            first: What stage 1 keeps, `N'`, bool `[H, n]`, part of `kept`; None: unknown, and all
-                that depends on it is NaN.
+            first: What stage 1 keeps, `N'`, bool `[H, n]`, part of `kept`. If it is None, whatever
+                depends on it is NaN.
 
         Returns:
             `l1`, `mass`, `stage1_mass`, `top_mass`, `stage1`, `entries`, `bound1`, `bound2`,
@@ -126,14 +126,15 @@ class Seen:
         return Perturbed(heads, change.sum(0))
 
     def replace(self, kept: Tensor, key: Tensor, value: Tensor) -> Perturbed:
-        """Measure an eviction after which other keys and values stand in the cache (merging).
+        """Measure an eviction that also changes keys and values in the cache, by merging.
 
         Args:
             kept: What is kept, bool `[H, n]`.
-            key, value: What stands there, `[H, n, d]`; only rows in `kept` are read.
+            key, value: The changed keys and values, `[H, n, d]`; only rows in `kept` are read.
 
         Returns:
-            As `evict`; the bounds are about dropping alone and are NaN, as is stage 1.
+            As `evict`, but bounds and stage 1 are NaN, because they assume that entries are only
+            dropped.
         """
         own = kept.repeat_interleave(self.group, 0)
         held = torch.where(kept[..., None], value.double(), 0.0)

@@ -15,9 +15,9 @@ from torch import Tensor
 
 import kvbench
 from kvbench.analysis.common import Bench, contexts, loaded, make_grid, stages
-from kvbench.analysis.perturbation import Perturbation, Probe, analyze
-from kvbench.analysis.rows import Rows
-from kvbench.analysis.stages import noting
+from kvbench.analysis.perturbation.probe import Perturbation, Probe, analyze
+from kvbench.analysis.perturbation.rows import Rows
+from kvbench.analysis.perturbation.stages import noting
 from kvbench.errors import UserError
 from kvbench.parts import rank_entries
 from kvbench.plugin import Allocator, Merger, View

@@ -1,10 +1,11 @@
-"""Entries that a policy's allocator gives to every layer and KV head: means over contexts."""
+"""Entries that a policy's allocator gives to each layer and KV head, as means over contexts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pandas as pd
 import torch
 from torch import Tensor
 
@@ -14,9 +15,6 @@ from kvbench.progress import Reporter
 from kvbench.runs.answers import Prompt
 from kvbench.runs.cell import Cell
 from kvbench.runs.grid import Grid
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 
 @dataclass(frozen=True)
@@ -37,8 +35,6 @@ def analyze(grid: Grid, reporter: Reporter) -> Allocation:
     Raises:
         UserError: Something in the grid is unknown or out of range.
     """
-    import pandas as pd
-
     rows: list[dict[str, Any]] = []
     failed: dict[str, str] = {}
     for stage in stages(grid, reporter.message):
@@ -72,7 +68,7 @@ def _count(
     counts: dict[str, list[Tensor]],
     sizes: dict[str, list[int]],
 ) -> None:
-    """Compress one context for all cells (of moment `question`: once per question)."""
+    """Compress one context for all cells, once per question for those of moment `question`."""
     needs = frozenset(need for cell in cells for need in cell.policy.needs)
     prefix = bench.prefill(prompts[0].context_ids, needs)
     asked: list[tuple[int, ...]] = [()]

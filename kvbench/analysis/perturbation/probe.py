@@ -1,10 +1,9 @@
 """Output perturbation of every policy and budget on the contexts of a task (arXiv 2502.03805, 4.5).
 
-One prefill per context serves all cells. The query is that of the first decoded token, as in the
-paper: the token that the full cache predicts is fed in, and its queries, captured on the full
-cache, are those that every cell is measured with. So a layer's number is about that layer alone.
-`l1_forward` is measured in a forward on the compressed cache itself, in which what earlier layers
-have lost adds up.
+One prefill per context serves all cells. As in the paper, the query is that of the first decoded
+token: the token that the full cache predicts is fed in, and its queries on the full cache are used
+to measure every cell. A layer's number is therefore about that layer alone. `l1_forward` is
+measured in a forward on the compressed cache itself, in which the losses of earlier layers add up.
 """
 
 from __future__ import annotations
@@ -12,15 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+import pandas as pd
 import torch
 from torch import Tensor
 
 from kvbench.analysis.common import Bench, contexts, held, loaded, stages
-from kvbench.analysis.measure import Perturbed, Seen, value_norms
-from kvbench.analysis.rows import Measured, Rows
-from kvbench.analysis.stages import noting
+from kvbench.analysis.perturbation.measure import Perturbed, Seen, value_norms
+from kvbench.analysis.perturbation.rows import Measured, Rows
+from kvbench.analysis.perturbation.stages import noting
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.driver import forward
 from kvbench.engine.layer import RaggedLayer
@@ -33,10 +33,6 @@ from kvbench.runs.answers import Prompt
 from kvbench.runs.cell import Cell
 from kvbench.runs.grid import Grid
 
-if TYPE_CHECKING:
-    import pandas as pd
-
-
 Query = Literal["answer", "question"]
 QUERIES: tuple[Query, ...] = ("answer", "question")
 _LAST = Queries(1)
@@ -44,13 +40,13 @@ _LAST = Queries(1)
 
 @dataclass
 class Held:
-    """What one cell keeps when one question is asked.
+    """What one cell keeps for one question.
 
     Attributes:
         cell: The cell.
         kept: By layer bool `[H, columns at the compression]`.
-        stage1: The part of it that stage 1 keeps, by layer; a layer that lost nothing is missing.
-        merged: By layer K and V `[H, columns, d]` where a merger has changed them.
+        stage1: The part that stage 1 keeps, by layer; a layer that lost nothing is missing.
+        merged: K and V by layer, `[H, columns, d]`, if a merger has changed them.
         out: Attention blocks' outputs in a forward on the compressed cache, `[L, d_model]`.
     """
 
@@ -69,10 +65,10 @@ class Asked:
         prompt: The question.
         tokens: Columns that the measured query sees.
         query: By layer `[H_q, d]`.
-        late: K and V of the columns behind the context, by layer `[H, m, d]` each.
+        late: K and V of the columns after the context, by layer, `[H, m, d]` each.
         out: Attention blocks' outputs with the full cache, `[L, d_model]`.
         token: The answer's first token.
-        cells: What was compressed.
+        cells: What the cells keep for this question.
     """
 
     prompt: Prompt
@@ -105,14 +101,12 @@ def analyze(
     Args:
         grid: Policies, budgets, models, tasks, moments, lengths and samples.
         reporter: Told of the progress.
-        query: `answer`: that of the first decoded token; `question`: of the question's last.
+        query: `answer` for the first decoded token, `question` for the question's last token.
         first_stage: Share of stage 1 for policies that have no parameter of that name.
 
     Raises:
         UserError: Something in the grid is unknown or out of range.
     """
-    import pandas as pd
-
     check(query, first_stage)
     rows = Rows()
     failed: dict[str, str] = {}
@@ -149,19 +143,19 @@ def check(query: str, first_stage: float) -> Query:
         if query == known and 0 <= first_stage <= 1:
             return known
     if query not in QUERIES:
-        raise UserError(f"--query {query}: {' or '.join(QUERIES)} would be right")
-    raise UserError(f"--first-stage {first_stage}: a share in [0, 1] would be right")
+        raise UserError(f"--query {query}: use {' or '.join(QUERIES)}")
+    raise UserError(f"--first-stage {first_stage}: use a share in [0, 1]")
 
 
 @dataclass
 class Probe:
-    """Measures the cells of one task on one context after the other.
+    """Measures the cells of one task, context by context.
 
     Attributes:
         bench: The model.
         cells: The cells of the task.
         query: Which query is measured.
-        first_stage: Share of stage 1 where the policy has none of its own.
+        first_stage: Share of stage 1 for a policy without a parameter of that name.
     """
 
     bench: Bench
@@ -253,7 +247,7 @@ class Probe:
         )
 
     def _longer(self, prefix: Prefix, prompt: Prompt) -> tuple[Prefix, Tensor, int]:
-        """Context and question, the outputs at the question's end, and the token that follows."""
+        """Extend the context by a question; also give the outputs at its end and the next token."""
         longer = prefix.fork()
         with self._outputs() as outputs:
             logits = longer.extend(self.bench.tensor(prompt.question_ids))
@@ -279,7 +273,7 @@ class Probe:
 
     @contextmanager
     def _outputs(self) -> Iterator[dict[int, Tensor]]:
-        """What the attention blocks give at the last column, `[d_model]` by layer."""
+        """Capture the attention blocks' outputs at the last column, `[d_model]` by layer."""
         found: dict[int, Tensor] = {}
         handles = [
             module.register_forward_hook(
@@ -299,7 +293,7 @@ def _stacked(outputs: dict[int, Tensor]) -> Tensor:
 
 
 def _hold(cell: Cell, policy: Policy, cache: RaggedCache, stage1: dict[int, Tensor]) -> Held:
-    """Read off a compressed cache what it keeps, before anything is appended to it."""
+    """Read what a compressed cache keeps, before anything is appended to it."""
     merged = None
     if policy.merge is not None:
         merged = [_spread(layer) for layer in cache.ragged]
@@ -320,7 +314,7 @@ def _spread(layer: RaggedLayer) -> tuple[Tensor, Tensor]:
 
 
 def _measure(seen: Seen, one: Held, index: int) -> Perturbed:
-    """Measure a cell in a layer; columns behind the compression are kept, and are in stage 1."""
+    """Measure a cell in a layer; columns after the compressed part are kept, as part of stage 1."""
     more = seen.key.shape[1] - one.kept[index].shape[1]
 
     def all_behind(mask: Tensor) -> Tensor:

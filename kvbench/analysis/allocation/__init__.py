@@ -1,0 +1,1 @@
+"""How policies spread a budget over layers and KV heads."""

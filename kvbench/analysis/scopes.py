@@ -1,0 +1,51 @@
+"""The parts of an analysis that are shown apart, and the order in which they are shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+
+import pandas as pd
+
+from kvbench.report.frames import budget_order, records
+from kvbench.report.table import Name, Phrase
+from kvbench.report.text import tokens
+
+SCOPE = ["model", "task", "length", "moment"]
+
+Row: TypeAlias = dict[str, Any]
+
+
+def scopes(frame: pd.DataFrame) -> Iterator[tuple[Row, pd.DataFrame]]:
+    """The rows of each model, task, length and moment, in the order of the run."""
+    for values, part in frame.groupby(SCOPE, sort=False, observed=True):
+        yield dict(zip(SCOPE, values, strict=True)), part
+
+
+def within(frame: pd.DataFrame, scope: Row) -> pd.DataFrame:
+    """The rows of a frame in one scope."""
+    for column in SCOPE:
+        if len(frame):
+            frame = frame[frame[column] == scope[column]]
+    return frame
+
+
+def title_of(scope: Row) -> tuple[Phrase, ...]:
+    """Model, task, length and moment in one line."""
+    where = f" · {tokens(scope['length'])} · moment {scope['moment']}"
+    return (Name(scope["model"]), " · ", Name(scope["task"]), where)
+
+
+def names(frame: pd.DataFrame, column: str) -> list[str]:
+    """Values of a text column in the order in which they first appear."""
+    return [str(x) for x in frame[column].drop_duplicates()]
+
+
+def budgets(frame: pd.DataFrame) -> list[str]:
+    """Budgets of a frame in the order of `budget_order`."""
+    return sorted(names(frame, "budget"), key=budget_order)
+
+
+def by_budget(frame: pd.DataFrame) -> list[Row]:
+    """Rows of a frame by budget, otherwise in their order."""
+    return sorted(records(frame), key=lambda row: budget_order(row["budget"]))
