@@ -156,15 +156,6 @@ def global_select(length: int) -> Iterator[Case]:
         # 64-bit keys read once would do; the radix select reads them eight times
         (0, 9.0 * entries, 0),
     )
-    keep = op.select_largest(key, count.cuda())
-    start = keep.sum(-1).flatten().cumsum(0)
-    yield Case(
-        f"packed_rows T={length}",
-        (keep, start),
-        lambda keep, start: torch.stack(op.packed_rows(keep, start, int(count))),
-        lambda keep, start: torch.stack(ref.packed_rows(keep.cpu(), start.cpu())).cuda(),
-        (0, 1.0 * entries + 16.0 * int(count), 0),
-    )
 
 
 OPS: dict[str, Callable[[int], Iterator[Case]]] = {

@@ -77,7 +77,6 @@ class Benchmark:
             (0 for leaves that it does not name).
         judge: The rubric (see `kvbench.judge`) that the metric uses to judge responses; "" if it
             needs no judge. The tasks are left out if there is a rubric but no judge.
-        default_lengths: Lengths to run if the user names none.
         sized: Whether rows are made to fit `length`. The user's own data is not sized: its cells
             have length 0 at every `--length`.
         lexicons: The lexicons that the benchmark has prompts for.
@@ -129,7 +128,6 @@ class Benchmark:
     metric: str = "score"
     chance: float | Mapping[str, float] = 0.0
     judge: str = ""
-    default_lengths: tuple[int, ...] = (1024,)
     sized: bool = True
     lexicons: tuple[str, ...] = LEXICONS
     plain: frozenset[str] = frozenset()

@@ -21,7 +21,6 @@ import transformers
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-import kvbench
 from kvbench.budget import Budget
 from kvbench.engine.models import model_info
 from kvbench.engine.session import kept
@@ -184,8 +183,9 @@ def run_checks(spec: str) -> list[CheckResult]:
 def _where(error: BaseException) -> str:
     """An error in one line, with the place in the plugin where it came from."""
     frames = traceback.extract_tb(error.__traceback__)
-    ours = tuple(str(Path(m.__file__ or "").parent) for m in (kvbench, torch, transformers))
-    own = [f for f in frames if not f.filename.startswith(ours)]
+    ours = (__file__, torch.__file__, transformers.__file__)
+    folders = tuple(str(Path(file or "").parent) for file in ours)
+    own = [f for f in frames if not f.filename.startswith(folders)]
     place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
     lines = str(error).splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}{place}"

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import kvbench
-from kvbench import reference
+from kvbench import __version__, reference
 from kvbench.engine.loading import load_model
 from kvbench.engine.models import check_single, model_info
 from kvbench.errors import UserError, nearest
@@ -113,7 +112,7 @@ def measure_profile(
         answered=round(measurement.answered, 4),
         loss_top=round(measurement.evidence.top, 4),
         loss_others=round(measurement.evidence.others, 4),
-        kvbench=kvbench.__version__,
+        kvbench=__version__,
     )
 
 

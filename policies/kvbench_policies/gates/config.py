@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 from transformers.activations import ACT2FN
 
-import kvbench
+from kvbench import __version__
 from kvbench.errors import UserError
 from kvbench.plugin import ModelInfo
 
@@ -81,7 +81,7 @@ class GateConfig:
     gating: Literal["additive", "multiplicative"] = "additive"
     base_model: str = ""
     base_revision: str = ""
-    kvbench: str = kvbench.__version__
+    kvbench: str = __version__
     training: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

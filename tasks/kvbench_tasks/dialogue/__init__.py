@@ -53,5 +53,4 @@ BENCHMARK = Benchmark(
     source="ours (kvbench)",
     licence="Apache-2.0",
     metric="string_match",
-    default_lengths=(1024,),
 )

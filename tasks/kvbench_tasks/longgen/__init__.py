@@ -52,5 +52,4 @@ BENCHMARK = Benchmark(
     source="ours (kvbench)",
     licence="Apache-2.0",
     metric="placed",
-    default_lengths=(1024,),
 )

@@ -62,5 +62,4 @@ BENCHMARK = Benchmark(
     sources={"niah_depth": (ESSAYS,)},
     needs_hub=frozenset(),
     metric="string_match",
-    default_lengths=(512, 1024, 2048),
 )

@@ -66,5 +66,4 @@ BENCHMARK = Benchmark(
     sources={"niah_hard": (ESSAYS,)},
     needs_hub=frozenset(),
     metric="string_match",
-    default_lengths=(2048,),
 )

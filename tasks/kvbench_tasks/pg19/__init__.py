@@ -23,7 +23,6 @@ BENCHMARK = Benchmark(
     metric="nll_per_token",
     # A model that is worse than a guess among 2^18 tokens is not a language model.
     chance=18 * math.log(2),
-    default_lengths=(1024,),
     lexicons=("natural",),
 )
 

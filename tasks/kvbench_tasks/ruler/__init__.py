@@ -57,5 +57,4 @@ BENCHMARK = Benchmark(
     },
     needs_hub=frozenset({"qa_1", "qa_2"}),
     metric="string_match",
-    default_lengths=(1024,),
 )

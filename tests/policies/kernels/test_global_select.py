@@ -1,4 +1,4 @@
-"""The best entries of a whole cache are those that sorting finds, and they pack as they should."""
+"""The best entries of a whole cache are those that sorting finds."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvbench.engine.layer import RaggedLayer
 from kvbench.errors import UserError
 from kvbench.parts import best
 from kvbench.plugin import Scored, Scores
 from kvbench.spelling import policy
 from kvbench_policies.joint import Global
 from kvbench_policies.kernels.global_select import op, ref
-from kvbench_policies.kernels.global_select.op import global_select, packed_rows, select_largest
+from kvbench_policies.kernels.global_select.op import global_select, select_largest
 
 from ..views import random_case
 from .common import DEVICES, INTERPRETED, padding, torch_path
@@ -124,38 +123,6 @@ def test_the_kernels_write_their_output_and_nothing_beside() -> None:
     assert (room[-100:] == 77).all()
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("length", [63, 257])
-def test_kept_entries_go_to_the_rows_of_their_segments(
-    length: int, batch: int, device: str
-) -> None:
-    score, position, valid = entries(batch, length)
-    count = (valid.sum((1, 2)) * 0.4).long()
-    keep = ref.global_select(score, position, valid, count)
-    keep[:, 2] = False  # a head that is left with nothing
-    total = int(keep.sum())
-    room = keep.sum(-1).flatten() + 7
-    start = room.cumsum(0) - room
-    source, target = packed_rows(keep.to(device), start.to(device), total)
-    true_source, true_target = ref.packed_rows(keep, start)
-    assert torch.equal(source.cpu(), true_source)
-    assert torch.equal(target.cpu(), true_target)
-
-
-def test_rows_are_those_of_the_ragged_cache() -> None:
-    keep = torch.rand(2, 3, 63) < 0.3
-    keep[1, 1] = False
-    key = torch.randn(2, 3, 63, 4)
-    layer = RaggedLayer()
-    layer.lazy_initialization(key, key)
-    layer.pack(key, key, keep, torch.arange(63).expand(keep.shape), {}, reserve=3)
-    source, target = packed_rows(keep, torch.tensor(layer.start), int(keep.sum()))
-    assert torch.equal(target, layer.rows())
-    assert layer.key is not None
-    assert torch.equal(layer.key[target], key.flatten(0, 2)[source])
-
-
 def test_layers_that_hold_different_numbers_of_entries() -> None:
     v = random_case((63, 40), layers=3).views(policy("snapkv"), [9, 9])
     held = [7, 63, 30]
@@ -187,9 +154,6 @@ def test_opcheck() -> None:
     torch.use_deterministic_algorithms(False)
     key = torch.randint(-1, 9, (3, HEADS, 63))
     torch.library.opcheck(op.largest, (key, torch.tensor([5, 50, 200])))
-    keep = key > 3
-    start = torch.arange(3 * HEADS) * 63
-    torch.library.opcheck(op.compaction, (keep, start, int(keep.sum())))
 
 
 @torch_path
@@ -204,7 +168,3 @@ def test_what_is_wrong_is_said() -> None:
         select_largest(score, count)
     with pytest.raises(UserError, match="count"):
         select_largest(position, count[0])
-    with pytest.raises(UserError, match="entries=7"):
-        packed_rows(valid, torch.arange(HEADS), 7)
-    with pytest.raises(UserError, match="start"):
-        packed_rows(valid, torch.arange(3), 7)

@@ -63,7 +63,7 @@ import sys
 sys.modules["triton"] = None
 import torch
 from kvbench_policies.kernels.capacity_loss.op import capacity_loss
-from kvbench_policies.kernels.global_select.op import packed_rows, select_largest
+from kvbench_policies.kernels.global_select.op import select_largest
 from kvbench_policies.kernels.retention_attention.op import retention_attention
 from kvbench_policies.kernels.value_norm.op import value_norm
 x = torch.zeros(1, 1, 9)
@@ -71,7 +71,7 @@ capacity_loss(x, 2)
 y = torch.randn(1, 1, 9, 4)
 retention_attention(y, y, y, x, scale=0.5)
 value_norm(y, torch.randn(1, 4, 3))
-packed_rows(select_largest(y.long().abs()[0], torch.tensor([5])), torch.arange(9), 5)
+select_largest(y.long().abs()[0], torch.tensor([5]))
 """
 
 

@@ -1,4 +1,4 @@
-"""`global_select`: the N best entries of a whole cache, and `packed_rows`: where they go.
+"""`global_select`: the N best entries of a whole cache.
 
 The allocator `global` (DBTrimKV; Layer-DefensiveKV, arXiv 2510.13334) needs one threshold over all
 layers and heads. Every entry has one integer that is larger the more the entry is worth keeping
@@ -73,32 +73,6 @@ def select_largest(key: Tensor, count: Tensor) -> Tensor:
     return keep
 
 
-def packed_rows(keep: Tensor, start: Tensor, entries: int) -> tuple[Tensor, Tensor]:
-    """Find the row of a ragged cache for every kept entry, without waiting for a GPU.
-
-    Segment `s = b * K + k` holds the kept entries of head `k` of sequence `b` in order and begins
-    at row `start[s]`, as in `RaggedLayer.pack`: `packed[target] = dense.flatten(0, 2)[source]`.
-
-    Args:
-        keep: bool `[B, K, n]`.
-        start: First row of every segment, int64 `[B * K]`.
-        entries: Total number of kept entries, known from the budgets (checked on a CPU only).
-
-    Returns:
-        `source`, into the flattened `[B * K * n]`, and `target`, rows: int64 `[entries]` each.
-
-    Raises:
-        UserError: The shapes do not fit, or another number of entries is kept.
-    """
-    if keep.dim() != 3 or keep.dtype != torch.bool or start.shape != (len(keep) * keep.shape[1],):
-        raise UserError(
-            f"keep is {keep.dtype} {list(keep.shape)} and start {list(start.shape)} instead of "
-            "bool [B, K, n] and [B * K]"
-        )
-    source, target = compaction(keep, start, entries)
-    return source, target
-
-
 @torch.library.custom_op("kvbench::select_largest", mutates_args=())
 def largest(key: Tensor, count: Tensor) -> Tensor:
     """`select_largest` for checked arguments."""
@@ -112,22 +86,3 @@ def largest(key: Tensor, count: Tensor) -> Tensor:
 @largest.register_fake
 def _(key: Tensor, count: Tensor) -> Tensor:
     return key.new_empty(key.shape, dtype=torch.bool)
-
-
-@torch.library.custom_op("kvbench::packed_rows", mutates_args=())
-def compaction(keep: Tensor, start: Tensor, entries: int) -> tuple[Tensor, Tensor]:
-    """`packed_rows` for checked arguments."""
-    if by_triton(keep):
-        from .triton import compaction as kernel
-
-        return kernel(keep, start, entries)
-    segment, column = keep.flatten(0, 1).nonzero(as_tuple=True)
-    if len(segment) != entries:
-        raise UserError(f"entries={entries}, but {len(segment)} entries are kept")
-    rank = keep.flatten(0, 1).cumsum(-1)[segment, column] - 1
-    return segment * keep.shape[-1] + column, start[segment] + rank
-
-
-@compaction.register_fake
-def _(keep: Tensor, start: Tensor, entries: int) -> tuple[Tensor, Tensor]:
-    return start.new_empty(entries), start.new_empty(entries)

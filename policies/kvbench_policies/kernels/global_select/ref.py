@@ -1,4 +1,4 @@
-"""`global_select` and `packed_rows` as plain loops: the oracle of their tests."""
+"""`global_select` as plain loops: the oracle of its tests."""
 
 from __future__ import annotations
 
@@ -30,17 +30,3 @@ def global_select(
         for k, i in sorted(valid[b].nonzero().tolist(), key=worth)[: int(count[b])]:
             keep[b, k, i] = True
     return keep
-
-
-def packed_rows(keep: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
-    """Place the kept entries of every segment one after the other; shapes as in `op.py`."""
-    source, target = [], []
-    n = keep.shape[-1]
-    for s, segment in enumerate(keep.reshape(-1, n).tolist()):
-        row = int(start[s])
-        for i, kept in enumerate(segment):
-            if kept:
-                source.append(s * n + i)
-                target.append(row)
-                row += 1
-    return torch.tensor(source, dtype=torch.int64), torch.tensor(target, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Triton kernels of `global_select`: a radix select over 63-bit keys, and the compaction.
+"""Triton kernels of `global_select`: a radix select over 63-bit keys.
 
 The threshold is found digit by digit from the top, by radix selection: count the keys that share
 the threshold's leading digits by their next digit (`histogram`), then read off that digit and how
@@ -103,26 +103,6 @@ def mark(KEY, PREFIX, WANTED, BEFORE, OUT, n, B: tl.constexpr):
         left -= tl.sum(equal, 0)
 
 
-@triton.jit
-def compact(KEEP, FIRST, START, SOURCE, TARGET, n, entries, B: tl.constexpr):
-    """SOURCE and TARGET of every kept entry of a segment, from FIRST[segment] on.
-
-    Nothing is written beyond `entries`, whatever KEEP says.
-    """
-    segment = tl.program_id(0).to(tl.int64)
-    first = tl.load(FIRST + segment)
-    start = tl.load(START + segment)
-    seen = tl.zeros((), tl.int64)
-    for i0 in range(0, n, B):
-        i = i0 + tl.arange(0, B)
-        keep = tl.load(KEEP + segment * n + i, mask=i < n, other=0).to(tl.int32)
-        rank = seen + tl.cumsum(keep, 0) - 1
-        write = (keep > 0) & (first + rank < entries)
-        tl.store(SOURCE + first + rank, segment * n + i, mask=write)
-        tl.store(TARGET + first + rank, start + rank, mask=write)
-        seen += tl.sum(keep, 0)
-
-
 def launch(key: Tensor, count: Tensor, out: Tensor) -> None:
     """Mark the `count` (int64 `[B]`) largest of key int64 `[B, K, n]` in `out`, int8 `[B, K, n]`.
 
@@ -149,25 +129,6 @@ def largest(key: Tensor, count: Tensor) -> Tensor:
     if out.numel():
         launch(key.contiguous(), count.to(device=key.device).contiguous(), out)
     return out.view(torch.bool)
-
-
-def compaction(keep: Tensor, start: Tensor, entries: int) -> tuple[Tensor, Tensor]:
-    """`op.packed_rows` on a GPU, or in the interpreter."""
-    source, target = (torch.empty(entries, dtype=torch.int64, device=keep.device) for _ in range(2))
-    if keep.numel():
-        count = keep.sum(-1).flatten()
-        compact[(len(count),)](
-            keep.contiguous().view(torch.int8),
-            count.cumsum(0) - count,
-            start.contiguous(),
-            source,
-            target,
-            keep.shape[-1],
-            entries,
-            B=SMALL if interpreting() else BLOCK,
-            num_warps=WARPS,
-        )
-    return source, target
 
 
 def compiled(arch: int) -> Iterator[Compiled]:
@@ -198,14 +159,6 @@ def compiled(arch: int) -> Iterator[Compiled]:
         f"global_select mark w{WARPS}",
         mark,
         {**segments, "WANTED": "*i64", "BEFORE": "*i64", "OUT": "*i8"},
-        {"B": BLOCK},
-        WARPS,
-    )
-    rows = dict.fromkeys(("FIRST", "START", "SOURCE", "TARGET"), "*i64")
-    yield Compiled(
-        f"global_select compact w{WARPS}",
-        compact,
-        {**rows, "KEEP": "*i8", "n": "i32", "entries": "i32"},
         {"B": BLOCK},
         WARPS,
     )
