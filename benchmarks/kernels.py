@@ -1,4 +1,4 @@
-"""Time every kernel on a GPU, beside its oracle and beside what the GPU could do at best.
+"""Time every kernel on a GPU, next to its oracle and to the best that the GPU could do.
 
     python benchmarks/kernels.py [--op capacity_loss] [--length 4096 16384] [--json FILE]
 

@@ -239,7 +239,7 @@ def one_part(kind: str, name: str, of: Part) -> Iterator[str]:
     if of.needs:
         facts.append(f"observes: {needs(of)}")
     if isinstance(of, Score) and of.extras:
-        facts.append(f"keeps beside every entry: {', '.join(f'`{n}`' for n in of.extras)}")
+        facts.append(f"stores with every entry: {', '.join(f'`{n}`' for n in of.extras)}")
     yield from (f"- {fact}" for fact in facts)
     if facts:
         yield ""

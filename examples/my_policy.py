@@ -33,7 +33,7 @@ class MyPolicy(Score):
 
     def __post_init__(self) -> None:
         if self.window < 0:
-            raise UserError(f"window={self.window}: a number of tokens, 0 or more, would be right")
+            raise UserError(f"window={self.window}: use 0 or more tokens")
 
     def score(self, v: View) -> Scores:
         return Scores(value_norm(v), protect_window(v, self.window))

@@ -110,7 +110,7 @@ def _models() -> dict[str, nn.Module]:
         "vocab_size": _VOCABULARY,
         "hidden_size": 32,
         "intermediate_size": 48,
-        "num_hidden_layers": 5,  # of which a policy may keep some whole
+        "num_hidden_layers": 5,  # a policy may keep some of them whole
         "num_key_value_heads": 2,
         "initializer_range": 0.15,
         "max_position_embeddings": 256,
@@ -358,8 +358,8 @@ def _spelled_back(p: Policy, key: str, value: object, hint: object) -> None:
             continue  # out of its range, and said in one line
         except Exception as error:
             raise _Failed(
-                f"{key}={spell(other)} raises {type(error).__name__}; UserError with one line "
-                "would be right"
+                f"{key}={spell(other)} raises {type(error).__name__}; raise UserError with one "
+                "line instead"
             ) from error
         again = policy(str(changed))
         if again != changed or str(again) == str(p):

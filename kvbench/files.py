@@ -111,7 +111,7 @@ class Journal:
 
     Every line is `{"crc":"8 hex digits","r":{...}}`; the CRC-32 covers the bytes of the object
     after `"r":`. When the file is opened, a torn last line is cut off. A damaged line is moved to
-    `<name>.damaged` beside the file, so that nothing is lost for good.
+    `<name>.damaged` next to the file, so that nothing is lost.
 
     Args:
         path: The file; it is created if it does not exist.

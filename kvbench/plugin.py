@@ -201,7 +201,7 @@ class Score(Part):
         """Give `log beta`, 0 or less, float32 `[B, H, n]`: after `a` steps `beta**a` is left.
 
         For scores that say once of every token how fast it fades; `kvbench analyze retention` draws
-        it. None: this score says no such thing.
+        it. None: this score does not say.
         """
         return None
 

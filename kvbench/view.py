@@ -91,7 +91,7 @@ class Need:
     of_tokens: ClassVar[bool] = False
     """The observation is about tokens, not layers, and is known when a forward has ended."""
     goes_on: ClassVar[bool] = False
-    """Per entry; the engine keeps it beside the entries from one cut of a cache to the next."""
+    """Per entry; the engine keeps it with the entries from one cut of a cache to the next."""
 
     def observer(self, model: ModelInfo) -> Observer:
         """Make the observer for this need. A need of your own must implement this method.
@@ -116,7 +116,7 @@ class AttentionMass(Need):
     """Attention that every entry received, summed over queries, float32 `[B, H_q, n]`.
 
     The sums are exact; they are computed by blocks of queries, never as a `T x T` matrix. If a
-    cache is cut more than once, the engine keeps the sum beside every entry and adds the attention
+    cache is cut more than once, the engine keeps the sum with every entry and adds the attention
     of each new query.
 
     Attributes:
@@ -135,7 +135,7 @@ class PerToken(Need):
     """A number that each token gets once per layer and KV head: float32 `[B, H, n]`.
 
     A subclass computes it in `measure`; a learned gate is the usual case. The engine keeps the
-    number beside the entry for as long as the entry is held.
+    number with the entry for as long as the entry is held.
     """
 
     per_entry: ClassVar[bool] = True

@@ -27,7 +27,7 @@ class AttentionTimesValue(Score):
 
     def __post_init__(self) -> None:
         if self.window < 1:
-            raise UserError(f"window={self.window}: a number of tokens, 1 or more, would be right")
+            raise UserError(f"window={self.window}: use 1 or more tokens")
 
     @property
     def needs(self) -> frozenset[Need]:

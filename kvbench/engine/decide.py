@@ -244,7 +244,7 @@ class Cut:
         return ago
 
     def _extras(self, view: View) -> dict[str | Need, Tensor]:
-        """Per-entry state to keep beside the entries, if another cut can come."""
+        """Per-entry state to store with the entries, if another cut can come."""
         if not goes_on(self.policy, self.moment):
             return {}
         extras: dict[str | Need, Tensor] = {}

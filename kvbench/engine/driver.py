@@ -163,7 +163,7 @@ def _observe_tokens(cache: RaggedCache, done: Forward, head: Callable[[Tensor], 
 
 
 def _keep_up(cache: RaggedCache, layer: RaggedLayer, step: Step) -> None:
-    """Update what is kept beside the entries of a packed layer that can be cut again."""
+    """Update what is stored with the entries of a packed layer that can be cut again."""
     upkeep = cache.upkeep
     assert upkeep is not None
     for need in upkeep.policy.needs:

@@ -233,7 +233,7 @@ class RaggedLayer(CacheLayerMixin):
         self.extras[need][self.rows()] += received
 
     def write_new(self, need: Need, values: Tensor) -> None:
-        """Store a number beside every entry of the last append, `[B, H, n]`."""
+        """Store a number with every entry of the last append, `[B, H, n]`."""
         target, chosen = self._appended
         flat = values.detach().reshape(-1)
         self.extras[need][target] = flat if chosen is None else flat[chosen]

@@ -182,7 +182,7 @@ def _check_weights(name: str, model: nn.Module, report: Any, quantised: str) -> 
 def _finite(x: object) -> bool:
     if not isinstance(x, torch.Tensor) or x.device.type == "meta":
         return True
-    if not x.is_floating_point() or x.element_size() < 2:  # integers; float8 has scales beside it
+    if not x.is_floating_point() or x.element_size() < 2:  # integers; float8 has separate scales
         return True
     return bool(torch.isfinite(x).all())
 

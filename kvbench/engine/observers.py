@@ -108,7 +108,7 @@ class _BesideEntries:
     @classmethod
     def stack(cls, parts: Sequence[Self]) -> Self:
         """Refuse: there is nothing to join."""
-        raise NotImplementedError("the cache stacks what it keeps beside its entries")
+        raise NotImplementedError("the cache stacks what it stores with its entries")
 
 
 class MassObserver(_BesideEntries):

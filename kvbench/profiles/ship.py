@@ -17,7 +17,7 @@ SETTINGS = {"lengths": [512, 1024, 2048], "samples": 33, "seed": 0, "device": "c
 
 
 def main() -> None:
-    """Measure the profile of the reference model and write it beside this file."""
+    """Measure the profile of the reference model and write it next to this file."""
     profile = measure_profile("reference", KIND, SETTINGS, reporter(Console(stderr=True)))
     path = PROFILES.shipped / PROFILES.pattern.format(model=reference.NAME, kind=KIND)
     profile.save(path)

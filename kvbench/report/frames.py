@@ -195,7 +195,7 @@ def silent_tasks(cells: pd.DataFrame) -> list[str]:
 
 
 def falling(cells: pd.DataFrame) -> list[str]:
-    """Tasks with a score of which less is better."""
+    """Tasks with a score for which less is better."""
     down = ~cells["higher_is_better"].astype(bool)
     return list(dict.fromkeys(cells.loc[down, "task"].astype(str)))
 

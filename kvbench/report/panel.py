@@ -16,7 +16,7 @@ from kvbench.report.overall import CONFIG
 from kvbench.report.table import Cell, Column, Compared, Interval, Name, Phrase
 
 DOWN = " ↓"
-"""Marks a task with a metric of which less is better."""
+"""Marks a task with a metric for which less is better."""
 MARK = "°"
 """Marks a task on which the full cache is not above chance."""
 MOST_TASKS = 8

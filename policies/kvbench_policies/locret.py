@@ -21,7 +21,7 @@ from kvbench_policies.ranges import check_count
 class PredictedLogit(Learned):
     """Predicted largest logit that the queries of the answer give to a token.
 
-    It is computed once from the token's own queries, keys and values before RoPE, and kept beside
+    It is computed once from the token's own queries, keys and values before RoPE, and stored with
     the entry. At moment `chunked` the prompt's last `local` tokens are prefilled after the last
     cut, so they do not see what was evicted; every earlier cut protects the last `stabilizers`
     entries of every head. At the other moments the whole text is present at a cut, and the last

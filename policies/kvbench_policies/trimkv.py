@@ -22,7 +22,7 @@ class Retention(Learned):
     """`s_i = (t - i) log beta_i`, the log retention of entry `i` at the newest token, `t`.
 
     A gate of the layer computes `log beta_i <= 0` once, when the token enters the cache, and it is
-    kept beside the entry. `t` and `i` are positions, whatever was evicted between them. Nothing is
+    stored with the entry. `t` and `i` are positions, whatever was evicted between them. Nothing is
     protected, but the newest entry has the largest possible score, 0.
 
     Attributes:

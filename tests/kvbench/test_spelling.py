@@ -1,4 +1,4 @@
-"""Policies are written in one canonical way, and mistakes name what would be right."""
+"""Policies are written in one canonical way, and mistakes name what to write instead."""
 
 from __future__ import annotations
 

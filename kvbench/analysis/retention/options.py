@@ -1,4 +1,4 @@
-"""The options of `kvbench analyze retention` beside a grid, parsed and checked."""
+"""The options of `kvbench analyze retention` in addition to a grid, parsed and checked."""
 
 from __future__ import annotations
 
