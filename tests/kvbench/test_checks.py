@@ -151,4 +151,4 @@ class Mine(Score):
 """
     results = check(tmp_path, body, "Mine")
     detail = results["parameters are spelled back"].detail
-    assert "size=-1 raises AssertionError; UserError" in detail
+    assert "size=-1 raises AssertionError; raise UserError" in detail
