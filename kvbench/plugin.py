@@ -1,8 +1,8 @@
-"""The page a plugin author reads: a policy, its four parts, and what they are shown.
+"""The page for plugin authors: a policy, its four parts, and what they see.
 
-A policy is a choice of parts. `Score` says how much a cache entry is worth, `Allocator` how the
-budget spreads over layers and KV heads, `Selector` which entries fill a head's share, `Merger` what
-becomes of the evicted. Any score may meet any allocator, selector and merger.
+A policy combines four parts. A `Score` rates cache entries, an `Allocator` divides the budget among
+layers and KV heads, a `Selector` picks the entries that each head keeps, and a `Merger` uses what
+is evicted. Any score works with any allocator, selector and merger.
 
 The shortest plugin is one function of a `View` that returns a float tensor `[B, H, n]`, larger for
 entries worth keeping; its keyword parameters become parameters of the policy:
@@ -11,7 +11,7 @@ entries worth keeping; its keyword parameters become parameters of the policy:
         return v.value.float().norm(dim=-1) ** power
 
 Use it as `--policy ./my_policy.py:value_norm`, or register it as an entry point of the group
-`kvbench.policies`. Whoever needs more subclasses a part and names a `Policy`.
+`kvbench.policies`. If you need more, subclass a part and define a `Policy`.
 
 Shapes: `B` sequences, `H` KV heads, `H_q` query heads, `G = H_q / H`, `n` entries shown, `d` head
 dim, `T` context tokens, `L` full-attention layers.
@@ -71,17 +71,17 @@ PLUGIN_API = 1
 
 @dataclass
 class Scores:
-    """What a score says of the entries of one layer.
+    """The ratings of the entries of one layer.
 
     Attributes:
-        value: How much an entry is worth, finite float32 `[B, H, n]`; where `valid` is false it is
-            ignored.
+        value: The value of each entry, finite float32 `[B, H, n]`; ignored where `valid` is false.
         protect: Entries that are kept before all others, `[B, H, n]`: bool (true means `WINDOW`),
             or int8 classes, where a higher class gives way later (see `protect_window` and
             `protect_sinks`). If the protected entries do not fit a head's share, the lowest class
-            gives way first. Within a class the oldest entry gives way first, with two exceptions:
-            of the sinks the last one does, so that position 0 stays longest; of `CHOSEN`, the class
-            of what a first stage has chosen, the entry of smallest value does.
+            gives way first. Within a class the oldest entry gives way first, with two exceptions.
+            Among sinks, the last one gives way first, so that position 0 stays longest. In
+            `CHOSEN`, the class of entries chosen by a first stage, the smallest value gives way
+            first.
     """
 
     value: Tensor
@@ -93,7 +93,7 @@ class Scores:
     NEWEST: ClassVar[int] = 4
 
     def __post_init__(self) -> None:
-        """Make classes of a mask."""
+        """Turn a mask into classes."""
         if self.protect.dtype == torch.bool:
             self.protect = self.protect.to(torch.int8) * Scores.WINDOW
 
@@ -121,17 +121,16 @@ class Part:
     """A part of a policy. Its dataclass fields are its parameters (int, float, bool or str)."""
 
     name: ClassVar[str] = ""
-    """What `score=`, `allocate=`, `select=` or `merge=` calls it: its entry point's name."""
+    """Its name in `score=`, `allocate=`, `select=` or `merge=`: the name of its entry point."""
 
     @property
     def version(self) -> int:
-        """Version of what this part computes; 1 at first.
+        """Version of what this part computes; starts at 1.
 
         Raise it when the part, with its present parameters, may keep other entries or store other
-        values than before. A version above 1 is part of a cell's hash, so that a resumed run
-        generates the responses of such cells again instead of mixing old and new ones. A class
-        whose instances have all changed declares `version = 2`; a property can decide by the
-        parameters.
+        values than before. A version above 1 is part of a cell's hash, so a resumed run generates
+        the responses of such cells again instead of mixing old and new ones. If all instances of a
+        class have changed, declare `version = 2`; if it depends on the parameters, use a property.
         """
         return 1
 
@@ -141,22 +140,22 @@ class Part:
         return frozenset()
 
     def fingerprint(self, model: str) -> str:
-        """Digest of what this part reads from files for a model; joins the hash of a cell.
+        """Digest of the files that this part reads for a model; it is part of a cell's hash.
 
         Args:
             model: The model's id or folder, as in `ModelInfo.name`.
 
         Raises:
-            UserError: There is no such file for the model.
+            UserError: The model has no such file.
         """
         return ""
 
     def stand_in(self, model: ModelInfo, folder: Path) -> Self:
-        """Give a copy that reads made-up files, for a model that has none; `kvbench check` asks.
+        """Return a copy that reads made-up files, so that `kvbench check` can try it on any model.
 
         Args:
-            model: What the files must fit.
-            folder: Where they are written; what is there already may be taken.
+            model: The model that the files are for.
+            folder: Where to write them; files that are already there may be used.
         """
         return self
 
@@ -170,44 +169,45 @@ class Part:
         return {f.name: hints[f.name] for f in dataclasses.fields(self) if f.init}
 
     def replace(self, **changes: Any) -> Self:
-        """Give a copy with other parameters; a part checks their range in `__post_init__`."""
+        """Return a copy with other parameters; a part checks their range in `__post_init__`."""
         return dataclasses.replace(self, **changes)
 
 
 @dataclass(frozen=True)
 class Score(Part):
-    """How much an entry is worth."""
+    """Rates entries."""
 
     extras: ClassVar[Mapping[str, torch.dtype]] = {}
     nonnegative: ClassVar[bool] = False
-    """Values are never below zero (attention), so that products with norms keep their meaning."""
+    """Whether values are never negative (attention), so that products with norms make sense."""
 
     @property
     def tail(self) -> int:
-        """Tokens at a prompt's end that a chunked prefill takes in after its last cut.
+        """Tokens at the end of a prompt that a chunked prefill processes after its last cut.
 
-        They count in the budget: the cut leaves room for them. `v.coming` tells it to the score.
+        They count towards the budget, so the cut leaves room for them. The score sees their number
+        in `v.coming`.
         """
         return 0
 
     def score(self, v: View) -> Scores | Tensor:
-        """Score the entries of one layer; a plain tensor protects nothing."""
+        """Rate the entries of one layer; a plain tensor protects nothing."""
         raise NotImplementedError
 
     def step(self, v: View) -> None:
         """Update the extras after new entries were appended (moment `decode`)."""
 
     def log_retention(self, v: View) -> Tensor | None:
-        """Give `log beta`, 0 or less, float32 `[B, H, n]`: after `a` steps `beta**a` is left.
+        """Return `log beta`, at most 0, float32 `[B, H, n]`: after `a` steps `beta**a` is left.
 
-        For scores that say once of every token how fast it fades; `kvbench analyze retention` draws
-        it. None: this score does not say.
+        For scores that predict once per token how fast it fades; `kvbench analyze retention` plots
+        it. None if the score makes no such prediction.
         """
         return None
 
 
 class Scored(NamedTuple):
-    """A layer's view and its scores, as an allocator gets them."""
+    """The view and the scores of a layer, as passed to allocators."""
 
     view: View
     scores: Scores
@@ -215,13 +215,13 @@ class Scored(NamedTuple):
 
 @dataclass(frozen=True)
 class Allocator(Part):
-    """How the budget spreads. Every sequence gets exactly its total, no head more than it has."""
+    """Divides the budget. A sequence gets exactly its total; a head gets at most what it has."""
 
     scope: ClassVar[Literal["head", "layer", "model"]] = "head"
-    """What it must see at once. Below `model` a layer's K/V are freed as soon as it is done."""
+    """What it needs to see at once. Unless it is `model`, each layer's K/V are freed right away."""
 
     def shares(self, model: ModelInfo, length: Tensor, budget: Tensor) -> Tensor:
-        """Spread the total over layers before any layer is seen (scopes `head` and `layer`).
+        """Divide the total among layers before any layer is seen (scopes `head` and `layer`).
 
         Args:
             model: The model's shapes.
@@ -234,11 +234,11 @@ class Allocator(Part):
         return (budget * model.kv_heads)[:, None].expand(-1, model.layers)
 
     def allocate(self, layers: Sequence[Scored], total: Tensor) -> Tensor:
-        """Spread a total over heads.
+        """Divide a total among heads.
 
         Args:
-            layers: One layer, or with scope `model` all of them.
-            total: Entries that these layers keep together, int64 `[B]`.
+            layers: One layer; all layers if the scope is `model`.
+            total: Entries that these layers keep in all, int64 `[B]`.
 
         Returns:
             Entries of every head, int64 `[B, len(layers), H]`, summing to `total`.
@@ -248,13 +248,13 @@ class Allocator(Part):
 
 @dataclass(frozen=True)
 class Selector(Part):
-    """Which entries fill a head's share."""
+    """Picks the entries that each head keeps."""
 
     def prepare(self, v: View, scores: Scores) -> Scores:
-        """Give the scores that allocator and `select` get.
+        """Return the scores to pass to the allocator and to `select`.
 
-        A selector of two stages may protect (class `Scores.CHOSEN`) what its first stage is sure to
-        keep, so that the allocator counts it.
+        A selector with two stages can protect what its first stage will keep (class
+        `Scores.CHOSEN`), so that the allocator counts it.
         """
         return scores
 
@@ -265,16 +265,16 @@ class Selector(Part):
 
 @dataclass(frozen=True)
 class Merger(Part):
-    """What becomes of the evicted entries."""
+    """Merges evicted entries into those that stay."""
 
     def merge(self, v: View, keep: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Give the keys and values to store, `[B, H, n, d]` each; only rows in `keep` are read.
+        """Return the keys and values to store, `[B, H, n, d]` each; only rows in `keep` are read.
 
         Args:
             v: The layer before eviction.
-            keep: What stays, bool `[B, H, n]`.
-            state: Kept between the cuts of one cache and layer, empty at first; axis 0 of every
-                tensor is the batch.
+            keep: The entries that stay, bool `[B, H, n]`.
+            state: Tensors that are kept between cuts of the same cache and layer, empty at first;
+                axis 0 of every tensor is the batch.
         """
         raise NotImplementedError
 
@@ -284,17 +284,17 @@ class Policy:
     """A named choice of parts. Immutable; `str()` gives the canonical spelling.
 
     Attributes:
-        name: What `--policy` calls it.
-        score: How much an entry is worth; None keeps everything (`full`).
-        allocate: How the budget spreads.
-        select: Which entries fill a head's share.
-        merge: What becomes of the evicted; None drops them.
+        name: Its name for `--policy`.
+        score: Rates entries; None keeps everything (`full`).
+        allocate: Divides the budget.
+        select: Picks the entries that each head keeps.
+        merge: Merges evicted entries into those that stay; None drops them.
         summary: One line for `kvbench list policies`.
-        paper: Where it comes from, with the equation or algorithm.
-        buffer: Entries a head may hold beyond its budget before a cut at decode.
+        paper: The source, with the equation or algorithm.
+        buffer: Entries that a head may hold beyond its budget before a cut at moment `decode`.
         moments: The moments for which its paper defines it; it runs at all of them.
         cost: Time and extra memory of a cut, per layer, in one line.
-        base: The registered policy that this one varies.
+        base: The registered policy that this one is a variant of.
         spelling: The canonical spelling; `kvbench.policy` sets it and `origin`.
         origin: The package and version that registers it, or the digest of its file.
     """
@@ -316,7 +316,7 @@ class Policy:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The parts that there are: score, allocator, selector, merger."""
+        """Score, allocator, selector and merger, without those that are None."""
         found = (self.score, self.allocate, self.select, self.merge)
         return tuple(p for p in found if p is not None)
 
