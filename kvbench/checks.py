@@ -81,6 +81,12 @@ class _Probe(Score):
         self.shown[:] = [(name, x, x.clone()) for name, x in inputs.items()]
         found = self.inner.score(v)
         value = found.value if isinstance(found, Scores) else found
+        if not value.is_floating_point():
+            kind = str(value.dtype).removeprefix("torch.")
+            raise _Failed(
+                f"scores of layer {v.layer} are {kind}, not floating-point; convert them, for "
+                "example with .float()"
+            )
         if value.shape != v.shape:
             raise _Failed(f"scores have shape {list(value.shape)}, not [B, H, n] {list(v.shape)}")
         bad = int((~value.isfinite() & v.valid).sum())

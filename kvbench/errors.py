@@ -8,6 +8,9 @@ import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+_FEW = 12
+"""Names that an error message lists at most."""
+
 
 class UserError(ValueError):
     """Wrong input. The message is one line; the command line prints it and exits with status 2."""
@@ -94,16 +97,22 @@ def nearest(name: str, names: Iterable[str], n: int = 3) -> str:
     return f"; did you mean {', '.join(close[:n])}?" if close else ""
 
 
-def unknown(kind: str, name: object, names: Iterable[str]) -> UserError:
+def unknown(kind: str, name: object, names: Iterable[str], see: str = "") -> UserError:
     """Make the error for a name that is not known.
 
     Args:
         kind: What the name should be, such as "task".
         name: The unknown name.
-        names: All known names: the nearest are suggested, or all are listed if none is close.
+        names: All known names. The nearest are suggested. If none is close, a few names are listed
+            in full, and of many the least distant.
+        see: The command that lists all names, such as "kvbench list tasks".
     """
     known = list(names)
-    hint = (
-        nearest(str(name), known) or f"; choose from {', '.join(known) or 'nothing: none exists'}"
-    )
-    return UserError(f"unknown {kind} {name!r}{hint}")
+    hint = nearest(str(name), known)
+    if not hint and len(known) <= _FEW:
+        hint = f"; choose from {', '.join(known) or 'nothing: none exists'}"
+    elif not hint:
+        near = difflib.get_close_matches(str(name).lower(), known, cutoff=0.3)
+        hint = f"; the nearest are {', '.join(near)}" if near else ""
+    shown = f" ({see} shows all)" if see else ""
+    return UserError(f"unknown {kind} {name!r}{hint}{shown}")

@@ -15,6 +15,8 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.status import Status
+from rich.text import Text
 
 
 class Reporter(Protocol):
@@ -44,6 +46,9 @@ class Reporter(Protocol):
 
 class Silent:
     """Says nothing."""
+
+    def busy(self, text: str) -> None:
+        """See `Bar`."""
 
     def start(self, total_units: int, description: str) -> None:
         """See `Reporter`."""
@@ -80,6 +85,9 @@ class Lines:
         self._description = ""
         self._done = self._total = 0
         self._began = self._said = 0.0
+
+    def busy(self, text: str) -> None:
+        """See `Bar`. A log gets no line: what is loaded says so when it is."""
 
     def start(self, total_units: int, description: str) -> None:
         """See `Reporter`."""
@@ -119,20 +127,30 @@ class Bar:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._columns = (
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(elapsed_when_finished=False),
         )
-        self._make = Progress
         self._bar: Progress | None = None
+        self._status: Status | None = None
+
+    def busy(self, text: str) -> None:
+        """Show that something is going on, until the first stretch of work starts.
+
+        Args:
+            text: What is done, in a few words.
+        """
+        self.stop()
+        self._status = self._console.status(Text(text))
+        self._status.start()
 
     def start(self, total_units: int, description: str) -> None:
         """See `Reporter`."""
         self.stop()
-        self._bar = self._make(*self._columns, console=self._console)
+        self._bar = Progress(*self._columns, console=self._console)
         self._bar.add_task(description, total=total_units)
         self._bar.start()
 
@@ -149,7 +167,9 @@ class Bar:
         """See `Reporter`."""
         if self._bar is not None:
             self._bar.stop()
-        self._bar = None
+        if self._status is not None:
+            self._status.stop()
+        self._bar = self._status = None
 
 
 def duration(seconds: float) -> str:
@@ -164,7 +184,7 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes} min"
 
 
-def reporter(console: Console) -> Reporter:
+def reporter(console: Console) -> Bar | Lines:
     """A bar where the console is a terminal, else plain lines."""
     if console.is_terminal:
         return Bar(console)

@@ -29,6 +29,8 @@ _KIND = {
     TRAINERS: "trainer",
     MODELS: "model",
 }
+_LISTED_BY = {POLICIES: "kvbench list policies"}
+"""The commands that list names."""
 
 
 @functools.cache
@@ -74,7 +76,7 @@ def origin(group: str, name: str) -> str:
 def _entry(group: str, name: str) -> EntryPoint:
     known = _entries(group)
     if name not in known:
-        raise unknown(_KIND[group], name, known)
+        raise unknown(_KIND[group], name, known, _LISTED_BY.get(group, ""))
     first, *others = known[name]
     if others:
         packages = ", ".join(_package(entry) for entry in (first, *others))

@@ -9,61 +9,66 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvbench.cli import complete
 from kvbench.cli.options import (
+    CACHE,
+    OUTPUT,
+    PROMPTS,
+    WHAT,
+    Budgets,
     Device,
     DeviceMap,
     Dtype,
     Lengths,
+    Models,
+    Names,
+    Policies,
     Quantization,
     Revision,
+    Samples,
     Seed,
+    Tasks,
     Template,
 )
-from kvbench.cli.screen import FAILED, INTERRUPTED, console
+from kvbench.cli.screen import FAILED, INTERRUPTED, complain, console, progress
 
 if TYPE_CHECKING:
     from kvbench.analysis.write import Done
     from kvbench.progress import Reporter
 
 app = typer.Typer(
-    help="Look inside: output perturbation, how a budget is spread, and what is retained.",
-    rich_markup_mode=None,
+    help="Look inside a model: what eviction changes, how a budget is spread, what is kept.",
     no_args_is_help=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Policies = Annotated[
-    list[str] | None,
-    typer.Option("--policy", metavar="NAME[:KEY=VALUE...]", help="Policies, as for kvbench run."),
-]
-Budgets = Annotated[
-    list[str] | None,
-    typer.Option("--budget", metavar="B", help="What is KEPT: 0.2, or 512 tokens. Default: 0.2."),
-]
-Models = Annotated[
-    list[str] | None,
-    typer.Option("--model", metavar="M", help="reference (the default), a folder or a hub id."),
-]
-Tasks = Annotated[
-    list[str] | None,
-    typer.Option("--task", metavar="T", help="Groups, tasks or your own ./mine.jsonl."),
-]
+ANALYSIS = "Analysis"
+
 Moments = Annotated[
-    list[str] | None,
-    typer.Option("--moment", metavar="WHEN", help="context (the default) or question."),
-]
-Samples = Annotated[
-    int | None, typer.Option("--samples", metavar="N", help="Per task. Default: 50.")
+    Names,
+    typer.Option(
+        "--moment",
+        metavar="WHEN",
+        help="When to compress, with commas: context, before the question (the default), or "
+        "question, after it.",
+        autocompletion=complete.moments,
+        rich_help_panel=CACHE,
+    ),
 ]
 Out = Annotated[
     str | None,
-    typer.Option("--out", metavar="DIR", help="Default: results/<analysis>-<hash of the flags>."),
+    typer.Option(
+        "--out",
+        metavar="DIR",
+        help="Folder of the results. Default: results/ANALYSIS-HASH.",
+        rich_help_panel=OUTPUT,
+    ),
 ]
 
 
 @app.callback()
 def _root() -> None:
-    """Look inside: output perturbation, how a budget is spread, and what is retained."""
+    """Look inside a model: what eviction changes, how a budget is spread, what is kept."""
 
 
 @app.command("perturbation")
@@ -88,19 +93,24 @@ def perturbation(
         str,
         typer.Option(
             metavar="WHOSE",
-            help="answer: the first decoded token's query (the default); question: that of the "
-            "question's last token.",
+            help="Whose query to measure with: answer, the first decoded token (the default), or "
+            "question, the question's last token.",
+            rich_help_panel=ANALYSIS,
+            show_default=False,
         ),
     ] = "answer",
     first_stage: Annotated[
         float,
         typer.Option(
             metavar="ALPHA",
-            help="Share of stage 1 for policies that have no parameter first_stage. Default: 0.5.",
+            help="Share of the first stage, for policies without a parameter first_stage. Default: "
+            "0.5.",
+            rich_help_panel=ANALYSIS,
+            show_default=False,
         ),
     ] = 0.5,
 ) -> None:
-    """L1 change of every head's output by eviction, winners, and CriticalKV's bounds."""
+    """Measure how far eviction moves each head's output, and check CriticalKV's bounds."""
     given = _given(context, ("query", "first_stage"))
 
     def work(reporter: Reporter) -> Done:
@@ -132,7 +142,7 @@ def allocation(
     quantization: Quantization = None,
     chat_template: Template = None,
 ) -> None:
-    """Entries that each layer and KV head gets, as a table and a heat map per policy."""
+    """Show how many entries each layer and KV head gets: a table and a heat map per policy."""
     given = _given(context)
 
     def work(reporter: Reporter) -> Done:
@@ -151,50 +161,79 @@ def retention(
     model: Models = None,
     task: Tasks = None,
     text: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Look at this text instead of a task's.")
+        str | None,
+        typer.Option(
+            metavar="FILE", help="Analyse this text instead of a task.", rich_help_panel=WHAT
+        ),
     ] = None,
     moment: Annotated[
         str | None,
         typer.Option(
             metavar="WHEN",
-            help="decode: as the text passes token by token (the default); context: once, where "
-            "the context ends.",
+            help="decode: token by token through the text (the default); context: once, at the end "
+            "of the context.",
+            autocompletion=complete.moments,
+            rich_help_panel=CACHE,
         ),
     ] = None,
     length: Lengths = None,
     samples: Annotated[
-        int | None, typer.Option(metavar="N", help="Texts of each task. Default: 4.")
+        int | None,
+        typer.Option(metavar="N", help="Texts per task. Default: 4.", rich_help_panel=PROMPTS),
     ] = None,
     traces: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Texts that the policies run over and that are shown: 1."),
+        typer.Option(
+            metavar="N",
+            help="Texts that policies run over and that are shown. Default: 1.",
+            rich_help_panel=ANALYSIS,
+        ),
     ] = None,
     new_tokens: Annotated[
         int | None,
         typer.Option(
             metavar="N",
-            help="Tokens that the model adds to a text at most. Default: the task's answer; none "
-            "with --text.",
+            help="Maximum number of tokens that the model adds to a text. Default: the task's "
+            "limit; 0 with --text.",
+            rich_help_panel=ANALYSIS,
         ),
     ] = None,
     layers: Annotated[
-        str | None, typer.Option(metavar="L", help="Layers to draw, as 0,3, or all. Default: some.")
+        str | None,
+        typer.Option(
+            metavar="L",
+            help="Layers to draw, with commas, or all. Default: a few.",
+            rich_help_panel=ANALYSIS,
+        ),
     ] = None,
     heads: Annotated[
-        str | None, typer.Option(metavar="H", help="KV heads to draw, as 0,1, or all.")
+        str | None,
+        typer.Option(
+            metavar="H", help="KV heads to draw, with commas, or all.", rich_help_panel=ANALYSIS
+        ),
     ] = None,
     top: Annotated[
         list[str] | None,
-        typer.Option(metavar="K", help="Survival by rank. Default: 16,64,256."),
+        typer.Option(
+            metavar="K",
+            help="Ranks for survival among the top K, with commas. Default: 16,64,256.",
+            rich_help_panel=ANALYSIS,
+        ),
     ] = None,
     mass: Annotated[
         list[str] | None,
-        typer.Option(metavar="P", help="Survival by share of the attention. Default: 0.9,0.99."),
+        typer.Option(
+            metavar="P",
+            help="Shares of attention for survival, with commas. Default: 0.9,0.99.",
+            rich_help_panel=ANALYSIS,
+        ),
     ] = None,
     horizon: Annotated[
         int | None,
         typer.Option(
-            metavar="L", help="Steps that survival is followed for. Default: half of the text."
+            metavar="STEPS",
+            help="Number of steps to follow survival for. Default: half of the text.",
+            rich_help_panel=ANALYSIS,
         ),
     ] = None,
     seed: Seed = None,
@@ -206,7 +245,7 @@ def retention(
     quantization: Quantization = None,
     chat_template: Template = None,
 ) -> None:
-    """Retention matrices, eviction maps, survival, and the text with what is retained of it."""
+    """Show which tokens stay, and for how long: matrices, eviction maps, survival, the text."""
     own = {k: context.params[k] for k in _OF_RETENTION}
     given = _given(context, _OF_RETENTION)
 
@@ -236,19 +275,16 @@ def _command() -> str:
 
 def _show(work: Callable[[Reporter], Done]) -> None:
     """Carry out an analysis under a progress bar and print its tables."""
-    from rich.console import Console
-
-    from kvbench.progress import reporter
-
-    progress = reporter(Console(stderr=True))
+    told = progress()
     try:
-        done = work(progress)
+        told.busy("loading model")
+        done = work(told)
     except KeyboardInterrupt:
-        progress.stop()
-        print("kvbench: stopped; an analysis writes its files when it ends", file=sys.stderr)
+        told.stop()
+        complain("stopped; an analysis writes its files when it ends")
         raise typer.Exit(INTERRUPTED) from None
     finally:
-        progress.stop()
+        told.stop()
     from kvbench.report.outputs import terminal
 
     screen = console()
@@ -260,6 +296,5 @@ def _show(work: Callable[[Reporter], Done]) -> None:
     drawn = [p for p in done.files if p.suffix == ".png"]
     print(f"figures: {len(drawn)} as PNG and SVG in {done.path / 'figures'}")
     if done.failed:
-        first = " ".join(next(iter(done.failed.values())).split())
-        print(f"kvbench: {len(done.failed)} cells failed: {first}", file=sys.stderr)
+        complain(f"{len(done.failed)} cells failed: {next(iter(done.failed.values()))}")
         raise typer.Exit(FAILED)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
+from kvbench import terminal
 from kvbench.benchmark import Source
-from kvbench.cli.screen import FAILED, complain, console
+from kvbench.cli import complete
+from kvbench.cli.options import FLAG
+from kvbench.cli.screen import FAILED, complain, console, print_json
 from kvbench.data import records
 from kvbench.data.records import Damaged, Record
 from kvbench.errors import UserError
@@ -26,11 +27,10 @@ from kvbench.harness import catalogue
 
 app = typer.Typer(
     help="Fetch, verify and list data of the Hugging Face hub.",
-    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-_TASKS = "Groups or leaves, or all. See: kvbench list tasks."
+_TASKS = "Groups, tasks or all (kvbench list tasks)."
 
 
 @app.callback()
@@ -40,15 +40,17 @@ def _root() -> None:
 
 @app.command()
 def fetch(
-    task: Annotated[list[str], typer.Argument(metavar="TASK...", help=_TASKS)],
+    task: Annotated[
+        list[str], typer.Argument(metavar="TASK...", help=_TASKS, autocompletion=complete.tasks)
+    ],
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Also fetch the newest commit of fetched data.")
+        bool, typer.Option("--fresh", metavar=FLAG, help="Update data that was fetched before.")
     ] = False,
 ) -> None:
-    """Fetch the data of tasks, so that runs do not need the hub."""
+    """Fetch the data of tasks, so that runs work without the hub."""
     from kvbench.data import fetching
 
-    screen = Console(stderr=True)
+    screen = terminal.console(stderr=True)
 
     def fetched(source: Source, name: str, leaf: str) -> str:
         before = records.head(source, cache_dir())
@@ -74,10 +76,14 @@ def fetch(
 def verify(
     task: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[TASK...]", help=f"{_TASKS} Default: all fetched data."),
+        typer.Argument(
+            metavar="TASK...",
+            help=f"{_TASKS} Default: all fetched data.",
+            autocompletion=complete.tasks,
+        ),
     ] = None,
 ) -> None:
-    """Compare fetched data with its recorded hash, and name what is damaged or missing."""
+    """Check fetched data against its recorded hash; name what is damaged or missing."""
     from kvbench.data import fetching
 
     def verified(source: Source, name: str, leaf: str) -> str:
@@ -96,11 +102,16 @@ def verify(
 @app.command("list")
 def list_(
     task: Annotated[
-        list[str] | None, typer.Argument(metavar="[TASK...]", help=f"{_TASKS} Default: all.")
+        list[str] | None,
+        typer.Argument(
+            metavar="TASK...", help=f"{_TASKS} Default: all.", autocompletion=complete.tasks
+        ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", metavar=FLAG, help="Print the list as JSON.")
+    ] = False,
 ) -> None:
-    """List the tables that tasks read, and what is fetched."""
+    """List the tables that tasks read, and which of them are fetched."""
     tables, failed = _tables(task or ["all"])
     rows: list[dict[str, Any]] = []
     shown = Table(box=None, pad_edge=False, header_style="bold")
@@ -128,7 +139,7 @@ def list_(
                 }
             )
     if as_json:
-        print(json.dumps(rows, indent=2))
+        print_json(rows)
     else:
         console().print(shown)
         print(f"the records are in {cache_dir() / 'hub'}")

@@ -1,8 +1,10 @@
-"""What `kvbench list` shows: a record for every policy, task and model."""
+"""What `kvbench list` shows: a record for every policy, task, model and run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from kvbench import registry
@@ -119,26 +121,40 @@ def models() -> tuple[list[Record], list[str]]:
     return [shipped, *more], []
 
 
-KINDS: dict[str, Callable[[], tuple[list[Record], list[str]]]] = {
-    "policies": policies,
-    "tasks": tasks,
-    "models": models,
-}
+def runs(folder: Path) -> tuple[list[Record], list[str]]:
+    """The runs in a folder.
 
-
-def records(kind: str) -> tuple[list[Record], list[str]]:
-    """The records of a kind, and a line for each plugin that does not import.
-
-    Args:
-        kind: `policies`, `tasks` or `models`.
+    Returns:
+        The records, and no line: a damaged folder is a record that says so.
 
     Raises:
-        UserError: There is no such kind.
+        UserError: There is no such folder.
+    """
+    from kvbench.runs.folders import find_runs  # needs pyarrow, which `--help` need not wait for
+
+    return [{"name": run.path, **asdict(run)} for run in find_runs(folder)], []
+
+
+KINDS = ("policies", "tasks", "models", "runs")
+"""What can be listed."""
+
+
+def records(kind: str, folder: Path = Path("results")) -> tuple[list[Record], list[str]]:
+    """The records of a kind, and a line for each plugin that cannot be imported.
+
+    Args:
+        kind: One of `KINDS`.
+        folder: Where to look for runs.
+
+    Raises:
+        UserError: There is no such kind or folder.
     """
     if kind not in KINDS:
-        hint = nearest(kind, KINDS) or f"; there are {', '.join(KINDS)}"
+        hint = nearest(kind, KINDS) or f"; choose from {', '.join(KINDS)}"
         raise UserError(f"cannot list {kind!r}{hint}")
-    return KINDS[kind]()
+    if kind == "runs":
+        return runs(folder)
+    return {"policies": policies, "tasks": tasks, "models": models}[kind]()
 
 
 def table(kind: str, rows: list[Record]) -> Table:
@@ -171,6 +187,18 @@ def _task_row(row: Record) -> tuple[Cell, ...]:
     return Name(row["name"]), Lines((tuple(tasks), about)), hub
 
 
+def _run_row(row: Record) -> tuple[Cell, ...]:
+    cells = f"{row['ok']} ok" + f", {row['failed']} failed" * bool(row["failed"])
+    state = row["state"] + f": {row['problem']}" * bool(row["problem"])
+    what = [_few(row[key]) for key in ("models", "policies", "tasks")]
+    return Name(row["path"]), row["date"], *what, f"{cells} of {row['ok'] + row['failed']}", state
+
+
+def _few(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
 def _model_row(row: Record) -> tuple[Cell, ...]:
     return Name(row["name"]), row["note"]
 
@@ -179,4 +207,5 @@ _TABLES: dict[str, tuple[tuple[str, ...], Callable[[Record], tuple[Cell, ...]]]]
     "policies": (("policy", "what it keeps, paper, parts, parameters with defaults"), _policy_row),
     "tasks": (("group", "tasks, and what they are", "needs the hub"), _task_row),
     "models": (("model", "what to know"), _model_row),
+    "runs": (("run", "date", "model", "policies", "tasks", "cells", "state"), _run_row),
 }

@@ -1,4 +1,4 @@
-"""`kvbench profile`: what is measured of a model once and kept."""
+"""`kvbench profile`: what is measured once for a model and kept."""
 
 from __future__ import annotations
 
@@ -7,64 +7,96 @@ from typing import Annotated
 
 import typer
 
-from kvbench.cli.options import Device, DeviceMap, Dtype, Quantization, Revision, Template
+from kvbench.cli import complete
+from kvbench.cli.options import (
+    MODEL,
+    OUTPUT,
+    PROMPTS,
+    WHAT,
+    Device,
+    DeviceMap,
+    Dtype,
+    Quantization,
+    Revision,
+    Seed,
+    Template,
+)
+from kvbench.cli.screen import progress
 
 app = typer.Typer(
-    help="Measure what policies must know of a model.",
-    rich_markup_mode=None,
+    help="Measure what some policies need to know about a model.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
 @app.callback()
 def _root() -> None:
-    """Measure what policies must know of a model."""
+    """Measure what some policies need to know about a model."""
 
 
 @app.command()
 def heads(
-    model: Annotated[
-        str, typer.Option(metavar="M", help="reference, a local folder or a hub id.")
-    ] = "reference",
     kind: Annotated[
         str,
         typer.Option(
             metavar="KIND",
-            help="ablation (the default): what answers lose without a head's context; reason: "
-            "attention to the needle; copy: how often a head copies the answered token.",
+            help="ablation: what answers lose without a head's context (the default); reason: "
+            "attention to the needle; copy: how often a head copies the token of the answer.",
+            rich_help_panel=WHAT,
+            show_default=False,
         ),
     ] = "ablation",
     task: Annotated[
         str | None,
         typer.Option(
-            metavar="T",
-            help="Tasks whose answer stands in the context. Default: niah_depth.",
+            metavar="NAME",
+            help="Tasks whose context contains the answer, with commas. Default: niah_depth.",
+            autocompletion=complete.tasks,
+            rich_help_panel=WHAT,
+        ),
+    ] = None,
+    model: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="reference (the default), a local folder or a hub id.",
+            autocompletion=complete.models,
+            rich_help_panel=MODEL,
+            show_default=False,
+        ),
+    ] = "reference",
+    revision: Revision = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    device_map: DeviceMap = None,
+    quantization: Quantization = None,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="Per task and length. Default: 33.", rich_help_panel=PROMPTS
         ),
     ] = None,
     length: Annotated[
         str | None,
-        typer.Option(metavar="TOKENS", help="Prompt and answer together. Default: 1024."),
+        typer.Option(
+            metavar="TOKENS",
+            help="Length of prompt and answer together, with commas. Default: 1024.",
+            rich_help_panel=PROMPTS,
+        ),
     ] = None,
-    samples: Annotated[
-        int | None, typer.Option(metavar="N", help="Per task and length. Default: 33.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(metavar="N", help="Of the data. Default: 0.")] = None,
+    chat_template: Template = None,
+    seed: Seed = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Default: in the user's cache, where policies look."),
+        typer.Option(
+            metavar="FILE",
+            help="Where to write the profile. Default: the user's cache, where policies look.",
+            rich_help_panel=OUTPUT,
+        ),
     ] = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    revision: Revision = None,
-    device_map: DeviceMap = None,
-    quantization: Quantization = None,
-    chat_template: Template = None,
 ) -> None:
-    """Score how much every KV head retrieves: the head profile of headkv and duo_attention."""
-    from rich.console import Console
-
+    """Measure how much each KV head retrieves, for headkv and duo_attention."""
     from kvbench.profiles.command import profile_heads
-    from kvbench.progress import reporter
 
     given = {
         "tasks": task,
@@ -78,5 +110,11 @@ def heads(
         "quantization": quantization,
         "chat_template": chat_template,
     }
-    for line in profile_heads(model, kind, given, out, reporter(Console(stderr=True))):
+    told = progress()
+    try:
+        told.busy(f"loading model {model}")
+        lines = profile_heads(model, kind, given, out, told)
+    finally:
+        told.stop()
+    for line in lines:
         print(line)

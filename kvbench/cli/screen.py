@@ -1,25 +1,42 @@
-"""What every command shares on the terminal: exit codes, the console and messages."""
+"""What every command shares on the terminal: exit codes, consoles, messages and progress."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+from kvbench import terminal
+from kvbench.progress import Bar, Lines, reporter
 
-OK, FAILED, MISUSE, INTERRUPTED = 0, 1, 2, 130
-"""Exit codes: success; a cell or a check failed; wrong input; Ctrl-C."""
+if TYPE_CHECKING:
+    from rich.console import Console
+
+OK, FAILED, MISUSE, INTERRUPTED, CLOSED = 0, 1, 2, 130, 141
+"""Exit codes: success; a cell or a check failed, or stdout cannot be written; wrong input; Ctrl-C;
+the reader of a pipe has gone."""
 
 
 def console() -> Console:
     """Stdout; a pipe or a file gets a width that fits a table."""
-    made = Console()
+    made = terminal.console()
     if not made.is_terminal and "COLUMNS" not in os.environ:
-        made = Console(width=140)
+        made = terminal.console(width=140)
     return made
+
+
+def progress() -> Bar | Lines:
+    """Progress on stderr: a bar on a terminal, lines in a log."""
+    return reporter(terminal.console(stderr=True))
 
 
 def complain(text: str) -> int:
     """Print an error as one line on stderr; return the exit code for wrong input."""
     print(f"kvbench: {' '.join(text.split())}", file=sys.stderr, flush=True)
     return MISUSE
+
+
+def print_json(value: Any) -> None:
+    """Print a value as JSON in ASCII, so that every terminal and pipe can carry it."""
+    print(json.dumps(value, indent=2, allow_nan=False))

@@ -1,4 +1,4 @@
-"""`kvbench train`: what learned policies must be trained for."""
+"""`kvbench train`: gates of learned policies, and their ablations."""
 
 from __future__ import annotations
 
@@ -10,160 +10,347 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvbench.cli.screen import INTERRUPTED
+from kvbench.cli import complete
+from kvbench.cli.options import FLAG, MODEL, OUTPUT, WHAT, DryRun, Revision
+from kvbench.cli.screen import INTERRUPTED, complain, progress
 
 if TYPE_CHECKING:
     from kvbench.progress import Reporter
 
 app = typer.Typer(
-    help="Train what learned policies score with.",
-    rich_markup_mode=None,
+    help="Train the gates that learned policies score with.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+GATES, LOSS, TRAINING = "Gates", "Loss", "Training"
 
 
 @app.callback()
 def _root() -> None:
-    """Train what learned policies score with."""
+    """Train the gates that learned policies score with."""
 
 
 @app.command()
 def gates(
     policy: Annotated[
-        str, typer.Option(metavar="P", help="Whose gates: trimkv, dbtrimkv or locret.")
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="trimkv, dbtrimkv or locret.",
+            autocompletion=complete.trainers,
+            rich_help_panel=WHAT,
+        ),
     ],
     data: Annotated[
         str,
         typer.Option(
             metavar="DATA",
-            help="reference: samples of the reference model's tasks; a task, as for `kvbench run`; "
-            "FILE.jsonl with text, or context, question and answers; or a data set of the hub. "
-            "Several with commas between take turns.",
+            help="reference (samples of the tasks of the reference model), a task, FILE.jsonl or a "
+            "data set of the hub. Several, with commas, take turns.",
+            rich_help_panel=WHAT,
+            show_default=False,
         ),
     ] = "reference",
+    text_column: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Column that holds the text of a row.",
+            rich_help_panel=WHAT,
+        ),
+    ] = None,
+    split: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Split of a hub data set. Default: train.",
+            rich_help_panel=WHAT,
+        ),
+    ] = None,
+    subset: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Configuration of a hub data set.",
+            rich_help_panel=WHAT,
+        ),
+    ] = None,
     model: Annotated[
-        str, typer.Option(metavar="M", help="reference, a local folder or a hub id.")
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="reference (the default), a local folder or a hub id.",
+            autocompletion=complete.models,
+            rich_help_panel=MODEL,
+            show_default=False,
+        ),
     ] = "reference",
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Default: in the user's cache, where policies look."),
+    revision: Revision = None,
+    device: Annotated[
+        str,
+        typer.Option(
+            metavar="DEV",
+            help="cpu, cuda, cuda:1 or auto (the default).",
+            rich_help_panel=MODEL,
+            show_default=False,
+        ),
+    ] = "auto",
+    dtype: Annotated[
+        str,
+        typer.Option(
+            metavar="TYPE",
+            help="Type of the model: float32, bfloat16, float16 or auto. Gates are float32.",
+            rich_help_panel=MODEL,
+            show_default=False,
+        ),
+    ] = "auto",
+    gate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KIND",
+            help="mlp (the default) or linear.",
+            rich_help_panel=GATES,
+        ),
     ] = None,
-    steps: Annotated[
-        int | None, typer.Option(metavar="N", help="Optimizer steps. Default: 1000.")
-    ] = None,
-    tokens: Annotated[
-        int | None, typer.Option(metavar="N", help="Instead of --steps: about so many tokens.")
-    ] = None,
-    length: Annotated[
-        int | None,
-        typer.Option(metavar="TOKENS", help="Of a sequence, at most. Default: the paper's."),
-    ] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(metavar="N", help="Sequences at once, a device. Default: 1.")
-    ] = None,
-    accumulate: Annotated[
-        int | None, typer.Option(metavar="N", help="Batches of a step. Default: 4.")
-    ] = None,
-    lr: Annotated[
-        float | None, typer.Option(metavar="X", help="Learning rate of AdamW. Default: 2e-4.")
-    ] = None,
-    schedule: Annotated[
-        str | None, typer.Option(metavar="S", help="Of the learning rate: linear or cosine.")
-    ] = None,
-    weight_decay: Annotated[float | None, typer.Option(metavar="X", help="Of AdamW.")] = None,
-    warmup: Annotated[
-        int | None, typer.Option(metavar="N", help="Steps of warm-up. Default: 0.")
-    ] = None,
-    capacity: Annotated[
-        int | None,
-        typer.Option("--capacity", metavar="M", help="Tokens that a head may retain."),
-    ] = None,
-    capacity_weight: Annotated[
-        float | None, typer.Option(metavar="X", help="Weight of the capacity loss. Default: 1.")
-    ] = None,
-    capacity_reduce: Annotated[
-        str | None, typer.Option(metavar="R", help="Over heads, trimkv: mean (default) or sum.")
-    ] = None,
-    no_kl: Annotated[bool, typer.Option("--no-kl", help="Without the distillation loss.")] = False,
-    no_ntp: Annotated[bool, typer.Option("--no-ntp", help="Without the next-token loss.")] = False,
-    no_capacity: Annotated[
-        bool, typer.Option("--no-capacity", help="Without the capacity loss.")
-    ] = False,
-    reverse_kl: Annotated[
-        bool, typer.Option("--reverse-kl", help="Student to teacher instead of teacher to student.")
-    ] = False,
-    gate: Annotated[str | None, typer.Option(metavar="G", help="mlp (default) or linear.")] = None,
     gate_input: Annotated[
         str | None,
-        typer.Option("--input", metavar="I", help="What gates read: hidden (default) or kv."),
+        typer.Option(
+            "--input",
+            metavar="WHAT",
+            help="What gates read: hidden (the default) or kv.",
+            rich_help_panel=GATES,
+        ),
     ] = None,
     hidden_dim: Annotated[
-        int | None, typer.Option(metavar="N", help="Width of the MLP. Default: 512; locret 1024.")
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Width of the MLP. Default: 512; for locret 1024.",
+            rich_help_panel=GATES,
+        ),
     ] = None,
     gate_dim: Annotated[
-        int | None, typer.Option(metavar="N", help="What a tied readout reads. Default: 64.")
-    ] = None,
-    bias: Annotated[
-        float | None,
-        typer.Option(metavar="X", help="Where it starts. Default: 8; dbtrimkv 18."),
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Width of the input of a tied readout. Default: 64.",
+            rich_help_panel=GATES,
+        ),
     ] = None,
     tied: Annotated[
         bool | None,
-        typer.Option("--tied/--untied", help="One readout for all heads. Default: for dbtrimkv."),
+        typer.Option(
+            "--tied/--untied",
+            metavar=FLAG,
+            help="Use one readout for all heads. Default: only for dbtrimkv.",
+            rich_help_panel=GATES,
+        ),
+    ] = None,
+    bias: Annotated[
+        float | None,
+        typer.Option(
+            metavar="X",
+            help="Initial bias. Default: 8; for dbtrimkv 18.",
+            rich_help_panel=GATES,
+        ),
     ] = None,
     gating: Annotated[
         str | None,
-        typer.Option(metavar="G", help="additive (default), or multiplicative as TRIM-KV's Eq. 3."),
+        typer.Option(
+            metavar="KIND",
+            help="additive (the default), or multiplicative as in Eq. 3 of TRIM-KV.",
+            rich_help_panel=GATES,
+        ),
     ] = None,
-    text_column: Annotated[
-        str | None, typer.Option(metavar="C", help="Where a row's text stands.")
+    no_kl: Annotated[
+        bool,
+        typer.Option(
+            "--no-kl",
+            metavar=FLAG,
+            help="Leave out the distillation loss.",
+            rich_help_panel=LOSS,
+        ),
+    ] = False,
+    no_ntp: Annotated[
+        bool,
+        typer.Option(
+            "--no-ntp",
+            metavar=FLAG,
+            help="Leave out the next-token loss.",
+            rich_help_panel=LOSS,
+        ),
+    ] = False,
+    no_capacity: Annotated[
+        bool,
+        typer.Option(
+            "--no-capacity",
+            metavar=FLAG,
+            help="Leave out the capacity loss.",
+            rich_help_panel=LOSS,
+        ),
+    ] = False,
+    reverse_kl: Annotated[
+        bool,
+        typer.Option(
+            "--reverse-kl",
+            metavar=FLAG,
+            help="Use KL(student, teacher), not KL(teacher, student).",
+            rich_help_panel=LOSS,
+        ),
+    ] = False,
+    capacity: Annotated[
+        int | None,
+        typer.Option(
+            metavar="TOKENS",
+            help="Tokens that a head may retain.",
+            rich_help_panel=LOSS,
+        ),
     ] = None,
-    split: Annotated[
-        str | None, typer.Option(metavar="S", help="Of a hub data set. Default: train.")
+    capacity_weight: Annotated[
+        float | None,
+        typer.Option(
+            metavar="X",
+            help="Weight of the capacity loss. Default: 1.",
+            rich_help_panel=LOSS,
+        ),
     ] = None,
-    subset: Annotated[
-        str | None, typer.Option(metavar="S", help="Configuration of a hub data set.")
+    capacity_reduce: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOW",
+            help="Reduce the capacity loss over heads by mean (the default) or sum.",
+            rich_help_panel=LOSS,
+        ),
     ] = None,
-    seed: Annotated[
-        int | None, typer.Option(metavar="N", help="Of data and first weights. Default: 0.")
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Optimizer steps. Default: 1000.",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Train on about this many tokens. Replaces --steps.",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None,
+    length: Annotated[
+        int | None,
+        typer.Option(
+            metavar="TOKENS",
+            help="Maximum length of a sequence. Default: the paper's.",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Sequences per batch and device. Default: 1.",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None,
+    accumulate: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Batches per step. Default: 4.",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None,
+    lr: Annotated[
+        float | None,
+        typer.Option(
+            metavar="X",
+            help="Learning rate of AdamW. Default: 2e-4.",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None,
+    schedule: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KIND",
+            help="Schedule of the learning rate: linear, cosine or constant.",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None,
+    warmup: Annotated[
+        int | None,
+        typer.Option(
+            metavar="STEPS",
+            help="Warm-up steps. Default: 0.",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None,
+    weight_decay: Annotated[
+        float | None,
+        typer.Option(
+            metavar="X",
+            help="Weight decay of AdamW.",
+            rich_help_panel=TRAINING,
+        ),
     ] = None,
     checkpointing: Annotated[
         bool | None,
         typer.Option(
             "--checkpointing/--no-checkpointing",
-            help="Recompute activations in the backward pass: less memory. Default: on a GPU.",
+            metavar=FLAG,
+            help="Recompute activations to save memory. Default: on a GPU.",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Seed of the data and the initial weights. Default: 0.",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Folder of the gates. Default: the user's cache, where policies look.",
+            rich_help_panel=OUTPUT,
         ),
     ] = None,
     save_steps: Annotated[
-        int | None, typer.Option(metavar="N", help="Steps from checkpoint to checkpoint.")
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Steps between checkpoints.",
+            rich_help_panel=OUTPUT,
+        ),
     ] = None,
     log_steps: Annotated[
-        int | None, typer.Option(metavar="N", help="Steps from line to line of the log.")
-    ] = None,
-    device: Annotated[
-        str, typer.Option(metavar="D", help="cpu, cuda, cuda:1 or auto (the default).")
-    ] = "auto",
-    dtype: Annotated[
-        str,
-        typer.Option(metavar="D", help="Of the model: float32, bfloat16 or auto. Gates: float32."),
-    ] = "auto",
-    revision: Annotated[
-        str | None, typer.Option(metavar="R", help="Branch, tag or commit of a hub model.")
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Steps between lines of the log.",
+            rich_help_panel=OUTPUT,
+        ),
     ] = None,
     resume: Annotated[
         bool,
         typer.Option(
-            "--resume/--fresh", help="Go on where the same training stopped, or begin anew."
+            "--resume/--fresh",
+            metavar=FLAG,
+            help="Continue an earlier training (the default), or start again.",
+            rich_help_panel=OUTPUT,
+            show_default=False,
         ),
     ] = True,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what would be done; do nothing.")
-    ] = False,
+    dry_run: DryRun = False,
 ) -> None:
-    """Train the gates of trimkv, dbtrimkv or locret; the model itself stays as it is."""
-    from rich.console import Console
+    """Train the gates of trimkv, dbtrimkv or locret. The model itself does not change.
 
-    from kvbench.progress import reporter
+    The same command continues a training after an interruption.
+    """
     from kvbench.training.command import plan, train
 
     given = {
@@ -204,41 +391,39 @@ def gates(
     if dry_run:
         print("\n".join(planned.lines()))
         return
-    progress = reporter(Console(stderr=True))
     note = f"checkpoints are kept in {planned.out}, and the same command (without --fresh)"
-    with _stopping(progress, f"{note} goes on from the last of them"):
-        for line in train(planned, progress, fresh=not resume):
-            print(line)
+    with _progress(f"{note} continues from the last one") as told:
+        lines = train(planned, told, fresh=not resume)
+    for line in lines:
+        print(line)
 
 
 @app.command()
 def ablations(
     tables: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[TABLE]...", help="Which tables of the recipe. Default: all."),
+        typer.Argument(metavar="TABLE...", help="Tables of the recipe. Default: all."),
     ] = None,
     recipe: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE.yaml",
-            help="What is trained, evaluated and compared. Default: the ablations of the papers of "
+            help="What to train, evaluate and compare. Default: the ablations in the papers of "
             "TRIM-KV and DBTrimKV, on the reference model.",
         ),
     ] = None,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Gates, runs and tables.")] = Path(
-        "results/ablations"
-    ),
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Folder of gates, runs and tables.")
+    ] = Path("results/ablations"),
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what would be done; do nothing.")
+        bool,
+        typer.Option("--dry-run", metavar=FLAG, help="Show what would be done; do nothing."),
     ] = False,
 ) -> None:
-    """Train variants of gates and evaluate them on the same questions: a table an ablation.
+    """Train variants of gates and compare them on the same questions: a table per ablation.
 
-    The same command goes on where it stopped.
+    The same command continues after an interruption.
     """
-    from rich.console import Console
-
-    from kvbench.progress import reporter
     from kvbench.training.ablations.recipe import PAPERS, read
     from kvbench.training.ablations.run import ablate, describe
 
@@ -247,21 +432,21 @@ def ablations(
     if dry_run:
         print("\n".join(describe(found, chosen, out)))
         return
-    progress = reporter(Console(stderr=True))
-    with _stopping(progress, f"the same command goes on with what {out} holds"):
-        for path in ablate(found, chosen, out, progress):
+    with _progress(f"the same command continues with what {out} holds") as told:
+        for path in ablate(found, chosen, out, told):
             print(path.read_text(encoding="utf-8"))
             print(f"wrote {path}", file=sys.stderr)
 
 
 @contextmanager
-def _stopping(progress: Reporter, note: str) -> Iterator[None]:
-    """End the progress whatever happens; after Ctrl-C say how to go on."""
+def _progress(note: str) -> Iterator[Reporter]:
+    """Show the progress; after Ctrl-C, tell the user how to continue."""
+    told = progress()
     try:
-        yield
+        yield told
     except KeyboardInterrupt:
-        progress.stop()
-        print(f"kvbench: stopped; {note}", file=sys.stderr)
+        told.stop()
+        complain(f"stopped; {note}")
         raise typer.Exit(INTERRUPTED) from None
     finally:
-        progress.stop()
+        told.stop()

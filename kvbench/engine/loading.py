@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from kvbench.errors import UserError, out_of_memory
 from kvbench.named import resolve_model
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_REPORT = re.compile(r"For details look at .*above report!?")
 _SHOWN = 3
 """Names of tensors that an error message shows at most."""
 
@@ -150,6 +152,8 @@ def _first_lines(error: Exception) -> str:
     if not lines:
         return type(error).__name__
     text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    # transformers logs its report, which kvbench silences, so nothing is "above".
+    text = _REPORT.sub("", text).strip()
     plain = isinstance(error, (OSError, ValueError, ImportError))
     return text if plain else f"{type(error).__name__}: {text}"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvbench import registry
 from kvbench.benchmark import Benchmark
-from kvbench.errors import UserError, nearest
+from kvbench.errors import UserError, unknown
 from kvbench.harness.own import own_benchmark
 
 
@@ -54,6 +54,5 @@ def resolve_task(spec: str) -> list[tuple[str, Benchmark]]:
         if spec in group.subsets:
             return [(leaf, group) for leaf in group.subsets[spec]]
     parts = (part for group in loaded.values() for part in (*group.leaves, *group.subsets))
-    known = {*loaded, *parts}
-    hint = nearest(spec, known) or f"; there are {', '.join(sorted(known)) or 'none'}"
-    raise UserError("; ".join([f"unknown task {spec!r}{hint}", *failed]))
+    error = unknown("task", spec, sorted({*loaded, *parts}), "kvbench list tasks")
+    raise UserError("; ".join([str(error), *failed]))

@@ -138,10 +138,7 @@ def _render(settings: TaskSettings) -> chat.Render | None:
 
 def _no_prompts(bench: Benchmark, lexicon: str) -> str:
     if lexicon == "reference":
-        return (
-            f"the reference model cannot read {bench.name} because it knows only its own 900 "
-            "words; use --model with a real model"
-        )
+        return "the reference model knows only its own 900 words; use --model with a real model"
     known = ", ".join(bench.lexicons)
     return f"{bench.name} has no prompts in the lexicon {lexicon!r}; it has {known}"
 

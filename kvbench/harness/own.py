@@ -20,6 +20,12 @@ from kvbench.harness.rows import complete, read_rows
 
 _MAX_NEW_TOKENS = 128
 _REQUIRED = ("context", "question", "answers")
+_OTHERWISE = {
+    "context": ("document", "passage", "prompt", "text"),
+    "question": ("input", "query", "instruction"),
+    "answers": ("outputs", "output", "answer", "targets", "target", "references", "reference"),
+}
+"""What other data sets call the required keys."""
 _KEYS = (*_REQUIRED, "metric", "max_new_tokens", "until")
 
 
@@ -100,8 +106,11 @@ def _filled(value: object) -> bool:
 
 
 def _spelt(name: str, row: dict[str, Any]) -> str:
-    hint = nearest(name, map(str, row), n=1)
-    return hint.replace("did you mean", "it has").rstrip("?") if hint else ""
+    other = next((key for key in _OTHERWISE.get(name, ()) if key in row), "")
+    if not other:
+        near = nearest(name, map(str, row), n=1)
+        other = near.removeprefix("; did you mean ").removesuffix("?")
+    return f"; rename {other!r} to {name!r}" if other else ""
 
 
 # --- metrics --------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from kvbench.harness import catalogue
 from kvbench.moments import Moment, Timing
 from kvbench.plugin import Policy
 from kvbench.runs.cell import FULL_BUDGET, Variant
+from kvbench.runs.folders import default_folder
 from kvbench.runs.generation import GenerationFlags
 from kvbench.runs.values import READERS, read_yaml
 from kvbench.spelling import policy as kvbench_policy
@@ -52,7 +53,7 @@ class Grid:
         lengths: Tokens of prompt and answer.
         samples: Samples per task.
         seed: Seed of data and policy noise.
-        out: Folder of the run; None for `results/<digest>`.
+        out: Folder of the run; None for `kvbench.runs.folders.default_folder`.
         device: A torch device or "auto".
         dtype: "auto", "float32", "bfloat16" or "float16".
         batch_size: Rows decoded together, or "auto".
@@ -196,10 +197,12 @@ class Grid:
         names = [field.name for field in fields(GenerationFlags)]
         return GenerationFlags(**{name: getattr(self, name) for name in names})
 
-    @property
+    @functools.cached_property
     def path(self) -> Path:
         """The folder of the run."""
-        return Path(self.out) if self.out else Path("results") / self.digest
+        if self.out:
+            return Path(self.out)
+        return default_folder(self.digest, self.models, self.tasks, self.policies)
 
     @functools.cached_property
     def built_policies(self) -> tuple[Policy, ...]:

@@ -96,6 +96,11 @@ def plan(grid: Grid, say: Say) -> Plan:
     leaves = grid.leaves()
     if not variants:
         raise UserError("nothing to run: no policy is left after --no-full")
+    if any(budget.tokens == 1 for budget in grid.parsed_budgets):
+        say(
+            "budget 1 keeps 1 entry per KV head; use 1.0 or full to keep everything, or a fraction "
+            "such as 0.2"
+        )
     planner = _Planner(grid, say, leaves, variants, Judges(grid.judge, say))
     stages = [planner.stage(name) for name in grid.models]
     if not any(stage.jobs for stage in stages):
@@ -292,9 +297,23 @@ class _Planner:
             if name not in self._said:
                 by_reason.setdefault(reason, []).append(name)
         self._said.update(self.left_out)
-        for reason, names in by_reason.items():
+        for reason, left in by_reason.items():
+            names = self._by_group(left)
             verb = "is" if len(names) == 1 else "are"
             self.say(f"{', '.join(names)} {verb} left out: {reason}")
+
+    def _by_group(self, names: list[str]) -> list[str]:
+        """Names of policies and tasks, a group instead of its tasks if all of them are included."""
+        chosen: dict[str, list[str]] = {}
+        for leaf, benchmark in self.leaves:
+            chosen.setdefault(benchmark.name, []).append(leaf)
+        whole = {
+            leaf: group
+            for group, leaves in chosen.items()
+            if len(leaves) > 1 and set(leaves) <= set(names)
+            for leaf in leaves
+        }
+        return list(dict.fromkeys(whole.get(name, name) for name in names))
 
 
 def _model_facts(grid: Grid, name: str) -> _Model:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from rich.console import Console
 
 from kvbench.errors import UserError, out_of_memory, reason_of
 from kvbench.judge.choosing import check_judges
@@ -25,6 +24,7 @@ from kvbench.runs.planning import Job, Say, Stage, plan
 from kvbench.runs.results import frames
 from kvbench.runs.store import GRID, RunStore, load_frames
 from kvbench.runs.worker import Worker, loaded_model
+from kvbench.terminal import console
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ def run(grid: Grid | Mapping[str, Any] | str | Path, *, progress: bool = True) -
 
     Args:
         grid: A `Grid`, its dictionary, or the path of its YAML file.
-        progress: Whether to show the progress on stderr.
+        progress: Whether to show the progress, and why tasks are left out, on stderr. The reasons
+            are also in `Run.left_out`.
 
     Raises:
         UserError: Something in the grid is unknown or out of range.
@@ -64,7 +65,7 @@ def run(grid: Grid | Mapping[str, Any] | str | Path, *, progress: bool = True) -
         raise UserError(
             f"{type(grid).__name__} is not a grid; give a Grid, a dict or the path of a YAML file"
         )
-    reporter = terminal_reporter(Console(stderr=True)) if progress else Silent()
+    reporter = terminal_reporter(console(stderr=True)) if progress else Silent()
     try:
         return execute(grid, reporter)
     finally:

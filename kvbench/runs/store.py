@@ -26,6 +26,7 @@ RESPONSES = "responses.jsonl"
 GRID = "grid.yaml"
 CELLS = "cells.parquet"
 SAMPLES = "samples.parquet"
+LOCK = ".lock"
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,7 @@ class RunStore:
                 )
 
     def _take_lock(self) -> None:
-        path = self.path / ".lock"
+        path = self.path / LOCK
         self._lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvbench.errors import UserError, nearest
 from kvbench.progress import Reporter, Silent
 from kvbench.registry import TRAINERS, get
-from kvbench.training.folder import CHECKPOINTS, MADE, PICTURE, claim, wanted_of
+from kvbench.training.folder import CHECKPOINTS, MADE, PICTURE, check_same, claim, wanted_of
 
 if TYPE_CHECKING:
     import torch
@@ -250,14 +250,16 @@ def train(planned: Plan, reporter: Reporter, *, fresh: bool = False) -> list[str
 
     _quiet_libraries()
     wanted = wanted_of(planned)
-    if os.environ.get("RANK", "0") == "0":
-        claim(planned.out, wanted, fresh)
-    else:  # one of torchrun's others: the first does the talking
+    if os.environ.get("RANK", "0") != "0":  # one of torchrun's others: the first does the talking
         reporter = Silent()
-    return _trained(planned, wanted, reporter)
+    elif not fresh:
+        check_same(planned.out, wanted)
+    return _trained(planned, wanted, reporter, fresh)
 
 
-def _trained(planned: Plan, wanted: Mapping[str, Any], reporter: Reporter) -> list[str]:
+def _trained(
+    planned: Plan, wanted: Mapping[str, Any], reporter: Reporter, fresh: bool
+) -> list[str]:
     import torch
 
     from kvbench import reference
@@ -296,6 +298,9 @@ def _trained(planned: Plan, wanted: Mapping[str, Any], reporter: Reporter) -> li
         gates = method.build(model_info(network), config, settings)
     student = Student(network, gates, method, settings)
     args = arguments(settings, out / CHECKPOINTS, planned.device)
+    with args.main_process_first(local=False):
+        if os.environ.get("RANK", "0") == "0":
+            claim(out, wanted, fresh)
     pad = tokenizer.pad_token_id
     trainer = GateTrainer(student, args, data, out, 0 if pad is None else int(pad))
     trainer.add_callback(Told(reporter))

@@ -49,17 +49,21 @@ def finished(planned: Plan) -> bool:
         return False
 
 
-def claim(out: Path, wanted: Mapping[str, Any], fresh: bool) -> None:
-    """Begin the folder, or see that it holds the same training."""
-    from kvbench.training.trainer import LOG
+def check_same(out: Path, wanted: Mapping[str, Any]) -> None:
+    """Refuse a folder that holds another training, unless that has left nothing to lose.
+
+    Args:
+        out: The folder.
+        wanted: All that can change the gates, from `wanted_of`.
+
+    Raises:
+        UserError: The folder holds gates or checkpoints of another training.
+    """
+    from kvbench.training.trainer import COMPLETE
 
     path = out / RUN
-    if fresh:
-        shutil.rmtree(out / CHECKPOINTS, ignore_errors=True)
-        for name in (RUN, LOG, PICTURE):
-            with suppress(OSError):
-                (out / name).unlink()
-    if path.is_file():
+    valuable = (out / MADE).exists() or any((out / CHECKPOINTS).glob(f"*/{COMPLETE}"))
+    if path.is_file() and valuable:
         try:
             before = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -71,7 +75,27 @@ def claim(out: Path, wanted: Mapping[str, Any], fresh: bool) -> None:
                 f"{out} holds a training with {k}={before.get(k)} and not {wanted.get(k)}: another "
                 "--out would be right, or --fresh, which throws it away"
             )
-        return
+
+
+def claim(out: Path, wanted: Mapping[str, Any], fresh: bool) -> None:
+    """Begin the folder, or continue the same training in it.
+
+    Called only once everything that can be wrong has been checked: a start that fails must not
+    keep a corrected one out of its folder.
+
+    Raises:
+        UserError: The folder holds another training, or cannot be written.
+    """
+    from kvbench.training.trainer import LOG
+
+    path = out / RUN
+    if fresh:
+        shutil.rmtree(out / CHECKPOINTS, ignore_errors=True)
+        for name in (RUN, LOG, PICTURE):
+            with suppress(OSError):
+                (out / name).unlink()
+    else:
+        check_same(out, wanted)
     try:
         out.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(f".{os.getpid()}")

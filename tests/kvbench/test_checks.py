@@ -79,6 +79,18 @@ def test_a_score_of_the_wrong_shape(tmp_path: Path) -> None:
     assert "not [B, H, n] [3, 2, 61]" in detail
 
 
+@pytest.mark.parametrize(
+    ("cast", "kind"),
+    [("long()", "int64"), ("bool()", "bool"), ("to(torch.complex64)", "complex64")],
+)
+def test_a_score_that_is_not_floating_point(tmp_path: Path, cast: str, kind: str) -> None:
+    body = f"def mine(v):\n    return v.value.float().norm(dim=-1).{cast}\n"
+    results = check(tmp_path, body, "mine")
+    assert results["scores are finite and inputs untouched"].detail == (
+        f"scores of layer 0 are {kind}, not floating-point; convert them, for example with .float()"
+    )
+
+
 def test_a_score_that_sees_padding(tmp_path: Path) -> None:
     body = (
         "def mine(v):\n    return (v.value.float() - v.value.float().mean(2, True)).norm(dim=-1)\n"

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvbench import cli
+from kvbench.engine import loading
 from kvbench.engine.loading import load_config, load_model, load_tokenizer
 from kvbench.errors import UserError
 from kvbench.named import model_digest
@@ -152,3 +153,24 @@ def test_the_command_exits_with_2(folder: Path, capsys: pytest.CaptureFixture[st
     out = str(folder.parent / "run")
     assert cli.call(["run", *flags, "--model", str(folder), "--out", out]) == 2
     assert "lacks weights of the model" in capsys.readouterr().err
+
+
+def test_a_model_without_a_tokenizer_is_refused_in_one_line(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    assert cli.call(["run", "--policy", "knorm", "--task", "vt", "--model", str(folder)]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert f"model {folder} has no usable tokenizer" in said
+    assert "tokenizer.json" in said
+
+
+def test_no_message_points_to_a_report_that_is_not_shown() -> None:
+    told = (
+        "We could not convert the weights. For details look at the `X` entries of the above report!"
+    )
+    assert loading._first_lines(RuntimeError(told)) == (
+        "RuntimeError: We could not convert the weights."
+    )

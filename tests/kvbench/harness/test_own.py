@@ -77,7 +77,14 @@ def test_fewer_samples_are_the_first_rows_and_the_hash_is_the_content(
     [
         ("{", "2: not JSON"),
         ([1], "2: must be an object"),
-        ({"context": "x", "question": "y", "anwser": "z"}, "'answers' is missing; it has anwser"),
+        (
+            {"context": "x", "question": "y", "anwser": "z"},
+            "'answers' is missing; rename 'anwser' to 'answers'",
+        ),
+        (
+            {"context": "x", "question": "y", "outputs": ["z"]},
+            "'answers' is missing; rename 'outputs' to 'answers'",
+        ),
         ({**GOOD, "context": 3}, "'context' must be a text"),
         ({**GOOD, "question": " "}, "'question' must be a text that is not empty"),
         ({**GOOD, "answers": []}, "'answers' must be"),

@@ -257,7 +257,7 @@ def test_a_task_without_prompts_for_the_model_is_left_out(
     bpe_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     made = bench(tmp_path, ROWS, lexicons=("natural",), sized=True)
-    with pytest.raises(LeftOut, match="the reference model cannot read toy"):
+    with pytest.raises(LeftOut, match="the reference model knows only its own 900 words"):
         load(made, bpe_tokenizer, tmp_path, lexicon="reference")
     found = catalogue.resolve_task
     monkeypatch.setattr(

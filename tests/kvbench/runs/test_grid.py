@@ -179,9 +179,7 @@ def test_all_else_changes_the_digest(changes: dict[str, Any]) -> None:
     assert Grid.from_dict({**MINE, **changes}).digest != Grid.from_dict(MINE).digest
 
 
-def test_the_folder_is_the_digest_or_what_is_given() -> None:
-    grid = Grid.from_dict(MINE)
-    assert grid.path == Path("results") / grid.digest
+def test_the_folder_is_what_is_given() -> None:
     assert Grid.from_dict({**MINE, "out": "there"}).path == Path("there")
 
 

@@ -51,6 +51,37 @@ def _train(*args: Any, fresh: bool = False, **kwargs: Any) -> list[str]:
     return train(_plan(*args, **kwargs), Silent(), fresh=fresh)
 
 
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"lr": -1.0},
+        {"schedule": "zigzag"},
+        {"column": "missing"},
+        {"data": "nowhere.jsonl"},
+    ],
+)
+def test_a_start_that_fails_does_not_spoil_its_folder(
+    llama_folder: str, rows: str, tmp_path: Path, bad: dict[str, Any]
+) -> None:
+    out = tmp_path / "gates"
+    wrong = dict(bad)
+    with pytest.raises(UserError):
+        _train(llama_folder, wrong.pop("data", rows), out, **wrong)
+    _train(llama_folder, rows, out)
+    assert (out / "gates.json").is_file()
+    assert len((out / "training.jsonl").read_text().splitlines()) == SMALL["steps"]
+
+
+def test_a_training_that_ended_before_its_first_checkpoint_keeps_no_folder(
+    llama_folder: str, rows: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "gates"
+    (out / "checkpoints" / "checkpoint-1").mkdir(parents=True)  # torn: it lacks the last file
+    (out / "training.json").write_text('{"lr": 5}')
+    _train(llama_folder, rows, out)
+    assert json.loads((out / "training.json").read_text())["lr"] == SMALL["lr"]
+
+
 @pytest.mark.parametrize("policy", ["trimkv", "dbtrimkv", "locret"])
 def test_gates_log_and_picture_are_written(
     llama_folder: str, rows: str, tmp_path: Path, policy: str

@@ -1,0 +1,337 @@
+"""`kvbench run` and `kvbench report`. What is heavy is imported inside the commands."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvbench.cli import complete
+from kvbench.cli.options import (
+    ANSWERS,
+    CACHE,
+    FLAG,
+    MODEL,
+    OUTPUT,
+    PROMPTS,
+    WHAT,
+    AsJson,
+    Budgets,
+    Device,
+    DeviceMap,
+    Dtype,
+    Lengths,
+    MaxNewTokens,
+    Models,
+    Names,
+    Policies,
+    Quantization,
+    Quiet,
+    Repeats,
+    Revision,
+    Seed,
+    Tasks,
+    Temperature,
+    Template,
+    Thinking,
+    TopK,
+    TopP,
+    Truncate,
+)
+from kvbench.cli.screen import FAILED, INTERRUPTED, complain, console, print_json, progress
+from kvbench.errors import UserError
+from kvbench.progress import Reporter, Silent
+
+if TYPE_CHECKING:
+    from kvbench.runs.grid import Grid
+    from kvbench.runs.runner import Run
+
+
+def run(
+    policy: Policies = None,
+    task: Tasks = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Read the options from a YAML file. Flags take precedence.",
+            rich_help_panel=WHAT,
+        ),
+    ] = None,
+    model: Models = None,
+    revision: Revision = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    device_map: DeviceMap = None,
+    quantization: Quantization = None,
+    batch_size: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N",
+            help="Rows decoded together, or auto (the default).",
+            rich_help_panel=MODEL,
+        ),
+    ] = None,
+    attn: Annotated[str | None, typer.Option(metavar="A", hidden=True)] = None,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Per task. A larger number extends a run. Default: 50.",
+            rich_help_panel=PROMPTS,
+        ),
+    ] = None,
+    length: Lengths = None,
+    truncate: Truncate = None,
+    chat_template: Template = None,
+    seed: Seed = None,
+    max_new_tokens: MaxNewTokens = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    repeats: Repeats = None,
+    thinking: Thinking = None,
+    judge: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WHO",
+            help="For tasks that need a judge: endpoint (KVBENCH_JUDGE_URL), local (compares "
+            "words; for tests) or auto (the default: endpoint if it is set).",
+            rich_help_panel=ANSWERS,
+        ),
+    ] = None,
+    budget: Budgets = None,
+    moment: Annotated[
+        Names,
+        typer.Option(
+            metavar="WHEN",
+            help="When to compress, with commas. context: before the question (the default); "
+            "question: after it; decode: during the answer; chunked or chunked:512: after each "
+            "chunk of the prompt; turns: before each turn of a dialogue.",
+            autocompletion=complete.moments,
+            rich_help_panel=CACHE,
+        ),
+    ] = None,
+    full: Annotated[
+        bool | None,
+        typer.Option(
+            "--full/--no-full",
+            metavar=FLAG,
+            help="Also run the full cache, to compare with. Default: yes.",
+            rich_help_panel=CACHE,
+        ),
+    ] = None,
+    out: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="Folder of the results. Default: results/MODEL-TASK-POLICY-HASH.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    fresh: Annotated[
+        bool,
+        typer.Option(
+            "--fresh",
+            metavar=FLAG,
+            help="Discard an earlier run in the folder.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            metavar=FLAG,
+            help="Show cells, samples and an estimate; run nothing.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = False,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run every combination of policy, budget, model and task, and score it.
+
+    Options that say "with commas" take several values: --budget 0.1,0.2.
+
+    The same command continues a run after an interruption.
+    """
+    given: dict[str, Any] = {
+        "policies": policy,
+        "budgets": budget,
+        "models": model,
+        "tasks": task,
+        "moments": moment,
+        "lengths": length,
+        "samples": samples,
+        "seed": seed,
+        "out": out,
+        "device": device,
+        "dtype": dtype,
+        "attn": attn,
+        "batch_size": batch_size,
+        "revision": revision,
+        "device_map": device_map,
+        "quantization": quantization,
+        "chat_template": chat_template,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "repeats": repeats,
+        "max_new_tokens": max_new_tokens,
+        "thinking": thinking,
+        "truncate": truncate,
+        "full": full,
+        "judge": judge,
+    }
+    if as_json and dry_run:
+        raise UserError("--json and --dry-run exclude each other; give only one")
+    if quiet:
+        warnings.simplefilter("ignore")
+    told = Silent() if quiet else progress()
+    try:
+        told.busy(f"loading model {', '.join(model or ['reference'])}" if not config else "loading")
+        # With --json nothing else may appear on stdout, not even what a user's policy prints.
+        with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+            grid = _grid(config, given)
+            done = _execute(grid, told, fresh=fresh, dry_run=dry_run)
+    finally:
+        told.stop()
+    if done is None:
+        return
+    if as_json:
+        print_json(_as_json(done))
+    else:
+        _show(done, quiet=quiet)
+    failed = done.cells[done.cells["status"] != "ok"]
+    if len(failed):
+        complain(f"{len(failed)} of {len(done.cells)} cells failed: {failed.iloc[0]['error']}")
+        raise typer.Exit(FAILED)
+
+
+def _grid(config: Path | None, given: dict[str, Any]) -> Grid:
+    """The grid of the flags that were given, over that of a file."""
+    from kvbench.runs.grid import Grid
+
+    explicit = {name: value for name, value in given.items() if value is not None}
+    return Grid.from_yaml(config, explicit) if config else Grid.from_dict(explicit)
+
+
+def _execute(grid: Grid, told: Reporter, *, fresh: bool, dry_run: bool) -> Run | None:
+    """Run a grid, or describe it and return None."""
+    from kvbench.runs.runner import describe, execute
+
+    if dry_run:
+        lines = describe(grid, told.message, fresh=fresh)
+        told.stop()
+        for line in lines:
+            print(line)
+        return None
+    try:
+        return execute(grid, reporter=told, fresh=fresh)
+    except KeyboardInterrupt:
+        told.stop()
+        complain(
+            f"stopped; completed responses are kept in {grid.path}, and the same command (without "
+            "--fresh) continues from there"
+        )
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def _show(done: Run, *, quiet: bool) -> None:
+    """Print the table of a run and where its files are; only the folder if quiet."""
+    if quiet:
+        print(done.path)
+        return
+    from kvbench.report.terminal import run_table
+
+    console().print(run_table(done.cells, done.samples))
+    names = [p.name for p in sorted(done.path.iterdir()) if p.is_file() and p.name[0] != "."]
+    print(f"wrote {done.path}: {', '.join(names)}")
+    print(f"figures: kvbench report {done.path}")
+
+
+def _as_json(done: Run) -> dict[str, Any]:
+    return {
+        "path": str(done.path),
+        "cells": _rows(done.cells),
+        "failed": dict(done.failed),
+        "left_out": dict(done.left_out),
+    }
+
+
+def _rows(frame: Any) -> list[dict[str, Any]]:
+    """The rows of a data frame as JSON can hold them: what is not a finite number is null."""
+    import json
+
+    rows: list[dict[str, Any]] = json.loads(frame.to_json(orient="records", double_precision=15))
+    return rows
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.")],
+    against: Annotated[
+        Names,
+        typer.Option(
+            metavar="NAME",
+            help="Also compare every policy with this one at the same budget, question by "
+            "question. Takes several, with commas.",
+            autocompletion=complete.policies,
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Folder of the report. Default: report/ in the first run."
+        ),
+    ] = None,
+    quiet: Annotated[
+        bool,
+        typer.Option(
+            "--quiet", metavar=FLAG, help="Print only errors and the path of the summary."
+        ),
+    ] = False,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", metavar=FLAG, help="Print cells, means and comparisons as JSON."),
+    ] = False,
+) -> None:
+    """Show the tables of runs; write Pareto fronts and a summary."""
+    from kvbench.report import against as pairs
+    from kvbench.report import render
+    from kvbench.report.outputs import terminal
+    from kvbench.report.overall import group_means
+    from kvbench.report.terminal import run_table
+    from kvbench.report.text import slug
+    from kvbench.runs.store import load_frames
+
+    if quiet:
+        warnings.simplefilter("ignore")
+    cells, samples = load_frames(runs)
+    bases = [name for text in against or [] for name in text.split(",") if name]
+    held = [(base, pairs.differences(cells, samples, base)) for base in bases]
+    shown = not quiet and not as_json
+    if shown:
+        console().print(run_table(cells, samples))
+    folder = out or runs[0] / "report"
+    written = render(cells, samples, folder)
+    for base, found in held:
+        if shown:
+            for table in pairs.tables(found, base):
+                console().print(terminal(table))
+        written.append(pairs.write(found, base, folder / f"against-{slug(base)}.md"))
+    if as_json:
+        print_json(
+            {
+                "files": [str(path) for path in written],
+                "cells": _rows(cells),
+                "means": _rows(group_means(cells, samples)),
+                "against": {base: _rows(found) for base, found in held},
+            }
+        )
+    for path in [] if as_json else written[: 1 if quiet else None]:
+        print(path if quiet else f"wrote {path}")

@@ -1,0 +1,222 @@
+"""The folders of runs: how one is named, where an earlier one is, and what each holds."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import yaml
+
+from kvbench.errors import UserError
+from kvbench.runs.store import CELLS, GRID, LOCK, RESPONSES
+
+RESULTS = "results"
+"""Folder of all runs that are given no other."""
+
+_HASH = 8
+"""Hex digits of a grid's digest in the name of its folder."""
+_SHOWN = 2
+_WIDTH = 20
+_DEPTH = 4
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+def default_folder(
+    digest: str, models: Sequence[str], tasks: Sequence[str], policies: Sequence[str]
+) -> Path:
+    """The folder of a run that is given none.
+
+    Args:
+        digest: Digest of the grid.
+        models: The grid's models.
+        tasks: The grid's tasks.
+        policies: The grid's policies.
+
+    Returns:
+        The folder of an earlier run of the same grid if there is one, whether it is named after the
+        digest alone, as by earlier versions, or ends in the first digits of it. Otherwise
+        `results/MODEL-TASK-POLICY-HASH`.
+    """
+    root = Path(RESULTS)
+    if (root / digest).is_dir():
+        return root / digest
+    short = digest[:_HASH]
+    name = "-".join([*(_names(part) for part in (models, tasks, policies)), short])
+    if not (root / name).is_dir():
+        earlier = sorted(p for p in root.glob(f"*-{short}") if (p / GRID).is_file())
+        if earlier:
+            return earlier[0]
+    return root / name
+
+
+def _names(spellings: Iterable[str]) -> str:
+    """A few names, short enough for a folder: `snapkv+h2o+3`."""
+    names = list(dict.fromkeys(map(_name, spellings)))
+    more = [str(len(names) - _SHOWN)] if len(names) > _SHOWN else []
+    return "+".join([*names[:_SHOWN], *more])
+
+
+def _name(spelling: str) -> str:
+    """The name in a spelling: `snapkv:window=64` has `snapkv`, `./a.py:Mine` has `Mine`."""
+    file, mark, rest = spelling.partition(".py:")
+    name = (rest if mark else file).partition(":")[0].rstrip("/")
+    name = name.rpartition("/")[2].removesuffix(".jsonl").removesuffix(".py")
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", name).strip("._-")[:_WIDTH] or "run"
+
+
+# --- what a folder holds --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """A run as `kvbench list runs` shows it.
+
+    Attributes:
+        path: Its folder.
+        date: When it was last written, as ISO 8601 without a time zone.
+        models: Its models.
+        policies: Its policies.
+        tasks: Its tasks.
+        ok: Cells that have a score.
+        failed: Cells that have none.
+        state: "finished", "running", "stopped" (the same command continues it) or "broken".
+        problem: Why it is broken, or an empty string.
+    """
+
+    path: str
+    date: str
+    models: list[str]
+    policies: list[str]
+    tasks: list[str]
+    ok: int
+    failed: int
+    state: str
+    problem: str = ""
+
+
+def find_runs(root: Path) -> list[RunSummary]:
+    """The runs in a folder and in the folders in it, the newest first.
+
+    Args:
+        root: Where to look.
+
+    Raises:
+        UserError: There is no such folder.
+    """
+    if not root.is_dir():
+        raise UserError(f"{root} is not a folder; name one that holds runs")
+    found = [summarise(folder) for folder in _folders(root)]
+    return sorted(found, key=lambda run: (run.date, run.path), reverse=True)
+
+
+def _folders(root: Path) -> Iterator[Path]:
+    for path, folders, files in os.walk(root):
+        if {GRID, RESPONSES, CELLS} & set(files):
+            folders.clear()
+            yield Path(path)
+        elif len(Path(path).relative_to(root).parts) >= _DEPTH:
+            folders.clear()
+
+
+def summarise(folder: Path) -> RunSummary:
+    """What a run's folder holds. A damaged folder is described, never refused.
+
+    Args:
+        folder: The folder.
+    """
+    grid, problem = _grid(folder / GRID)
+    cells: list[str] = []
+    if (folder / CELLS).exists():
+        try:
+            table = pq.read_table(folder / CELLS, columns=["status"])
+            cells = table.column("status").to_pylist()
+        except (OSError, ValueError, KeyError, pa.ArrowException) as error:
+            problem = problem or f"{CELLS}: {_line(error)}"
+    state = "finished" if _tables_are_newest(folder) else "stopped"
+    if _locked(folder):
+        state = "running"
+    ok = cells.count("ok")
+    return RunSummary(
+        path=str(folder),
+        date=_date(folder),
+        models=_strings(grid.get("models")),
+        policies=_strings(grid.get("policies")),
+        tasks=_strings(grid.get("tasks")),
+        ok=ok,
+        failed=len(cells) - ok,
+        state="broken" if problem else state,
+        problem=problem,
+    )
+
+
+def _grid(path: Path) -> tuple[dict[str, Any], str]:
+    """The grid as it was written, and what is wrong with it."""
+    try:
+        grid = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}, f"{GRID} is missing"
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        return {}, f"{GRID}: {_line(error)}"
+    if not isinstance(grid, dict):
+        return {}, f"{GRID} is not a grid"
+    return grid, ""
+
+
+def _tables_are_newest(folder: Path) -> bool:
+    """Whether the tables were written after the responses: a run writes them when it ends."""
+    try:
+        written = (folder / CELLS).stat().st_mtime_ns
+        return all(
+            written >= path.stat().st_mtime_ns
+            for path in (folder / GRID, folder / RESPONSES)
+            if path.exists()
+        )
+    except OSError:
+        return False
+
+
+def _locked(folder: Path) -> bool:
+    """Whether a run has the folder open."""
+    try:
+        lock = os.open(folder / LOCK, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(lock)
+    return False
+
+
+def _date(folder: Path) -> str:
+    times = []
+    for name in (GRID, RESPONSES, CELLS):
+        try:
+            times.append((folder / name).stat().st_mtime)
+        except OSError:
+            continue
+    return datetime.fromtimestamp(max(times, default=0)).isoformat(" ", "minutes")
+
+
+def _strings(value: object) -> list[str]:
+    if isinstance(value, list):
+        return [str(item) for item in value]
+    return [] if value is None else [str(value)]
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:120] or type(error).__name__

@@ -1,0 +1,209 @@
+"""One filter for everything that is written to a terminal, a pipe or a log.
+
+Names and messages come from models, plugins and files. Printed as they are, they could move the
+cursor, recolour the screen or hide text, and some terminals cannot show all of their characters.
+`filtered` puts a `Stream` in front of stdout and stderr, and `console` makes a rich console that
+cleans what it renders; both use `printable`.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from typing import IO, Any, TextIO, cast
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+_UNSAFE = re.compile(r"[^ -~\n\t]")
+_PROGRESS = re.compile(r"(?:\r|(?:\x1b\[A)+|\n+(?:\x1b\[A)*)")
+"""What tqdm, in which the hub's client shows downloads, writes before a line."""
+
+_FALLBACKS = {
+    "\N{MINUS SIGN}": "-",
+    "\N{EN DASH}": "-",
+    "\N{EM DASH}": "-",
+    "\N{HORIZONTAL ELLIPSIS}": "~",  # one column, like the ellipsis, so that tables stay aligned
+    "\N{MIDDLE DOT}": "-",
+    "\N{MULTIPLICATION SIGN}": "x",
+    "\N{DEGREE SIGN}": "*",
+    "\N{DOWNWARDS ARROW}": "v",
+    "\N{UPWARDS ARROW}": "^",
+    "\N{RIGHTWARDS ARROW}": ">",
+    "\N{LEFT SINGLE QUOTATION MARK}": "'",
+    "\N{RIGHT SINGLE QUOTATION MARK}": "'",
+    "\N{LEFT DOUBLE QUOTATION MARK}": '"',
+    "\N{RIGHT DOUBLE QUOTATION MARK}": '"',
+    "\N{BULLET}": "*",
+    "\N{INFINITY}": "inf",
+    "\N{ALMOST EQUAL TO}": "~",
+    "\N{NO-BREAK SPACE}": " ",
+}
+_BOXES = dict.fromkeys("─━╸╺═", "-") | dict.fromkeys("│┃║", "|")
+_ERRORS = "kvbench.fallback"
+
+
+class OutputError(Exception):
+    """Stdout cannot be written. The message is one line; `closed` if its reader has gone."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(f"cannot write the output: {error.strerror or error}")
+        self.closed = isinstance(error, BrokenPipeError)
+
+
+def printable(text: str) -> str:
+    r"""Escape control, bidirectional and other invisible characters.
+
+    Line breaks and tabs stay.
+
+    Args:
+        text: Any text, lone surrogates included.
+
+    Returns:
+        The text with `\x1b` and its like spelled out.
+    """
+    return _UNSAFE.sub(lambda found: _shown(found[0]), text)
+
+
+def _shown(character: str) -> str:
+    if character.isprintable() or character == "\N{NO-BREAK SPACE}":
+        return character
+    return character.encode("unicode_escape").decode()
+
+
+def _fallback(error: UnicodeError) -> tuple[str, int]:
+    """Replace what an encoding lacks: look-alikes for typography, escapes for letters."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    missing = error.object[error.start : error.end]
+    shown = (_FALLBACKS.get(c) or _BOXES.get(c) or _escape(c) for c in missing)
+    return "".join(shown), error.end
+
+
+def _escape(character: str) -> str:
+    if 0x2500 <= ord(character) < 0x2580:  # a corner or crossing of a table
+        return "+"
+    return character.encode("ascii", "backslashreplace").decode()
+
+
+codecs.register_error(_ERRORS, _fallback)
+
+
+class Stream:
+    """A text stream in front of stdout or stderr.
+
+    Args:
+        stream: Where to write.
+        clean: Whether to pass the text through `printable`.
+        strict: Whether a failed write raises `OutputError`; otherwise it is ignored, because
+            messages must never stop a run.
+    """
+
+    def __init__(self, stream: IO[str], *, clean: bool, strict: bool) -> None:
+        self._stream, self._clean, self._strict = stream, clean, strict
+
+    @property
+    def rich_proxied_file(self) -> IO[str]:
+        """Where rich writes: its own escape sequences must pass. See `console`."""
+        return cast(TextIO, Stream(self._stream, clean=False, strict=self._strict))
+
+    def write(self, text: str) -> int:
+        """Write a text.
+
+        Raises:
+            OutputError: The disk is full, or the reader has gone.
+        """
+        start = ""
+        if self._clean:
+            if not self._strict and (found := _PROGRESS.match(text)):
+                start, text = found[0], text[found.end() :]
+            text = printable(text)
+        with self._failing():
+            self._stream.write(start + text)
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write several texts."""
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        """Pass on what is buffered.
+
+        Raises:
+            OutputError: As for `write`.
+        """
+        with self._failing():
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            _discard(self._stream)
+            if self._strict:
+                raise OutputError(error) from None
+
+
+def _discard(stream: IO[str]) -> None:
+    """Send what is still buffered nowhere; Python would try again, and complain, when it exits."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
+@contextlib.contextmanager
+def filtered() -> Iterator[None]:
+    """Filter stdout and stderr while the block runs.
+
+    Raises:
+        OutputError: Stdout could not be written.
+    """
+    before = sys.stdout, sys.stderr
+    for stream in before:
+        with contextlib.suppress(AttributeError, ValueError):  # not every stream has an encoding
+            cast(Any, stream).reconfigure(errors=_ERRORS)
+    out = Stream(before[0], clean=True, strict=True)
+    sys.stdout = cast(TextIO, out)
+    sys.stderr = cast(TextIO, Stream(before[1], clean=True, strict=False))
+    try:
+        yield
+        out.flush()
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+class _Filtered(Console):
+    """A console that passes no escape sequences but its own, for styles and cursor moves."""
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            if segment.control or _UNSAFE.search(segment.text) is None:
+                yield segment
+            else:
+                yield Segment(printable(segment.text), segment.style)
+
+
+def console(*, stderr: bool = False, width: int | None = None) -> Console:
+    """A rich console that writes nothing which a terminal could take for a command.
+
+    Args:
+        stderr: Write to stderr, not stdout.
+        width: Columns; None for those of the terminal.
+    """
+    stream = sys.stderr if stderr else sys.stdout
+    # Given as a file, because rich puts a stream of its own before sys.stderr while a bar is shown,
+    # and would find only the filtered stream behind it.
+    file = getattr(stream, "rich_proxied_file", stream)
+    return _Filtered(file=file, width=width)
