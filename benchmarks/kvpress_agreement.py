@@ -1,4 +1,4 @@
-"""Do kvbench and kvpress keep the same entries? `python benchmarks/kvpress_agreement.py --help`.
+"""Do kvbench and kvpress keep the same entries? `python -m benchmarks.kvpress_agreement --help`.
 
 NVIDIA's kvpress (Apache-2.0) implements several of the same methods, written by others. Both get
 the same weights (random Llama and Qwen3 with 4 query heads per KV head, and the shipped reference
@@ -6,7 +6,7 @@ model) and the same tokens; what each keeps is compared entry by entry. kvpress 
 transformers, so it runs in an environment of its own; the two exchange files (JSON, npz).
 
     python3 -m venv .venv-kvpress && .venv-kvpress/bin/pip install 'torch==2.13.0' 'kvpress==0.5.5'
-    python benchmarks/kvpress_agreement.py --kvpress-python .venv-kvpress/bin/python
+    python -m benchmarks.kvpress_agreement --kvpress-python .venv-kvpress/bin/python
 
 How kvpress' settings are ours:
 
@@ -60,7 +60,7 @@ WINDOWS = {63: (5, 5), 100: (8, 7), 257: (16, 7), 512: (32, 5)}
 INSTALL = (
     "  python3 -m venv .venv-kvpress\n"
     "  .venv-kvpress/bin/pip install 'torch==2.13.0' 'kvpress==0.5.5'\n"
-    "  python benchmarks/kvpress_agreement.py --kvpress-python .venv-kvpress/bin/python"
+    "  python -m benchmarks.kvpress_agreement --kvpress-python .venv-kvpress/bin/python"
 )
 ROUNDING = 1e-5
 
@@ -79,7 +79,8 @@ POLICIES = {
 
 def cases(folders: dict[str, str]) -> list[dict[str, Any]]:
     """Every model with a context of every length: what both sides are told."""
-    from kvbench.reference import evaluate, samples
+    from kvbench.reference import samples
+    from scripts.reference_model import evaluate
 
     rng = np.random.default_rng(0)
     made = []

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import tomllib
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,13 @@ def test_every_file_of_a_package_is_in_the_wheel(package: str, project: dict[str
         assert path.suffix in shipped or path.name in shipped, f"{path} matches no package-data"
         if path.suffix == ".py":
             assert (path.parent / "__init__.py").exists(), f"{path.parent} is no package"
+
+
+def test_scripts_are_not_in_the_wheel(project: dict[str, Any]) -> None:
+    assert (ROOT / "scripts" / "__init__.py").is_file()
+    patterns = project["tool"]["setuptools"]["packages"]["find"]["include"]
+    for package in ("scripts", "scripts.ablations", "scripts.reference_model"):
+        assert not any(fnmatch(package, pattern) for pattern in patterns)
 
 
 def test_every_pin_satisfies_and_covers_what_is_required(project: dict[str, Any]) -> None:

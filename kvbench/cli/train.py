@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -396,46 +395,6 @@ def gates(
         lines = train(planned, told, fresh=not resume)
     for line in lines:
         print(line)
-
-
-@app.command()
-def ablations(
-    tables: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="TABLE...", help="Tables of the recipe. Default: all."),
-    ] = None,
-    recipe: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.yaml",
-            help="What to train, evaluate and compare. Default: the ablations in the papers of "
-            "TRIM-KV and DBTrimKV, on the reference model.",
-        ),
-    ] = None,
-    out: Annotated[
-        Path, typer.Option(metavar="DIR", help="Folder of gates, runs and tables.")
-    ] = Path("results/ablations"),
-    dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", metavar=FLAG, help="Show what would be done; do nothing."),
-    ] = False,
-) -> None:
-    """Train variants of gates and compare them on the same questions: a table per ablation.
-
-    The same command continues after an interruption.
-    """
-    from kvbench.training.ablations.recipe import PAPERS, read
-    from kvbench.training.ablations.run import ablate, describe
-
-    found = read(recipe or PAPERS)
-    chosen = found.pick(tables or [])
-    if dry_run:
-        print("\n".join(describe(found, chosen, out)))
-        return
-    with _progress(f"the same command continues with what {out} holds") as told:
-        for path in ablate(found, chosen, out, told):
-            print(path.read_text(encoding="utf-8"))
-            print(f"wrote {path}", file=sys.stderr)
 
 
 @contextmanager

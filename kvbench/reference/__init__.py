@@ -1,10 +1,10 @@
 """The reference model that ships with kvbench.
 
-A Qwen3-architecture model of about one million parameters, trained from nothing on the small
-language of :mod:`kvbench.reference.grammar`. It exists so that every KV-cache eviction method can
-be compared in seconds on a laptop, without a download. The folder :func:`path` returns loads with
-``AutoModelForCausalLM.from_pretrained`` and ``AutoTokenizer.from_pretrained``, offline. The model
-card in that folder says how well it does and what its figures can and cannot predict.
+A Qwen3 model of about one million parameters, trained from random weights on the small language of
+`kvbench.reference.grammar`. With it, KV-cache eviction methods can be tried in seconds on a laptop,
+without a download. `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` load
+the folder that `path` returns. The model card in that folder has its scores, and says which
+comparisons it supports.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NAME = "reference-1"
 
 
 def path() -> Path:
-    """Return the folder with the weights, configuration and tokenizer of the reference model."""
+    """Return the folder with the model's weights, configuration and tokenizer."""
     return Path(__file__).resolve().parent / NAME
 
 

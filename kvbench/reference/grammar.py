@@ -1,15 +1,15 @@
 """The language of the reference model: its vocabulary and its sentence templates.
 
-Everything the model is ever shown has the form *context, question, answer*. Training samples and
-the benchmark's tasks both build their text with the functions below, so that the two cannot drift
-apart. All functions take and return lists of words; one word is one token. A text is its words
-joined by single spaces.
+All text of the model has the form *context, question, answer*. Training samples and the tasks of
+the benchmarks both build their text with these functions, so that the two cannot diverge. All
+functions take and return lists of words; one word is one token. A text is its words joined by
+single spaces.
 
-Every answer ends with :data:`STOP`. Keys, values, variables and filler are all drawn from the one
-pool :data:`WORDS`: nothing about a token by itself says whether it will be asked for, so an
-eviction method cannot win by recognising token types.
+Every answer ends with `STOP`. Keys, values, variables and filler are all drawn from one pool,
+`WORDS`. A token alone does not show whether a question will ask for it, so an eviction method
+cannot win by recognising kinds of tokens.
 
-The order of :data:`VOCABULARY` fixes the token ids of the shipped weights. It never changes.
+The order of `VOCABULARY` fixes the token ids of the shipped weights. It never changes.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def _spares(first: int, count: int) -> list[str]:
 def _pseudo_words(count: int, taken: Iterable[str]) -> list[str]:
     """Return distinct pronounceable words of the shape consonant-vowel-consonant-vowel-consonant.
 
-    All have five letters, so that none is part of another and searching an answer in a text by
-    substring is exact. The generator is written out rather than taken from `random`, so that no
-    Python version can change a token id.
+    All words have five letters, so that no word is part of another and a search for an answer in a
+    text is exact. The generator does not use `random`, so that no Python version can change a token
+    id.
     """
     consonants, vowels = "bdfgklmnprstvz", "aeiou"
     used = set(taken)
@@ -90,13 +90,13 @@ def item(number: int, value: Sequence[str]) -> list[str]:
     """Return the statement that entry `number` (1 to 96) of the list is `value`.
 
     Raises:
-        ValueError: `number` has no numeral.
+        ValueError: `number` is not within 1 to 96.
     """
     return ["item", numeral(number), *_words(value), STOP]
 
 
 def passage(words: Sequence[str]) -> list[str]:
-    """Return a passage that :func:`ask_copy` asks to repeat."""
+    """Return a passage that `ask_copy` asks to repeat."""
     return ["begin", *words, "end"]
 
 
@@ -117,7 +117,7 @@ def numeral(number: int) -> str:
         ValueError: `number` is not within 1 to 96.
     """
     if not 1 <= number <= len(NUMERALS):
-        raise ValueError(f"no numeral for {number}: 1 to {len(NUMERALS)} exist")
+        raise ValueError(f"no numeral for {number}; use 1 to {len(NUMERALS)}")
     return NUMERALS[number - 1]
 
 
@@ -125,37 +125,37 @@ def numeral(number: int) -> str:
 
 
 def ask(key: Sequence[str]) -> list[str]:
-    """Return the question for the value or values of `key`; see :func:`answer`."""
+    """Return the question for the value or values of `key`; see `answer`."""
     return [QUESTION, *_words(key)]
 
 
 def ask_each(keys: Sequence[str]) -> list[str]:
-    """Return the question for the values of several one-word keys; see :func:`answer_each`."""
+    """Return the question for the values of several one-word keys; see `answer_each`."""
     return ["each", *keys, ":"]
 
 
 def ask_chain(value: str) -> list[str]:
-    """Return the question for the variables that hold `value`; see :func:`answer_words`."""
+    """Return the question for the variables that hold `value`; see `answer_words`."""
     return ["follow", value]
 
 
 def ask_common() -> list[str]:
-    """Return the question for the ten common words; see :func:`answer_words`."""
+    """Return the question for the ten common words; see `answer_words`."""
     return [QUESTION, "common"]
 
 
 def ask_top() -> list[str]:
-    """Return the question for the three most frequent words; see :func:`answer_words`."""
+    """Return the question for the three most frequent words; see `answer_words`."""
     return [QUESTION, "top"]
 
 
 def ask_list() -> list[str]:
-    """Return the question for the list of all items; see :func:`answer_list`."""
+    """Return the question for the list of all items; see `answer_list`."""
     return [QUESTION, "list"]
 
 
 def ask_copy() -> list[str]:
-    """Return the question for the words of the passage; see :func:`answer_words`."""
+    """Return the question for the words of the passage; see `answer_words`."""
     return [QUESTION, "copy"]
 
 
@@ -163,20 +163,20 @@ def ask_copy() -> list[str]:
 
 
 def answer(values: Sequence[Sequence[str]]) -> list[str]:
-    """Return the answer to :func:`ask`: ``a b , c d .``, `values` in order of appearance."""
+    """Return the answer to `ask`: ``a b , c d .``, with `values` in order of appearance."""
     return _joined(values)
 
 
 def answer_each(keys: Sequence[str], values: Sequence[Sequence[str]]) -> list[str]:
-    """Return the answer to :func:`ask_each`: ``k1 a b , k2 c d .``, keys in the order asked.
+    """Return the answer to `ask_each`: ``k1 a b , k2 c d .``, with keys in the question's order.
 
-    The key is repeated so that every step of the answer can be found by looking back.
+    It repeats each key, so that the model can look up every step of the answer.
     """
     return _joined([[key, *value] for key, value in zip(keys, values, strict=True)])
 
 
 def answer_list(values: Sequence[Sequence[str]]) -> list[str]:
-    """Return the answer to :func:`ask_list`: ``#1 a b , #2 c d .``, `values` from entry 1 on."""
+    """Return the answer to `ask_list`: ``#1 a b , #2 c d .``, with `values` from entry 1 on."""
     return _joined([[numeral(n), *value] for n, value in enumerate(values, 1)])
 
 

@@ -1,19 +1,18 @@
-"""Training samples for the reference model, made on the fly with numpy.
+"""Training samples in the language of the reference model.
 
 A sample is one sequence: ``<bos>``, a context, then as many questions with their answers as fit.
-Only answers are supervised. Every sample is a pure function of the random generator it is given.
+Only answers are learned. Every sample is a pure function of its random generator.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from kvbench.reference import grammar
-from kvbench.reference.source import Source, Statement, interleave
+from kvbench.reference.pool import Statement, WordPool, interleave
 
 IDS: dict[str, int] = {word: index for index, word in enumerate(grammar.VOCABULARY)}
 
@@ -23,21 +22,21 @@ _TOP = 3
 
 @dataclasses.dataclass(frozen=True)
 class Knobs:
-    """How hard the samples of a stage are; pairs are inclusive ranges.
+    """Difficulty of samples; pairs are inclusive ranges.
 
     Attributes:
-        values: values of a key that has several.
-        plural: most keys with several values.
-        spread: fewest words of a sequence for each such key.
-        hops: hops of a chain beyond its first statement.
-        long_hops: hops of the occasional long chain.
-        items: most entries of a list.
-        copied: most words of a passage.
-        questions: most questions in one sequence.
-        noise: share of haystacks that are one sentence over and over.
-        plain_noise: the same for single needles and chains, which RULER sets in noise.
-        full: share of the haystacks of many needles that hold nothing else.
-        fewest: fewest needles with keys of two words.
+        values: Values of a key that has several.
+        plural: Maximum number of keys with several values.
+        spread: Minimum words of a sequence per such key.
+        hops: Hops of a chain after its first statement.
+        long_hops: Maximum hops of the occasional long chain.
+        items: Maximum entries of a list.
+        copied: Maximum words of a passage.
+        questions: Maximum questions in one sequence.
+        noise: Share of haystacks that are one repeated sentence.
+        plain_noise: The same for single needles and chains, which RULER puts into noise.
+        full: Share of the haystacks of many needles that hold nothing else.
+        fewest: Minimum needles with keys of two words.
     """
 
     values: tuple[int, int] = (2, 4)
@@ -56,13 +55,13 @@ class Knobs:
 
 @dataclasses.dataclass
 class Question:
-    """A question, its answer, and how the answer is judged.
+    """A question and its answer.
 
     Attributes:
-        task: the skill it exercises, a key of :data:`TASKS` or a part of "mixed".
-        prompt: the words of the question.
-        answer: the words of the answer, with its full stop.
-        any_order: whether all words before the full stop may come in any order.
+        task: The skill that it exercises: a key of `TASKS`, or a part of "mixed".
+        prompt: Words of the question.
+        answer: Words of the answer, with its full stop.
+        any_order: Whether the words before the full stop may come in any order.
     """
 
     task: str
@@ -76,127 +75,105 @@ class Question:
 
 @dataclasses.dataclass
 class Sample:
-    """A sequence: `parts` are stretches of unsupervised words and questions, in order."""
+    """A sequence.
+
+    Attributes:
+        parts: Questions, and the words of the context before them, in order.
+    """
 
     parts: list[list[str] | Question]
 
 
-@dataclasses.dataclass
-class Batch:
-    """A training batch of shape (rows, length).
-
-    The arrays `slots`, `targets` and `weights` list the supervised pairs: at the position
-    `positions[slot]`, target `targets` has probability `weights`. Weights of a slot sum to 1; a
-    slot has several targets where the order of an answer is free.
-
-    Attributes:
-        ids: token ids, (rows, length), padded on the right.
-        positions: flat indices into `ids` from which an answer token is predicted, (slots,).
-        slots: index into `positions` of each pair, (pairs,).
-        targets: token id of each pair, (pairs,).
-        weights: probability of each pair, (pairs,), float32.
-        spans: (task, first slot, past-the-last slot) of every question.
-    """
-
-    ids: npt.NDArray[np.int64]
-    positions: npt.NDArray[np.int64]
-    slots: npt.NDArray[np.int64]
-    targets: npt.NDArray[np.int64]
-    weights: npt.NDArray[np.float32]
-    spans: list[tuple[str, int, int]]
+Content = tuple[list[Statement], list[Question]]
+"""Statements of a context, and questions about them."""
 
 
-Plan = tuple[list[Statement], list[Question]]
-
-
-def facts(source: Source, keys: Sequence[list[str]], size: int) -> Plan:
-    """Return needles with values of `size` words for `keys`, and the question for each."""
-    rng = source.rng
+def facts(pool: WordPool, keys: Sequence[list[str]], size: int) -> Content:
+    """Return a needle with a value of `size` words, and its question, for each of `keys`."""
+    rng = pool.rng
     task = "single" if len(keys) == 1 else "multikey" if size == 2 else "uuid"
     statements: list[Statement] = []
     questions = []
     for key in keys:
-        value = source.free(size)
+        value = pool.free(size)
         statements.append((rng.random(), grammar.needle(key, value)))
         questions.append(Question(task, grammar.ask(key), grammar.answer([value])))
     return statements, questions
 
 
-def _single(source: Source, room: int, knobs: Knobs) -> Plan:
-    return facts(source, [source.reserve(1)], 2)
+def _single(pool: WordPool, room: int, knobs: Knobs) -> Content:
+    return facts(pool, [pool.reserve(1)], 2)
 
 
-def _multikey(source: Source, room: int, knobs: Knobs) -> Plan:
+def _multikey(pool: WordPool, room: int, knobs: Knobs) -> Content:
     # From RULER's four needles in an essay to a haystack of nothing but needles.
     most = min(400, room // 6)
-    count = most if source.rng.random() < knobs.full else source.log_between(3, most)
-    return facts(source, [[key] for key in source.reserve(count)], 2)
+    count = most if pool.rng.random() < knobs.full else pool.log_between(3, most)
+    return facts(pool, [[key] for key in pool.reserve(count)], 2)
 
 
-def _uuid(source: Source, room: int, knobs: Knobs) -> Plan:
+def _uuid(pool: WordPool, room: int, knobs: Knobs) -> Content:
     most = min(250, (room - 12) // 8)
-    count = (
-        most if source.rng.random() < knobs.full + 0.05 else source.log_between(knobs.fewest, most)
-    )
-    names = source.reserve(min(300, source.between(int(count**0.5) + 2, 2 * count + 2)))
+    count = most if pool.rng.random() < knobs.full + 0.05 else pool.log_between(knobs.fewest, most)
+    names = pool.reserve(min(300, pool.between(int(count**0.5) + 2, 2 * count + 2)))
     pairs = {
         tuple(names[i] for i in pair)
-        for pair in source.rng.integers(0, len(names), size=(count, 2)).tolist()
+        for pair in pool.rng.integers(0, len(names), size=(count, 2)).tolist()
     }
-    return facts(source, [list(pair) for pair in sorted(pairs)], 4)
+    return facts(pool, [list(pair) for pair in sorted(pairs)], 4)
 
 
-def _multivalue(source: Source, room: int, knobs: Knobs) -> Plan:
-    rng = source.rng
+def _multivalue(pool: WordPool, room: int, knobs: Knobs) -> Content:
+    rng = pool.rng
     most = max(1, min(knobs.plural, room // knobs.spread))
-    single = source.between(0, min(8, room // 64))
-    plural = source.log_between(1, most)
-    keys = source.reserve(single + plural)
-    statements, questions = facts(source, [[key] for key in keys[:single]], 2)
+    single = pool.between(0, min(8, room // 64))
+    plural = pool.log_between(1, most)
+    keys = pool.reserve(single + plural)
+    statements, questions = facts(pool, [[key] for key in keys[:single]], 2)
     for question in questions:
         question.task = "multikey"
     for key in keys[single:]:
-        times = np.sort(rng.random(source.between(*knobs.values))).tolist()
-        values = [source.free(2) for _ in times]
+        times = np.sort(rng.random(pool.between(*knobs.values))).tolist()
+        values = [pool.free(2) for _ in times]
         statements += [
             (time, grammar.needle([key], value)) for time, value in zip(times, values, strict=True)
         ]
-        # Asked first, because what comes last may not fit.
+        # Question them first, because the last questions may not fit.
         questions.insert(0, Question("multivalue", grammar.ask([key]), grammar.answer(values)))
     return statements, questions
 
 
-def _multiquery(source: Source, room: int, knobs: Knobs) -> Plan:
-    count = source.log_between(4, min(48, room // 14))
-    keys = source.reserve(count)
-    statements, singles = facts(source, [[key] for key in keys], 2)
+def _multiquery(pool: WordPool, room: int, knobs: Knobs) -> Content:
+    count = pool.log_between(4, min(48, room // 14))
+    keys = pool.reserve(count)
+    statements, singles = facts(pool, [[key] for key in keys], 2)
     values = [question.answer[:-1] for question in singles]
     questions = []
-    for _ in range(source.between(1, 6)):
-        chosen = source.rng.permutation(count)[: source.between(2, 6)].tolist()
-        names, found = [keys[i] for i in chosen], [values[i] for i in chosen]
-        prompt = grammar.ask_each(names)
-        questions.append(Question("multiquery", prompt, grammar.answer_each(names, found)))
+    for _ in range(pool.between(1, 6)):
+        chosen = pool.rng.permutation(count)[: pool.between(2, 6)].tolist()
+        names = [keys[i] for i in chosen]
+        answer = grammar.answer_each(names, [values[i] for i in chosen])
+        questions.append(Question("multiquery", grammar.ask_each(names), answer))
     return statements, questions
 
 
-def _chain(source: Source, room: int, knobs: Knobs) -> Plan:
-    rng = source.rng
+def _chain(pool: WordPool, room: int, knobs: Knobs) -> Content:
+    rng = pool.rng
     statements: list[Statement] = []
     questions = []
     long = knobs.long_hops > knobs.hops[1] and room >= 250 and rng.random() < 0.15
-    chains = 1 if long else source.between(1, min(4, room // 30))
+    chains = 1 if long else pool.between(1, min(4, room // 30))
     for _ in range(chains):
         low, high = (8, min(knobs.long_hops, room // 8)) if long else knobs.hops
-        hops = source.between(low, min(high, room // (5 * chains) - 1))
-        names = source.reserve(hops + 2)
+        hops = pool.between(low, min(high, room // (5 * chains) - 1))
+        names = pool.reserve(hops + 2)
         times = np.sort(rng.random(hops + 1)).tolist()
         statements += [
             (time, grammar.assign(a, b))
             for time, a, b in zip(times, names[:-1], names[1:], strict=True)
         ]
         # A question about a variable midway asks for the variables after it.
-        starts = sorted({0, *(source.between(0, hops) for _ in range(3))})
+        starts = sorted({0, *(pool.between(0, hops) for _ in range(3))})
         questions += [
             Question("vt", grammar.ask_chain(names[n]), grammar.answer_words(names[n + 1 :]))
             for n in starts
@@ -204,82 +181,80 @@ def _chain(source: Source, room: int, knobs: Knobs) -> Plan:
     return statements, questions
 
 
-def _list(source: Source, room: int, knobs: Knobs) -> Plan:
-    count = source.log_between(4, min(knobs.items, (room - 4) // 9))
-    values = [source.free(2) for _ in range(count)]
-    statements = [
-        (source.rng.random(), grammar.item(n, value)) for n, value in enumerate(values, 1)
-    ]
+def _list(pool: WordPool, room: int, knobs: Knobs) -> Content:
+    count = pool.log_between(4, min(knobs.items, (room - 4) // 9))
+    values = [pool.free(2) for _ in range(count)]
+    statements = [(pool.rng.random(), grammar.item(n, value)) for n, value in enumerate(values, 1)]
     return statements, [Question("list", grammar.ask_list(), grammar.answer_list(values))]
 
 
-def _copy(source: Source, room: int, knobs: Knobs) -> Plan:
+def _copy(pool: WordPool, room: int, knobs: Knobs) -> Content:
     most = min(knobs.copied, (room - 5) // 2)
-    count = source.log_between(min(8, most), most)
-    words = source.reserve(count)
-    if source.rng.random() < 0.5:
-        source.release(words)  # they may occur in the filler, too
+    count = pool.log_between(min(8, most), most)
+    words = pool.reserve(count)
+    if pool.rng.random() < 0.5:
+        pool.release(words)  # they may also occur in the filler
     question = Question("copy", grammar.ask_copy(), grammar.answer_words(words))
-    return [(source.rng.random(), grammar.passage(words))], [question]
+    return [(pool.rng.random(), grammar.passage(words))], [question]
 
 
-def _mixed(source: Source, room: int, knobs: Knobs) -> Plan:
+def _mixed(pool: WordPool, room: int, knobs: Knobs) -> Content:
     kinds = (_multikey, _multivalue, _multiquery, _chain, _uuid)
-    chosen = source.rng.permutation(len(kinds))[: source.between(2, 3)]
+    chosen = pool.rng.permutation(len(kinds))[: pool.between(2, 3)]
     statements: list[Statement] = []
     questions: list[Question] = []
     for kind in chosen:
-        more = kinds[kind](source, room // (len(chosen) + 1), knobs)
+        more = kinds[kind](pool, room // (len(chosen) + 1), knobs)
         statements += more[0]
         questions += more[1]
     return statements, questions
 
 
-def _planned(plan: Callable[[Source, int, Knobs], Plan]) -> Callable[..., Sample]:
-    """Turn a plan of statements and questions into a sample: context, then what fits."""
+def _from_content(make_content: Callable[[WordPool, int, Knobs], Content]) -> Callable[..., Sample]:
+    """Make samples of statements and questions: the context, then the questions that fit."""
 
     def make(rng: np.random.Generator, length: int, knobs: Knobs) -> Sample:
-        plain = plan in (_single, _chain)
-        source = Source(rng, knobs.plain_noise if plain else knobs.noise)
-        statements, questions = plan(source, length - 1, knobs)
-        if plan is not _multivalue:
+        plain = make_content in (_single, _chain)
+        pool = WordPool(rng, knobs.plain_noise if plain else knobs.noise)
+        statements, questions = make_content(pool, length - 1, knobs)
+        if make_content is not _multivalue:
             questions = [questions[i] for i in rng.permutation(len(questions))]
         room = length - 1 - sum(len(words) for _, words in statements)
-        asked: list[list[str] | Question] = []
+        fitting: list[list[str] | Question] = []
         for question in questions[: knobs.questions]:
             if len(question) <= room:
-                asked.append(question)
+                fitting.append(question)
                 room -= len(question)
-        if not asked:
+        if not fitting:
             raise ValueError("no question fits")
-        size = length - 1 - sum(len(part) for part in asked)
-        return Sample([[grammar.BOS, *interleave(source, statements, size)], *asked])
+        size = length - 1 - sum(len(part) for part in fitting)
+        return Sample([[grammar.BOS, *interleave(pool, statements, size)], *fitting])
 
     return make
 
 
 def _dialogue(rng: np.random.Generator, length: int, knobs: Knobs) -> Sample:
-    """Return turns with new facts; each asks for a fact of its own or an earlier turn."""
-    source = Source(rng, knobs.noise)
-    turns = source.between(2, max(2, min(8, length // 40)))
-    per_turn = source.between(1, 4)
-    keys = [source.reserve(per_turn) for _ in range(turns)]
+    """Return turns with new facts; each turn asks for one of its own or an earlier turn's."""
+    pool = WordPool(rng, knobs.noise)
+    turns = pool.between(2, max(2, min(8, length // 40)))
+    per_turn = pool.between(1, 4)
+    keys = [pool.reserve(per_turn) for _ in range(turns)]
     shares = rng.dirichlet(np.full(turns, 3.0))
     room = length - 1 - turns * (1 + 5 + 5 * per_turn)
     parts: list[list[str] | Question] = [[grammar.BOS]]
-    known: list[Question] = []
+    open_questions: list[Question] = []
     for new, share in zip(keys, shares, strict=True):
-        statements, questions = facts(source, [[key] for key in new], 2)
-        known += questions
+        statements, questions = facts(pool, [[key] for key in new], 2)
+        open_questions += questions
         size = 5 * per_turn + int(share * room)
-        parts.append(grammar.turn(interleave(source, statements, size)))
-        question = known.pop(source.between(0, len(known) - 1))
+        parts.append(grammar.turn(interleave(pool, statements, size)))
+        question = open_questions.pop(pool.between(0, len(open_questions) - 1))
         parts.append(dataclasses.replace(question, task="dialogue"))
     return Sample(parts)
 
 
 def _repeat(rng: np.random.Generator, length: int, knobs: Knobs) -> Sample:
-    """Return random words over and over, with a random period: it makes induction heads form."""
+    """Return a repeated sequence of random words, from which induction heads form."""
     period = int(rng.integers(4, max(5, length // 2)))
     words = [grammar.WORDS[i] for i in rng.integers(0, len(grammar.WORDS), size=period)]
     rest = (words * (length // period + 1))[: length - 3 - period]
@@ -288,13 +263,13 @@ def _repeat(rng: np.random.Generator, length: int, knobs: Knobs) -> Sample:
 
 def _common(rng: np.random.Generator, length: int, knobs: Knobs) -> Sample:
     """Return a bag of words in which ten are about ten times as frequent as the others."""
-    source = Source(rng)
+    pool = WordPool(rng)
     room = length - 1 - 2 - _COMMON - 1
     often = max(2, int(rng.uniform(0.35, 0.5) * room / _COMMON))
-    words = source.reserve(_COMMON)
+    words = pool.reserve(_COMMON)
     rarely = max(1, round(often / rng.uniform(6, 12)))
     left = room - often * _COMMON
-    others = source.reserve(min(440, -(-left // rarely)))
+    others = pool.reserve(min(440, -(-left // rarely)))
     if len(others) * (often - 1) < left:
         raise ValueError("too little room for ten common words")
     bag = (others * (left // len(others) + 1))[:left] + words * often
@@ -305,7 +280,7 @@ def _common(rng: np.random.Generator, length: int, knobs: Knobs) -> Sample:
 
 def _frequent(rng: np.random.Generator, length: int, knobs: Knobs) -> Sample:
     """Return a bag of words with Zipf-like counts (RULER's fwe has the exponent 2.0)."""
-    source = Source(rng)
+    pool = WordPool(rng)
     room = length - 1 - 2 - _TOP - 1
     exponent = 2.0 if rng.random() < 0.4 else rng.uniform(1.4, 2.4)
     skipped = int(rng.integers(0, 2))  # RULER leaves out the most frequent rank
@@ -316,7 +291,7 @@ def _frequent(rng: np.random.Generator, length: int, knobs: Knobs) -> Sample:
     counts[0] += room - int(counts.sum())
     if not counts[0] > counts[1] > counts[2] > counts[3]:
         raise ValueError("no clear order in so little room")
-    words = source.reserve(len(counts))
+    words = pool.reserve(len(counts))
     bag = [word for word, count in zip(words, counts.tolist(), strict=True) for _ in range(count)]
     shuffled = [bag[i] for i in rng.permutation(len(bag))]
     question = Question("fwe", grammar.ask_top(), grammar.answer_words(words[:_TOP]))
@@ -325,15 +300,15 @@ def _frequent(rng: np.random.Generator, length: int, knobs: Knobs) -> Sample:
 
 TASKS: dict[str, Callable[[np.random.Generator, int, Knobs], Sample]] = {
     "repeat": _repeat,
-    "single": _planned(_single),
-    "multikey": _planned(_multikey),
-    "uuid": _planned(_uuid),
-    "multivalue": _planned(_multivalue),
-    "multiquery": _planned(_multiquery),
-    "vt": _planned(_chain),
-    "list": _planned(_list),
-    "copy": _planned(_copy),
-    "mixed": _planned(_mixed),
+    "single": _from_content(_single),
+    "multikey": _from_content(_multikey),
+    "uuid": _from_content(_uuid),
+    "multivalue": _from_content(_multivalue),
+    "multiquery": _from_content(_multiquery),
+    "vt": _from_content(_chain),
+    "list": _from_content(_list),
+    "copy": _from_content(_copy),
+    "mixed": _from_content(_mixed),
     "dialogue": _dialogue,
     "cwe": _common,
     "fwe": _frequent,
@@ -341,55 +316,15 @@ TASKS: dict[str, Callable[[np.random.Generator, int, Knobs], Sample]] = {
 
 
 def draw(rng: np.random.Generator, task: str, length: int, knobs: Knobs) -> Sample:
-    """Return one sample of `task` of at most `length` words, ``<bos>`` included.
+    """Return a sample of `task` of at most `length` words, including ``<bos>``.
 
     Raises:
-        KeyError: there is no such task.
+        KeyError: There is no such task.
         RuntimeError: `length` is too small for the task.
     """
     for _ in range(50):
         try:
             return TASKS[task](rng, length, knobs)
-        except ValueError:  # an unlucky plan that does not fit: draw another
+        except ValueError:  # this draw does not fit
             continue
     raise RuntimeError(f"no sample of {task!r} fits into {length} words")
-
-
-def batch(
-    rng: np.random.Generator, rows: int, length: int, mix: Mapping[str, float], knobs: Knobs
-) -> Batch:
-    """Return a batch whose rows are tasks drawn with the probabilities (any scale) in `mix`."""
-    names = list(mix)
-    shares = np.array([mix[name] for name in names], dtype=np.float64)
-    ids = np.full((rows, length), IDS[grammar.PAD], dtype=np.int64)
-    positions: list[int] = []
-    pairs: list[tuple[int, int, float]] = []
-    spans: list[tuple[str, int, int]] = []
-    for row, choice in enumerate(rng.choice(len(names), size=rows, p=shares / shares.sum())):
-        at = 0
-        for part in draw(rng, names[choice], length, knobs).parts:
-            if isinstance(part, list):
-                ids[row, at : at + len(part)] = [IDS[word] for word in part]
-                at += len(part)
-                continue
-            answer = [IDS[word] for word in part.answer]
-            ids[row, at : at + len(part)] = [IDS[word] for word in part.prompt] + answer
-            at += len(part.prompt)
-            first = len(positions)
-            for n, target in enumerate(answer):
-                slot = len(positions)
-                positions.append(row * length + at + n - 1)
-                # A word of a free order: any that is not said yet is right.
-                allowed = answer[n:-1] if part.any_order and n < len(answer) - 1 else [target]
-                pairs += [(slot, word, 1 / len(allowed)) for word in allowed]
-            spans.append((part.task, first, len(positions)))
-            at += len(answer)
-    slots, targets, weights = zip(*pairs, strict=True)
-    return Batch(
-        ids,
-        np.array(positions, dtype=np.int64),
-        np.array(slots, dtype=np.int64),
-        np.array(targets, dtype=np.int64),
-        np.array(weights, dtype=np.float32),
-        spans,
-    )

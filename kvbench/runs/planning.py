@@ -91,7 +91,7 @@ def plan(grid: Grid, say: Say) -> Plan:
         UserError: A policy, task, model or option is unknown or out of range, or a prompt is longer
             than the model's window.
     """
-    _quiet_libraries()
+    quiet_libraries()
     variants = grid.variants()
     leaves = grid.leaves()
     if not variants:
@@ -358,7 +358,7 @@ def _prompt_digest(task: LoadedTask) -> str:
     return hashlib.sha256(repr(asked).encode()).hexdigest()[:16]
 
 
-def _quiet_libraries() -> None:
+def quiet_libraries() -> None:
     """Silence what transformers reports to developers."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     transformers_logging.set_verbosity_error()

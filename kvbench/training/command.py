@@ -1,76 +1,65 @@
-"""`kvbench train gates`: resolves what was given, trains, writes gates, log and picture."""
+"""`kvbench train gates`: plans a training, runs it, and writes gates, log and figure."""
 
 from __future__ import annotations
 
-import math
+import importlib.util
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kvbench.errors import UserError, nearest
+import torch
+from torch import nn
+
+from kvbench import reference
+from kvbench.engine.loading import (
+    load_config,
+    load_model,
+    load_tokenizer,
+    pick_device,
+    pick_dtype,
+)
+from kvbench.engine.models import decoder_of, model_info
+from kvbench.errors import UserError
+from kvbench.named import model_digest
 from kvbench.progress import Reporter, Silent
 from kvbench.registry import TRAINERS, get
-from kvbench.training.folder import CHECKPOINTS, MADE, PICTURE, check_same, claim, wanted_of
-
-if TYPE_CHECKING:
-    import torch
-
-    from kvbench.training.method import Method
-
-_OURS: dict[str, Any] = {
-    "steps": None,
-    "tokens": None,
-    "batch_size": 1,
-    "accumulate": 4,
-    "warmup": 0,
-    "capacity_weight": 1.0,
-    "capacity_reduce": "mean",
-    "kl": True,
-    "ntp": True,
-    "with_capacity": True,
-    "reverse_kl": False,
-    "seed": 0,
-    "split": "train",
-    "subset": None,
-    "column": None,
-    "log_steps": None,
-    "save_steps": None,
-    "checkpointing": None,
-}
-_STEPS = 1000
-_CHOICES = {
-    "schedule": ("linear", "cosine", "constant"),
-    "gate": ("mlp", "linear"),
-    "input": ("hidden", "kv"),
-    "gating": ("additive", "multiplicative"),
-    "capacity_reduce": ("mean", "sum"),
-}
-_COUNTS = (
-    *("steps", "tokens", "batch_size", "accumulate", "length", "capacity", "hidden_dim"),
-    *("gate_dim", "log_steps", "save_steps"),
+from kvbench.runs.planning import quiet_libraries
+from kvbench.training.data import Sequences, Stream, open_streams
+from kvbench.training.folder import (
+    CHECKPOINTS,
+    LOG,
+    MADE,
+    PICTURE,
+    RUN,
+    check_same,
+    claim,
+    describe,
+    is_finished,
+    latest_checkpoint,
+    truncate_log,
 )
-_DISTILLED = (
-    *("kl", "ntp", "with_capacity", "reverse_kl", "capacity", "capacity_weight"),
-    *("capacity_reduce", "gating", "input", "tied", "gate_dim", "bias"),
-)
+from kvbench.training.method import Method
+from kvbench.training.plot import draw
+from kvbench.training.settings import complete
+from kvbench.training.student import Student
 
 
 @dataclass(frozen=True)
-class Plan:
+class GateTraining:
     """A training that is ready to run.
 
     Attributes:
-        model: As the user named it.
-        revision: Of the hub; None for the default.
-        data: As the user named it.
+        model: The model as the user named it.
+        revision: Revision on the hub; None for the default.
+        data: The data as the user named it.
         method: What is trained.
-        settings: Everything that can change the gates.
+        settings: Everything else that can change the gates.
         out: The folder.
-        device: Where.
-        dtype: Of the base model's weights; gates are float32.
+        device: The device.
+        dtype: Data type of the base model's weights; gates are float32.
     """
 
     model: str
@@ -84,30 +73,48 @@ class Plan:
 
     @property
     def sequences(self) -> int:
-        """Sequences that this process takes."""
-        world = int(os.environ.get("WORLD_SIZE", "1"))
-        per_step = self.settings["batch_size"] * self.settings["accumulate"] * world
+        """Number of sequences that all processes together train on."""
+        processes = int(os.environ.get("WORLD_SIZE", "1"))
+        per_step = self.settings["batch_size"] * self.settings["accumulate"] * processes
         return int(self.settings["steps"] * per_step)
 
+    @property
+    def title(self) -> str:
+        """What is trained, for messages and figures."""
+        return f"{self.method.name} gates of {self.model}"
+
+    def identity(self) -> dict[str, Any]:
+        """Everything that can change the gates, as the folder's `training.json` stores it."""
+        return {
+            "policy": self.method.name,
+            "model": self.model,
+            "revision": self.revision or "",
+            "weights": model_digest(self.model),
+            "data": self.data,
+            "device": self.device.type,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            **self.settings,
+        }
+
     def lines(self) -> list[str]:
-        """What would be done, for the user."""
+        """A description for the user."""
         s = self.settings
         shape = ", ".join(f"{k} {s[k]}" for k in ("gate", "input", "hidden_dim", "bias"))
+        tokens = s["steps"] * s["batch_size"] * s["accumulate"] * s["length"]
         lines = [
-            f"{self.method.name} gates of {self.model} ({shape}) on {self.data}",
-            f"{s['steps']} steps of {s['batch_size']} x {s['accumulate']} sequences of at most "
-            f"{s['length']} tokens: {s['steps'] * s['batch_size'] * s['accumulate'] * s['length']} "
-            "tokens at most",
+            f"{self.title} ({shape}) on {self.data}",
+            f"{s['steps']} steps of {s['batch_size']} x {s['accumulate']} sequences of up to "
+            f"{s['length']} tokens: up to {tokens} tokens",
             f"AdamW, learning rate {s['lr']:g} ({s['schedule']}), weight decay "
             f"{s['weight_decay']:g}, seed {s['seed']}, {str(self.dtype).removeprefix('torch.')} on "
             f"{self.device}",
         ]
         if self.method.objective == "distil":
-            parts = ["reverse KL" if s["reverse_kl"] else "KL"] if s["kl"] else []
-            parts += ["next token"] if s["ntp"] else []
+            terms = ["reverse KL" if s["reverse_kl"] else "KL"] if s["kl"] else []
+            terms += ["next token"] if s["ntp"] else []
             if s["with_capacity"]:
-                parts.append(f"{s['capacity_weight']:g} x capacity of {s['capacity']} tokens")
-            lines.append(f"loss: {' + '.join(parts)}; {s['gating']} gating")
+                terms.append(f"{s['capacity_weight']:g} x capacity of {s['capacity']} tokens")
+            lines.append(f"loss: {' + '.join(terms)}; {s['gating']} gating")
         return [*lines, f"to {self.out}"]
 
 
@@ -121,225 +128,145 @@ def plan(
     device: str = "auto",
     dtype: str = "auto",
     revision: str | None = None,
-) -> Plan:
+) -> GateTraining:
     """Check what was given and fill in the rest.
-
-    Settings that are not given are the paper's; of the reference model, those of its recipe.
 
     Args:
         model: `reference`, a folder or a hub id.
-        policy: The name of a trainer.
-        data: As `kvbench.training.data` spells it.
-        given: Settings by name.
-        out: The folder; None for where the policy looks.
-        device: As for a run.
-        dtype: As for a run.
-        revision: Of a hub model.
+        policy: Name of a trainer.
+        data: Data, as described in `kvbench.training.data`.
+        given: Settings by name; see `kvbench.training.settings.complete`.
+        out: The folder; None for the one where the policy looks.
+        device: Device, as for a run.
+        dtype: Data type, as for a run.
+        revision: Revision of a hub model.
 
     Raises:
         UserError: Something is unknown or out of range.
     """
     method: Method = get(TRAINERS, policy)
-    from kvbench.engine.loading import load_config, pick_device, pick_dtype
-    from kvbench.training.recipes import RECIPES
-
-    explicit = {key: value for key, value in given.items() if value is not None}
-    names = {*_OURS, *method.defaults}
-    for key in explicit:
-        if key not in names:
-            raise UserError(f"{policy} is trained with no setting {key}{nearest(key, names)}")
-    if method.objective == "regress":
-        odd = sorted(set(explicit) & set(_DISTILLED))
-        if odd:
-            raise UserError(
-                f"--{_flag(odd[0])} is not for {policy}, whose gates are fitted to logits"
-            )
-    recipe = RECIPES.get(policy, {}) if model == "reference" else {}
-    settings = {**_OURS, **method.defaults, **recipe, **explicit}
-    if "tokens" in explicit and "steps" in explicit:
-        raise UserError("--tokens and --steps say the same: give one of them")
     config = load_config(model, revision).get_text_config()
     window = int(getattr(config, "max_position_embeddings", 0) or 0)
-    if window and settings["length"] > window:
-        if "length" in explicit:
-            raise UserError(
-                f"--length {settings['length']}: model {model} takes {window}; nothing is cut off"
-            )
-        settings["length"] = window
-    _check(settings, method)
-    if "tokens" in explicit:
-        per_step = settings["batch_size"] * settings["accumulate"] * settings["length"]
-        settings["steps"] = max(1, round(settings["tokens"] / per_step))
-    settings["steps"] = settings["steps"] or _STEPS
-    settings["log_steps"] = settings["log_steps"] or max(1, settings["steps"] // 100)
-    settings["save_steps"] = settings["save_steps"] or max(1, min(200, settings["steps"] // 5))
-    where = pick_device(device)
-    if where.type == "cuda" and "LOCAL_RANK" in os.environ:  # torchrun gives every process its GPU
-        where = pick_device(f"cuda:{os.environ['LOCAL_RANK']}")
-    if settings["checkpointing"] is None:  # it halves the speed of what fits anyway
-        settings["checkpointing"] = where.type == "cuda"
-    del settings["tokens"]
-    return Plan(
-        model,
-        revision,
-        data,
-        method,
-        settings,
-        (out or method.place(model)).expanduser(),
-        where,
-        pick_dtype(dtype, where),
+    settings = complete(method, model, window, given)
+    place = pick_device(device)
+    if place.type == "cuda" and "LOCAL_RANK" in os.environ:  # torchrun: one GPU per process
+        place = pick_device(f"cuda:{os.environ['LOCAL_RANK']}")
+    if settings["checkpointing"] is None:  # on a CPU, memory is seldom short: it only takes time
+        settings["checkpointing"] = place.type == "cuda"
+    folder = (out or method.place(model)).expanduser()
+    return GateTraining(
+        model, revision, data, method, settings, folder, place, pick_dtype(dtype, place)
     )
 
 
-def _check(settings: Mapping[str, Any], method: Method) -> None:
-    for name, options in _CHOICES.items():
-        value = settings[name]
-        if value not in (*options, method.defaults.get(name)):
-            raise UserError(f"--{_flag(name)} {value}: {', '.join(options)} would be right")
-    for name in _COUNTS:
-        value = settings[name]
-        if value is not None and value < 1:
-            raise UserError(f"--{_flag(name)} {value}: 1 or more would be right")
-    for name in ("lr", "weight_decay", "capacity_weight", "warmup", "seed", "bias"):
-        value = settings[name]
-        least = -math.inf if name == "bias" else 0
-        if not math.isfinite(value) or value < least or (name == "lr" and value == 0):
-            raise UserError(f"--{_flag(name)} {value}: more than 0 would be right")
-    if settings["length"] < 2:
-        raise UserError(f"--length {settings['length']}: 2 or more would be right")
-    if method.objective != "distil":
-        return
-    weighs = settings["with_capacity"] and settings["capacity_weight"]
-    if not (settings["kl"] or settings["ntp"] or weighs):
-        raise UserError("--no-kl --no-ntp --no-capacity leaves nothing to train with")
-    if settings["reverse_kl"] and not settings["kl"]:
-        raise UserError("--reverse-kl and --no-kl: one of them would be right")
-    if weighs and settings["capacity"] >= settings["length"]:
-        raise UserError(
-            f"--capacity {settings['capacity']} is not below --length {settings['length']}: the "
-            "capacity loss would be 0; a smaller capacity, longer data or --no-capacity is right"
-        )
-
-
-def _flag(name: str) -> str:
-    known = {"kl": "no-kl", "ntp": "no-ntp", "with_capacity": "no-capacity"}
-    return known.get(name, name.replace("_", "-"))
-
-
-def train(planned: Plan, reporter: Reporter, *, fresh: bool = False) -> list[str]:
-    """Train gates, going on where an earlier run with the same settings stopped.
+def train(training: GateTraining, reporter: Reporter, *, fresh: bool = False) -> list[str]:
+    """Train gates, continuing an earlier training with the same settings.
 
     Args:
-        planned: What to do.
-        reporter: Told how far it is.
-        fresh: Throw away what an earlier run left.
+        training: What to train.
+        reporter: Told of the progress.
+        fresh: Throw away an earlier training.
 
     Returns:
         Lines for the user.
 
     Raises:
-        UserError: The folder holds another training, the data does not fit, the loss diverged.
+        UserError: The folder holds another training, the data does not fit, or the loss diverged.
     """
-    try:
-        import accelerate  # noqa: F401
-    except ImportError:
-        raise UserError(
-            "training needs accelerate: pip install 'kvbench[train]' brings it"
-        ) from None
-    from kvbench.runs.planning import _quiet_libraries
+    if importlib.util.find_spec("accelerate") is None:
+        raise UserError("training needs accelerate; run: pip install 'kvbench[train]'")
+    # transformers' Trainer imports slowly, and fails without accelerate.
+    from kvbench.training.trainer import GateTrainer, ReportProgress, arguments
 
-    _quiet_libraries()
-    wanted = wanted_of(planned)
-    if os.environ.get("RANK", "0") != "0":  # one of torchrun's others: the first does the talking
+    quiet_libraries()
+    settings, out = training.settings, training.out
+    identity = training.identity()
+    is_main = os.environ.get("RANK", "0") == "0"  # under torchrun, only the first process reports
+    if not fresh and is_finished(out, identity):
+        line = f"{out} already holds these gates; use --fresh to train them again"
+        return [line] if is_main else []
+    if not is_main:
         reporter = Silent()
     elif not fresh:
-        check_same(planned.out, wanted)
-    return _trained(planned, wanted, reporter, fresh)
+        check_same(out, identity)
+
+    tokenizer = load_tokenizer(training.model, training.revision)
+    streams = _streams(training, tokenizer, reporter)
+    sequences = Sequences(streams, training.sequences)
+    sequences[0]  # data that does not fit fails here, before the model is loaded
+    network = load_model(training.model, training.revision, training.device, training.dtype)
+    student = _student(training, network)
+    args = arguments(settings, out / CHECKPOINTS, training.device)
+    with args.main_process_first(local=False):
+        if is_main:
+            claim(out, identity, fresh)
+        checkpoint, step = latest_checkpoint(out)
+        log = truncate_log(out, step)
+    trainer = GateTrainer(student, args, sequences, out, tokenizer.pad_token_id or 0)
+    trainer.add_callback(ReportProgress(reporter))
+    trainer.continue_log(log)
+
+    reporter.start(settings["steps"], training.title)
+    reporter.advance(step)
+    trainer.run(checkpoint, step)
+    reporter.stop()
+    if not trainer.is_world_process_zero():
+        return []
+    return _write(training, identity, student, streams)
 
 
-def _trained(
-    planned: Plan, wanted: Mapping[str, Any], reporter: Reporter, fresh: bool
-) -> list[str]:
-    import torch
-
-    from kvbench import reference
-    from kvbench.engine.loading import load_model, load_tokenizer
-    from kvbench.engine.models import decoder_of, model_info
-    from kvbench.training.data import Sequences, sources
-    from kvbench.training.plot import draw
-    from kvbench.training.student import Student
-    from kvbench.training.trainer import GateTrainer, Told, arguments, cut_log, describe, latest
-
-    settings, out, method = planned.settings, planned.out, planned.method
-    tokenizer = load_tokenizer(planned.model, planned.revision)
-    found = sources(
-        planned.data,
+def _streams(training: GateTraining, tokenizer: Any, reporter: Reporter) -> list[Stream]:
+    settings = training.settings
+    streams = open_streams(
+        training.data,
         tokenizer,
-        model=planned.model,
+        model=training.model,
         length=settings["length"],
-        count=planned.sequences,
+        count=training.sequences,
         seed=settings["seed"],
         split=settings["split"],
         subset=settings["subset"],
         column=settings["column"],
         message=reporter.message,
     )
-    if method.objective == "regress" and not all(source.answers for source in found):
+    if training.method.objective == "regress" and not all(s.has_answers for s in streams):
         raise UserError(
-            f"--data {planned.data}: {method.name} learns from answers: rows with context, "
-            "question and answers would be right"
+            f"--data {training.data}: {training.method.name} learns from answers; use rows with "
+            "context, question and answers"
         )
-    data = Sequences(found, planned.sequences)
-    data[0]  # what does not fit is said before the model is loaded
-    network = load_model(planned.model, planned.revision, planned.device, planned.dtype)
-    config = decoder_of(network).config
+    return streams
+
+
+def _student(training: GateTraining, network: nn.Module) -> Student:
+    method, settings = training.method, training.settings
     with torch.random.fork_rng():
         torch.manual_seed(settings["seed"])
-        gates = method.build(model_info(network), config, settings)
-    student = Student(network, gates, method, settings)
-    args = arguments(settings, out / CHECKPOINTS, planned.device)
-    with args.main_process_first(local=False):
-        if os.environ.get("RANK", "0") == "0":
-            claim(out, wanted, fresh)
-    pad = tokenizer.pad_token_id
-    trainer = GateTrainer(student, args, data, out, 0 if pad is None else int(pad))
-    trainer.add_callback(Told(reporter))
-    for callback in _noisy():
-        trainer.remove_callback(callback)
-    with args.main_process_first(local=False):
-        start = latest(out / CHECKPOINTS)
-        step = 0 if start is None else int(start.name.rpartition("-")[2])
-        trainer.resumed(cut_log(out, step))
-    reporter.start(settings["steps"], f"{method.name} gates of {planned.model}")
-    reporter.advance(step)
-    if step < settings["steps"]:
-        trainer.train(resume_from_checkpoint=None if start is None else str(start))
-    else:
-        trainer._load_from_checkpoint(str(start))
-    reporter.stop()
-    if not trainer.is_world_process_zero():
-        return []
-    log = cut_log(out, settings["steps"])
+        gates = method.build(model_info(network), decoder_of(network).config, settings)
+    return Student(network, gates, method, settings)
+
+
+def _write(
+    training: GateTraining,
+    identity: Mapping[str, Any],
+    student: Student,
+    streams: Sequence[Stream],
+) -> list[str]:
+    """Write the gates and the figure, delete the checkpoints, and say so."""
+    out, method, model = training.out, training.method, training.model
+    log = truncate_log(out, training.settings["steps"])
     last = {k: v for k, v in log[-1].items() if k not in ("lr", "grad_norm")} if log else {}
+    commit = str(getattr(student.base.config, "_commit_hash", None) or "")
     facts = {
-        "base_model": reference.NAME if planned.model == "reference" else planned.model,
-        "base_revision": wanted["weights"]
-        or str(getattr(network.config, "_commit_hash", None) or ""),
-        "training": {**wanted, "sources": [dict(s.facts) for s in found], "last": last},
+        "base_model": reference.NAME if model == "reference" else model,
+        "base_revision": identity["weights"] or commit,
+        "training": {**identity, "sources": [dict(s.facts) for s in streams], "last": last},
     }
-    method.save(student.gates.cpu(), out, facts)
-    lines = [f"wrote {out}: gates.safetensors, {MADE}, {out / 'training.jsonl'}"]
+    lines = [f"wrote {out}: gates.safetensors, {MADE}, {RUN}, {LOG}"]
     if log:
-        draw(log, out / PICTURE, f"{method.name} gates of {planned.model} on {planned.data}")
-        lines = [f"wrote {out}: gates.safetensors, gates.json, training.jsonl, {PICTURE}"]
-        lines.append(describe(log[-1]))
+        draw(log, out / PICTURE, f"{training.title} on {training.data}")
+        lines = [f"{lines[0]}, {PICTURE}", describe(log[-1])]
+    method.save(student.gates.cpu(), out, facts)
     shutil.rmtree(out / CHECKPOINTS, ignore_errors=True)
-    if out != method.place(planned.model) or planned.model == "reference":
-        lines.append(f"a policy reads them by {method.name}:gates={out}")
+    if out != method.place(model) or model == "reference":
+        lines.append(f"policies read them with {method.name}:gates={out}")
     return lines
-
-
-def _noisy() -> tuple[type[Any], ...]:
-    from transformers import PrinterCallback, ProgressCallback
-
-    return (PrinterCallback, ProgressCallback)

@@ -1,105 +1,120 @@
-"""The folder of a training: which training it holds, and whether that is finished."""
+"""The folder of a training: which training it holds, its checkpoints and its log."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvbench.errors import UserError
-
-if TYPE_CHECKING:
-    from kvbench.training.command import Plan
+from kvbench.files import cannot, replacing
 
 RUN = "training.json"
+"""Everything that can change the gates."""
+
+LOG = "training.jsonl"
 PICTURE = "training.png"
-CHECKPOINTS = "checkpoints"
 MADE = "gates.json"
 """Written last."""
 
-
-def wanted_of(planned: Plan) -> dict[str, Any]:
-    """All that can change the gates, as the folder's `training.json` holds it."""
-    from kvbench.named import model_digest
-
-    return {
-        "policy": planned.method.name,
-        "model": planned.model,
-        "revision": planned.revision or "",
-        "weights": model_digest(planned.model),
-        "data": planned.data,
-        "device": planned.device.type,
-        "dtype": str(planned.dtype).removeprefix("torch."),
-        **planned.settings,
-    }
+CHECKPOINTS = "checkpoints"
+COMPLETE = "complete"
+"""An empty file that is written last; a checkpoint without it is torn."""
 
 
-def finished(planned: Plan) -> bool:
-    """Whether the folder holds what this very training made, and nothing is left to do."""
-    out = planned.out
+def is_finished(out: Path, identity: Mapping[str, Any]) -> bool:
+    """Whether a folder holds the gates of exactly this training, and nothing is left to do."""
     if (out / CHECKPOINTS).exists() or not (out / MADE).is_file():
         return False
     try:
-        return bool(json.loads((out / RUN).read_text(encoding="utf-8")) == wanted_of(planned))
+        return bool(json.loads((out / RUN).read_text(encoding="utf-8")) == identity)
     except (OSError, ValueError):
         return False
 
 
-def check_same(out: Path, wanted: Mapping[str, Any]) -> None:
-    """Refuse a folder that holds another training, unless that has left nothing to lose.
+def check_same(out: Path, identity: Mapping[str, Any]) -> None:
+    """Refuse a folder that holds another training, unless there is nothing to lose in it.
 
     Args:
         out: The folder.
-        wanted: All that can change the gates, from `wanted_of`.
+        identity: Everything that can change the gates.
 
     Raises:
         UserError: The folder holds gates or checkpoints of another training.
     """
-    from kvbench.training.trainer import COMPLETE
-
     path = out / RUN
     valuable = (out / MADE).exists() or any((out / CHECKPOINTS).glob(f"*/{COMPLETE}"))
-    if path.is_file() and valuable:
-        try:
-            before = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            raise UserError(f"{path} cannot be read; --fresh begins anew") from None
-        other = sorted(k for k in {*before, *wanted} if before.get(k) != wanted.get(k))
-        if other:
-            k = other[0]
+    if not path.is_file() or not valuable:
+        return
+    try:
+        earlier = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise UserError(f"cannot read {path}; use --fresh to start again") from None
+    for name in sorted({*earlier, *identity}):
+        if earlier.get(name) != identity.get(name):
             raise UserError(
-                f"{out} holds a training with {k}={before.get(k)} and not {wanted.get(k)}: another "
-                "--out would be right, or --fresh, which throws it away"
+                f"{out} holds a training with {name}={earlier.get(name)} instead of "
+                f"{identity.get(name)}; use another --out, or --fresh to throw it away"
             )
 
 
-def claim(out: Path, wanted: Mapping[str, Any], fresh: bool) -> None:
-    """Begin the folder, or continue the same training in it.
+def claim(out: Path, identity: Mapping[str, Any], fresh: bool) -> None:
+    """Start the folder, or continue the same training in it.
 
-    Called only once everything that can be wrong has been checked: a start that fails must not
+    Call it only after everything that can be wrong has been checked: a start that fails must not
     keep a corrected one out of its folder.
 
     Raises:
         UserError: The folder holds another training, or cannot be written.
     """
-    from kvbench.training.trainer import LOG
-
-    path = out / RUN
     if fresh:
         shutil.rmtree(out / CHECKPOINTS, ignore_errors=True)
-        for name in (RUN, LOG, PICTURE):
-            with suppress(OSError):
-                (out / name).unlink()
     else:
-        check_same(out, wanted)
+        check_same(out, identity)
     try:
+        if fresh:  # MADE as well: a new RUN beside old gates would look finished
+            for name in (MADE, RUN, LOG, PICTURE):
+                (out / name).unlink(missing_ok=True)
         out.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{os.getpid()}")
-        part.write_text(json.dumps(wanted, indent=2) + "\n", encoding="utf-8")
-        part.replace(path)
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from None
+        raise cannot("write", out, error) from None
+    with replacing(out / RUN) as part:
+        part.write_text(json.dumps(identity, indent=2) + "\n", encoding="utf-8")
+
+
+def latest_checkpoint(out: Path) -> tuple[Path | None, int]:
+    """The newest complete checkpoint and its step, or None and 0; torn ones are deleted."""
+    latest, step = None, 0
+    for path in (out / CHECKPOINTS).glob("checkpoint-*"):
+        number = int(path.name.rpartition("-")[2])
+        if not (path / COMPLETE).is_file():
+            shutil.rmtree(path)
+        elif number > step:
+            latest, step = path, number
+    return latest, step
+
+
+def truncate_log(out: Path, step: int) -> list[dict[str, Any]]:
+    """Remove the records after `step` from the log, and a torn last line; return the others."""
+    path = out / LOG
+    records: list[dict[str, Any]] = []
+    if path.is_file():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if record.get("step", 0) <= step:
+                records.append(record)
+    with replacing(path) as part:
+        part.write_text("".join(json.dumps(x) + "\n" for x in records), encoding="utf-8")
+    return records
+
+
+def describe(record: Mapping[str, Any]) -> str:
+    """A record of the log as text."""
+    names = ("loss", "kl", "ntp", "capacity", "retained", "fit", "smooth")
+    parts = [f"{name} {record[name]:.4g}" for name in names if name in record]
+    return f"step {record['step']}: {', '.join(parts)}"

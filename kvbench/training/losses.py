@@ -19,17 +19,17 @@ SMOOTH = 0.0025
 """LocRet's weight of the difference between neighbours."""
 
 _BLOCK = 1024
-"""Positions whose logits are held at once."""
+"""Positions whose logits are in memory at once."""
 
 
 @dataclass(frozen=True)
 class Terms:
-    """Which parts the quality loss has.
+    """Terms of the quality loss.
 
     Attributes:
-        kl: The divergence between teacher and student.
-        ntp: The negative log-likelihood of the next token.
-        reverse: `KL(student || teacher)` and not `KL(teacher || student)`.
+        kl: Whether to use the divergence between teacher and student.
+        ntp: Whether to use the negative log-likelihood of the next token.
+        reverse: Whether to use `KL(student || teacher)` instead of `KL(teacher || student)`.
     """
 
     kl: bool = True
@@ -45,29 +45,30 @@ def quality(
     terms: Terms,
     block: int = _BLOCK,
 ) -> tuple[Tensor, Tensor]:
-    """Divergence and next-token loss of a student, means over the positions.
+    """Divergence and next-token loss of a student, as means over positions.
 
-    Logits are made block by block and again in the backward pass: `[K, vocabulary]` is never held.
+    Logits are computed block by block, and again in the backward pass, so that `[K, vocabulary]` is
+    never in memory.
 
     Args:
-        student: Final hidden states of the student at the positions, `[K, d_model]`.
-        teacher: The teacher's, without gradient.
-        target: The tokens that follow, int64 `[K]`.
-        head: From hidden states to logits.
-        terms: What is computed; the others are 0.
-        block: Positions at once.
+        student: Final hidden states of the student, `[K, d_model]`.
+        teacher: Final hidden states of the teacher, without gradient, `[K, d_model]`.
+        target: Next tokens, int64 `[K]`.
+        head: Maps hidden states to logits.
+        terms: Terms to compute; the others are 0.
+        block: Positions per block.
 
     Returns:
-        `KL` and `NTP`, scalars, float32.
+        `KL` and `NTP`, float32 scalars.
     """
 
-    def part(own: Tensor, other: Tensor, next_token: Tensor) -> tuple[Tensor, Tensor]:
-        q = F.log_softmax(head(own).float(), -1)
+    def part(hidden: Tensor, taught: Tensor, next_token: Tensor) -> tuple[Tensor, Tensor]:
+        q = F.log_softmax(head(hidden).float(), -1)
         kl = ntp = q.new_zeros(())
         if terms.ntp:
             ntp = F.nll_loss(q, next_token, reduction="sum")
         if terms.kl:
-            p = F.log_softmax(head(other).float(), -1)
+            p = F.log_softmax(head(taught).float(), -1)
             first, second = (q, p) if terms.reverse else (p, q)
             kl = F.kl_div(second, first, reduction="sum", log_target=True)
         return kl, ntp
@@ -75,19 +76,19 @@ def quality(
     kl = ntp = student.new_zeros((), dtype=torch.float32)
     single = len(target) <= block
     for i in range(0, len(target), block):
-        given = student[i : i + block], teacher[i : i + block], target[i : i + block]
-        more = part(*given) if single else checkpoint(part, *given, use_reentrant=False)
-        kl, ntp = kl + more[0], ntp + more[1]
+        rows = student[i : i + block], teacher[i : i + block], target[i : i + block]
+        sums = part(*rows) if single else checkpoint(part, *rows, use_reentrant=False)
+        kl, ntp = kl + sums[0], ntp + sums[1]
     count = max(1, len(target))
     return kl / count, ntp / count
 
 
 def retained(log_beta: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Share of its tokens that a head retains at the end, `sum_i beta_i^(t - i) / t`, the mean.
+    """Mean share of tokens that a head retains at the end, `sum_i beta_i^(t - i) / t`.
 
     Args:
         log_beta: `[B, L, H, T]`.
-        valid: Which columns are tokens, bool `[B, T]`; None: all. Padding is on the left.
+        valid: Which columns are tokens, bool `[B, T]`; None for all. Padding is on the left.
 
     Returns:
         A scalar in (0, 1].
@@ -97,52 +98,49 @@ def retained(log_beta: Tensor, valid: Tensor | None = None) -> Tensor:
     weight = (age * log_beta.detach().float()).exp()
     if valid is None:
         return weight.mean()
-    held = (weight * valid[:, None, None]).sum(-1) / valid.sum(-1)[:, None, None]
-    return held.mean()
+    return ((weight * valid[:, None, None]).sum(-1) / valid.sum(-1)[:, None, None]).mean()
 
 
 def answer_logits(
-    query: Tensor, key: Tensor, asked: Tensor, scale: float, block: int = 256
+    query: Tensor, key: Tensor, supervised: Tensor, scale: float, block: int = 256
 ) -> Tensor:
-    """The largest logit that every token gets from the answer's queries: LocRet's labels.
+    """The largest logit that each token gets from the answer's queries: LocRet's labels.
 
     Args:
-        query: After RoPE, `[B, H_q, T, d]`.
-        key: After RoPE, `[B, H, T, d]`.
-        asked: Which positions are answer queries: those that predict a token of an answer, bool
-            `[B, T]`.
+        query: Queries after RoPE, `[B, H_q, T, d]`.
+        key: Keys after RoPE, `[B, H, T, d]`.
+        supervised: Positions of the answer's queries, which predict its tokens, bool `[B, T]`.
         scale: Factor of the logits.
-        block: Queries at once.
+        block: Queries per block.
 
     Returns:
-        Float32 `[B, H, T]`, the maximum over the group and the answer queries after the token;
-        `-inf` where there is none.
+        Float32 `[B, H, T]`: the maximum over the query heads of the group and the answer's queries
+        after the token; `-inf` if there are no such queries.
     """
     batch, heads, length, _ = key.shape
     column = torch.arange(length, device=key.device)
     result = key.new_full((batch, heads, length), float("-inf"), dtype=torch.float32)
     for row in range(batch):
-        places = column[asked[row]]
         k = key[row].float()
-        for at in places.split(block):
-            q = query[row].float()[:, at].unflatten(0, (heads, -1)).flatten(1, 2)
+        for positions in column[supervised[row]].split(block):
+            q = query[row].float()[:, positions].unflatten(0, (heads, -1)).flatten(1, 2)
             logits = q @ k.transpose(-1, -2) * scale
-            later = at.repeat(query.shape[1] // heads)[:, None] > column
+            later = positions.repeat(query.shape[1] // heads)[:, None] > column
             logits = logits.masked_fill(~later, float("-inf"))
             result[row] = torch.maximum(result[row], logits.amax(1))
     return result
 
 
 def regression(predicted: Tensor, label: Tensor, usable: Tensor) -> tuple[Tensor, Tensor]:
-    """LocRet's two terms: smooth L1 to the labels, mean square between neighbours.
+    """LocRet's two terms: smooth L1 to the labels, and the mean square between neighbours.
 
     Args:
-        predicted: `[..., T]`.
-        label: `[..., T]`.
-        usable: Which entries have a label, bool `[..., T]`.
+        predicted: Predicted logits, `[..., T]`.
+        label: Labels, `[..., T]`.
+        usable: Which tokens have a label, bool `[..., T]`.
 
     Returns:
-        Both as means over what is usable; a neighbour is usable where both tokens are.
+        Both as means over usable tokens; two neighbours count if both are usable.
     """
     fit = F.smooth_l1_loss(predicted, label.masked_fill(~usable, 0.0), reduction="none")
     fit = (fit * usable).sum() / usable.sum().clamp(min=1)

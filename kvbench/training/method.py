@@ -1,7 +1,6 @@
 """What a package registers so that `kvbench train gates` can train its gates.
 
-An entry point of the group `kvbench.trainers` names a `Method`. The program finds it there, as it
-finds policies, and imports no package of policies by name.
+An entry point of the group `kvbench.trainers` names a `Method`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ class Attention(Protocol):
     """Retention-gated causal attention.
 
     Queries are `[B, H_q, T, d]`, keys and values `[B, H, T, d]`, log_beta float32 `[B, H, T]`,
-    valid bool `[B, T]` or None; gives `[B, H_q, T, d]`.
+    valid bool `[B, T]` or None. The result is `[B, H_q, T, d]`.
     """
 
     def __call__(
@@ -39,7 +38,7 @@ class Attention(Protocol):
 
 
 class Capacity(Protocol):
-    """The capacity loss of log_beta float32 `[B, L, H, T]` for `budget` tokens a head."""
+    """The capacity loss of log_beta (float32 `[B, L, H, T]`) for `budget` tokens per head."""
 
     def __call__(
         self,
@@ -53,18 +52,18 @@ class Capacity(Protocol):
 
 
 class Gates(Protocol):
-    """What a module of gates can do; a kind needs the one that its objective asks for.
+    """A module of gates; it needs only the method for its objective.
 
     Hidden states are `[B, n, d_model]`, keys and values `[B, H, n, d]`, qkv
-    `[B, n, (H_q + 2 H) d]`; both give float32 `[B, H, n]`.
+    `[B, n, (H_q + 2 H) d]`. Both methods return float32 `[B, H, n]`.
     """
 
     def log_beta(self, layer: int, hidden: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Log retention of tokens, 0 or less: for `distil`."""
+        """Log retention of tokens, 0 or less; for `distil`."""
         ...
 
     def score(self, layer: int, hidden: Tensor, *, qkv: Tensor) -> Tensor:
-        """Predicted logit of tokens: for `regress`."""
+        """Predicted logits of tokens; for `regress`."""
         ...
 
 
@@ -74,17 +73,17 @@ class Method:
 
     Attributes:
         name: The policy that reads the gates.
-        objective: `distil`: retention-gated attention of a student is trained to answer as the
-            teacher does; `regress`: predictions are fitted to the logits of the answer's queries.
-        scope: Of the capacity loss: `head`, or `global` for one budget over all heads.
+        objective: `distil`: a student with retention-gated attention learns to answer as the
+            teacher does; `regress`: gates learn to predict the logits of the answer's queries.
+        scope: Scope of the capacity loss: `head`, or `global` for one budget over all heads.
         defaults: Settings of the paper by name: `lr`, `schedule`, `weight_decay`, `capacity`,
             `length`, `bias`, `hidden_dim`, `gate`, `input`, `tied`, `gating`, `gate_dim`.
-        build: Makes the gates, from the model's shapes, its configuration and all settings. The
-            module has what `Gates` says of its objective.
-        save: Writes gates with what is known of their training into a folder.
-        place: The folder where the policy looks for a model's gates.
-        attention: For `distil`.
-        capacity: For `distil`.
+        build: Makes the gates (a module as in `Gates`) from the model's shapes, its configuration
+            and all settings.
+        save: Writes gates and facts about their training into a folder.
+        place: Returns the folder in which the policy looks for a model's gates.
+        attention: The gated attention; only for `distil`.
+        capacity: The capacity loss; only for `distil`.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""A picture of a training: its losses and what the gates retain, by step."""
+"""A figure of a training: its losses, and the share of tokens that its gates retain, by step."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-_SHOWN = {
+from matplotlib.figure import Figure
+
+from kvbench.report.style import house_style, looks
+
+_TITLES = {
     "kl": "KL",
     "ntp": "next token",
     "capacity": "capacity",
     "fit": "fit",
     "smooth": "neighbours",
+    "retained": "share retained at the end",
 }
 
 
@@ -19,25 +24,19 @@ def draw(log: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
     """Draw a log.
 
     Args:
-        log: Its records, one at least.
-        path: The PNG.
-        title: What was trained.
+        log: Its records, at least one.
+        path: The PNG file.
+        title: The title.
     """
-    from matplotlib.figure import Figure
-
-    from kvbench.report.style import house_style, looks
-
     steps = [record["step"] for record in log]
-    parts = [name for name in _SHOWN if name in log[0]]
-    panels = [[name] for name in parts] + ([["retained"]] if "retained" in log[0] else [])
+    names = [name for name in _TITLES if name in log[0]]
     colour = looks([title])[title][0]
     with house_style():
-        figure = Figure(figsize=(3.2 * len(panels), 2.6), layout="constrained", dpi=120)
-        axes = figure.subplots(1, len(panels), squeeze=False)[0]
-        for axis, names in zip(axes, panels, strict=True):
-            for name in names:
-                axis.plot(steps, [record[name] for record in log], color=colour)
-            axis.set_title(_SHOWN.get(names[0], "share retained at the end"))
+        figure = Figure(figsize=(3.2 * len(names), 2.6), layout="constrained", dpi=120)
+        axes = figure.subplots(1, len(names), squeeze=False)[0]
+        for axis, name in zip(axes, names, strict=True):
+            axis.plot(steps, [record[name] for record in log], color=colour)
+            axis.set_title(_TITLES[name])
             axis.set_xlabel("step")
             axis.set_ylim(bottom=0)
         figure.suptitle(title)

@@ -1,8 +1,8 @@
-"""How the gates that ship with kvbench were trained: settings for the reference model.
+"""Settings with which the gates that ship for the reference model were trained.
 
     kvbench train gates --model reference --policy trimkv
 
-takes them, and `python -m kvbench.training.ship` makes all of them anew.
+uses them, and `python -m scripts.reference_model.gates` in a checkout trains all of them again.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 _COMMON: dict[str, Any] = {"length": 384, "lr": 2e-3, "log_steps": 5}
-"""Ten times the papers' learning rate: a gate of a tiny model has minutes, and not days."""
+"""Ten times the papers' learning rate, because these trainings take minutes instead of days."""
 
 RECIPES: dict[str, dict[str, Any]] = {
     "trimkv": {**_COMMON, "steps": 240, "capacity": 48},
     "dbtrimkv": {**_COMMON, "steps": 160, "capacity": 48, "bias": 8.0},
     "locret": {**_COMMON, "steps": 160},
 }
-"""By policy; what is not here is the default."""
+"""By policy; other settings are the defaults."""

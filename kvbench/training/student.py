@@ -1,8 +1,7 @@
 """The student: a frozen model whose full-attention layers are retention-gated.
 
-No copy of any model's forward: a hook on every attention module hands over what enters it, and the
-attention function that transformers calls gates its logits. The same weights without the hooks'
-doing are the teacher.
+No model's forward is copied. A hook on every attention module records its input, and the attention
+function that transformers calls gates the logits. Without the hooks, the same model is the teacher.
 """
 
 from __future__ import annotations
@@ -27,12 +26,19 @@ NAME = "kvbench-training"
 
 @dataclass
 class _Pass:
-    """One forward: what the attention function has to do, and what it found, by layer."""
+    """One forward pass of the student.
+
+    Attributes:
+        student: The student.
+        valid: Which positions are tokens, bool `[B, T]`; None for all.
+        supervised: Positions whose next token is learned, bool `[B, T]`.
+        outputs: By layer: log beta for `distil`; the gates' inputs and their labels for `regress`.
+    """
 
     student: Student
     valid: Tensor | None
-    asked: Tensor
-    found: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
+    supervised: Tensor
+    outputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
 
 
 def training_attention(
@@ -47,36 +53,21 @@ def training_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """The attention function: `query` `[B, H_q, T, d]` after RoPE, output `[B, T, H_q, d]`."""
     hooked = module.__dict__.get("_kvbench_training")
-    plain = hooked is None
     if hooked is not None:
         running, index, hidden = hooked
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         student: Student = running.student
-        if student.method.objective == "regress":
-            plain = True
-            if index not in running.found:
-                running.found[index] = student.fitted(index, hidden, query, key, scale, running)
-        elif kwargs.get("softcap") is not None:
-            raise UserError("attention with a soft cap on its logits cannot be gated")
-    if plain:
-        out: tuple[Tensor, Tensor | None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
-        )
-        return out
-    log_beta = student.log_beta(index, hidden, key, value)
-    # A checkpointed layer comes by again in the backward pass: the first time counts.
-    running.found.setdefault(index, (log_beta,))
-    assert student.method.attention is not None
-    result = student.method.attention(
-        query,
-        key,
-        value,
-        log_beta,
-        scale=scale,
-        gating=student.gating,
-        valid=running.valid,
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        if student.method.objective == "distil":
+            if kwargs.get("softcap") is not None:
+                raise UserError("attention with a soft cap on its logits cannot be gated")
+            return student.gated(running, index, hidden, query, key, value, scale), None
+        if index not in running.outputs:
+            labels = losses.answer_logits(query, key, running.supervised, scale)
+            running.outputs[index] = hidden, student.project(index, hidden), labels
+    plain: tuple[Tensor, Tensor | None] = sdpa_attention_forward(
+        module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
     )
-    return result.transpose(1, 2).contiguous(), None
+    return plain
 
 
 AttentionInterface.register(NAME, training_attention)
@@ -84,12 +75,12 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 class Student(nn.Module):
-    """A frozen model with gates; its forward gives the training loss.
+    """A frozen model with gates; its forward returns the training loss.
 
     Args:
-        model: A causal language model. Its attention implementation is changed.
-        gates: The gates, the only parameters that train.
-        method: What kind of gates they are.
+        model: A causal language model; its attention implementation is replaced.
+        gates: The gates, which are the only trained parameters.
+        method: Kind of the gates.
         settings: `capacity`, `capacity_weight`, `kl`, `ntp`, `with_capacity`, `reverse_kl`,
             `capacity_reduce`, `gating`, `checkpointing`.
     """
@@ -120,99 +111,109 @@ class Student(nn.Module):
             and bool(getattr(model, "supports_gradient_checkpointing", False))
         )
         if self.checkpointed:
-            # Its name changed within transformers 5; both take these keywords as their first.
+            # The name changed within transformers 5; the first argument is the same.
             names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
             enable: Any = next(getattr(model, n) for n in names if hasattr(model, n))
             enable({"use_reentrant": False})
         self.train()
 
     def train(self, mode: bool = True) -> Student:
-        """Put the gates into training mode; the base stays as in inference (no dropout)."""
+        """Put the gates into training mode; the base model stays in inference mode (no dropout)."""
         super().train(mode)
         self.base.eval()
-        if self.checkpointed:  # a layer checkpoints only in training mode; what it holds does not
+        if self.checkpointed:  # layers checkpoint only in training mode; their modules stay
             for module in self.base.modules():
                 if getattr(module, "gradient_checkpointing", False):
                     module.training = mode
         return self
 
     def forward(
-        self, input_ids: Tensor, asked: Tensor, valid: Tensor | None = None
+        self, input_ids: Tensor, supervised: Tensor, valid: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """The loss on a batch.
+        """Compute the loss on a batch.
 
         Args:
             input_ids: `[B, T]`, padded on the left.
-            asked: Positions whose next token is learned from, bool `[B, T]`.
-            valid: Which are tokens, bool `[B, T]`; None: all.
+            supervised: Positions whose next token is learned, bool `[B, T]`.
+            valid: Which positions are tokens, bool `[B, T]`; None for all.
 
         Returns:
-            `loss`, and without gradient its parts and `retained`.
+            `loss`; without gradient, its parts and, for `distil`, `retained`.
         """
         if self.method.objective == "regress":
-            return self._regress(input_ids, asked, valid)
-        return self._distil(input_ids, asked, valid)
+            return self._regress(input_ids, supervised, valid)
+        return self._distil(input_ids, supervised, valid)
 
-    def _distil(self, ids: Tensor, asked: Tensor, valid: Tensor | None) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        self._running = None
-        rows = asked[:, :-1]
+    def _distil(self, ids: Tensor, supervised: Tensor, valid: Tensor | None) -> dict[str, Tensor]:
+        rows = supervised[:, :-1]
         teacher = None
         if self.terms.kl:
+            self._running = None  # without the hooks, the model is the teacher
             with torch.no_grad():
                 teacher = self._decode(ids, valid)[:, :-1][rows]
-        self._running = running = _Pass(self, valid, asked)
+        self._running = running = _Pass(self, valid, supervised)
         student = self._decode(ids, valid)[:, :-1][rows]
-        log_beta = torch.stack([running.found[i][0] for i in sorted(running.found)], 1)
+        log_beta = torch.stack([running.outputs[i][0] for i in sorted(running.outputs)], 1)
         loss = log_beta.new_zeros(())
+        parts: dict[str, Tensor] = {}
         if self.terms.kl or self.terms.ntp:
-            given = student.detach() if teacher is None else teacher
+            reference = student.detach() if teacher is None else teacher
             kl, ntp = losses.quality(
-                student, given, ids[:, 1:][rows], head_of(self.base), self.terms
+                student, reference, ids[:, 1:][rows], head_of(self.base), self.terms
             )
-            found |= {"kl": kl.detach()} if self.terms.kl else {}
-            found |= {"ntp": ntp.detach()} if self.terms.ntp else {}
+            parts |= {"kl": kl.detach()} if self.terms.kl else {}
+            parts |= {"ntp": ntp.detach()} if self.terms.ntp else {}
             loss = loss + kl + ntp
         if self.weight:
             assert self.method.capacity is not None
             capacity = self.method.capacity(
                 log_beta, self.budget, scope=self.method.scope, reduce=self.reduce, valid=valid
             )
-            found["capacity"] = capacity.detach()
+            parts["capacity"] = capacity.detach()
             loss = loss + self.weight * capacity
-        found["retained"] = losses.retained(log_beta, valid)
-        return {"loss": loss, **found}
+        return {"loss": loss, **parts, "retained": losses.retained(log_beta, valid)}
 
-    def _regress(self, ids: Tensor, asked: Tensor, valid: Tensor | None) -> dict[str, Tensor]:
-        self._running = running = _Pass(self, valid, asked)
+    def _regress(self, ids: Tensor, supervised: Tensor, valid: Tensor | None) -> dict[str, Tensor]:
+        self._running = running = _Pass(self, valid, supervised)
         with torch.no_grad():
             self._decode(ids, valid)
-        ordered = [running.found[i] for i in sorted(running.found)]
+        layers = [running.outputs[i] for i in sorted(running.outputs)]
+        gates = cast("Gates", self.gates)
         predicted = torch.stack(
-            [self._asked.score(i, x, qkv=qkv) for i, (x, qkv, _) in enumerate(ordered)], 1
+            [gates.score(i, hidden, qkv=qkv) for i, (hidden, qkv, _) in enumerate(layers)], 1
         )
-        label = torch.stack([x for *_, x in ordered], 1)
-        usable = label.isfinite()
+        labels = torch.stack([labels for *_, labels in layers], 1)
+        usable = labels.isfinite()
         if valid is not None:
             usable &= valid[:, None, None]
-        fit, step = losses.regression(predicted, label, usable)
-        return {"loss": fit + losses.SMOOTH * step, "fit": fit.detach(), "smooth": step.detach()}
+        fit, smooth = losses.regression(predicted, labels, usable)
+        loss = fit + losses.SMOOTH * smooth
+        return {"loss": loss, "fit": fit.detach(), "smooth": smooth.detach()}
 
-    @property
-    def _asked(self) -> Gates:
-        return cast("Gates", self.gates)
+    def gated(
+        self,
+        running: _Pass,
+        layer: int,
+        hidden: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+    ) -> Tensor:
+        """Retention-gated attention of a layer, `[B, T, H_q, d]`."""
+        assert self.method.attention is not None
+        log_beta = cast("Gates", self.gates).log_beta(layer, hidden, key, value)
+        # The backward pass runs a checkpointed layer again: the first output has the gradient.
+        running.outputs.setdefault(layer, (log_beta,))
+        out = self.method.attention(
+            query, key, value, log_beta, scale=scale, gating=self.gating, valid=running.valid
+        )
+        return out.transpose(1, 2).contiguous()
 
-    def log_beta(self, layer: int, hidden: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """What the gates of a layer say of the tokens, float32 `[B, H, T]`."""
-        return self._asked.log_beta(layer, hidden, key, value)
-
-    def fitted(
-        self, layer: int, hidden: Tensor, query: Tensor, key: Tensor, scale: float, running: _Pass
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """What retaining heads are given for a layer, and what they shall predict."""
+    def project(self, layer: int, hidden: Tensor) -> Tensor:
+        """Queries, keys and values of a layer before RoPE, `[B, T, (H_q + 2 H) d]`."""
         assert self._info.project is not None
-        label = losses.answer_logits(query, key, running.asked, scale)
-        return hidden, self._info.project(layer, hidden), label
+        return self._info.project(layer, hidden)
 
     def _decode(self, ids: Tensor, valid: Tensor | None) -> Tensor:
         kwargs: dict[str, Tensor] = {}

@@ -1,7 +1,7 @@
-"""The loop: transformers' Trainer, which saves and loads nothing but gates.
+"""The training loop: transformers' Trainer, which saves and loads only gates.
 
-Checkpoints hold the gates as safetensors; the optimizer's and the scheduler's state and that of the
-random numbers are the Trainer's own files, which it reads with `weights_only`: no pickle is run.
+Checkpoints hold the gates as safetensors. The states of the optimizer, the scheduler and the random
+numbers are the Trainer's own files; it reads them with `weights_only`, which runs no pickled code.
 """
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 import time
-from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,31 +18,34 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from kvbench.errors import UserError
 from kvbench.progress import Reporter
 from kvbench.training.data import Sequences, collate
+from kvbench.training.folder import COMPLETE, LOG, describe
 from kvbench.training.student import Student
 
 WEIGHTS = "gates.safetensors"
-COMPLETE = "complete"
-"""An empty file that is written last: without it a checkpoint is torn."""
-
-LOG = "training.jsonl"
 
 
 def arguments(settings: Mapping[str, Any], folder: Path, device: torch.device) -> TrainingArguments:
-    """The Trainer's arguments; what is not here is its default, as in the papers.
+    """The Trainer's arguments; all others have its defaults, as in the papers.
 
     Args:
-        settings: Of the run.
-        folder: Where checkpoints go.
-        device: Where to train. With torchrun every process has its own.
+        settings: Settings of the training.
+        folder: Folder of the checkpoints.
+        device: Device; under torchrun, that of this process.
     """
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
-    made = TrainingArguments(
+    args = TrainingArguments(
         output_dir=str(folder),
         max_steps=settings["steps"],
         per_device_train_batch_size=settings["batch_size"],
@@ -66,9 +67,9 @@ def arguments(settings: Mapping[str, Any], folder: Path, device: torch.device) -
         dataloader_pin_memory=device.type == "cuda",
         seed=settings["seed"],
     )
-    if made.n_gpu > 1:  # one process, one GPU: several are torchrun's business
-        made._n_gpu = 1
-    return made
+    if args.n_gpu > 1:  # one GPU per process; torchrun starts several processes
+        args._n_gpu = 1
+    return args
 
 
 class GateTrainer(Trainer):
@@ -76,27 +77,37 @@ class GateTrainer(Trainer):
 
     Args:
         student: The student.
-        args: As `arguments` makes them.
-        data: The sequences, in the order they are taken.
+        args: The result of `arguments`.
+        sequences: The sequences, in order.
         out: Folder of the log.
-        pad: Token that shorter sequences of a batch are padded with.
+        pad: Token that pads shorter sequences of a batch.
     """
 
     def __init__(
-        self, student: Student, args: TrainingArguments, data: Sequences, out: Path, pad: int
+        self, student: Student, args: TrainingArguments, sequences: Sequences, out: Path, pad: int
     ) -> None:
         super().__init__(
             model=student,
             args=args,
-            train_dataset=data,
+            train_dataset=sequences,
             data_collator=lambda items: collate(items, pad),
         )
+        for callback in (PrinterCallback, ProgressCallback):
+            self.remove_callback(callback)
         self._sums: dict[str, Tensor] = {}
-        self._seen = 0
+        self._batches = 0
         self._tokens = 0
-        self._began = time.monotonic()
-        self._before = 0.0
-        self._out = out
+        self._started = time.monotonic()
+        self._log_file = out / LOG
+
+    def run(self, checkpoint: Path | None, step: int) -> None:
+        """Train from a checkpoint, which holds `step` steps, to the end."""
+        if checkpoint is None:
+            self.train()
+        elif step < self.args.max_steps:
+            self.train(resume_from_checkpoint=str(checkpoint))
+        else:
+            self._load_from_checkpoint(str(checkpoint))
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         data: Any = self.train_dataset if train_dataset is None else train_dataset
@@ -109,46 +120,46 @@ class GateTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """The student's loss; its parts are kept for the log."""
-        found = model(**inputs)
-        for name, value in found.items():
+        """The student's loss; its parts are summed for the log."""
+        losses = model(**inputs)
+        for name, value in losses.items():
             self._sums[name] = self._sums.get(name, 0.0) + value.detach().float()
-        self._seen += 1
+        self._batches += 1
         self._tokens += inputs["input_ids"].numel()
-        return (found["loss"], found) if return_outputs else found["loss"]
+        return (losses["loss"], losses) if return_outputs else losses["loss"]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Write a line: means since the last one over all processes, learning rate, seconds."""
-        if not self._seen:
+        """Write a record: means since the last one over all processes, learning rate, seconds."""
+        if not self._batches:
             return
         names = sorted(self._sums)
-        means = torch.stack([self._sums[name] for name in names]) / self._seen
+        means = torch.stack([self._sums[name] for name in names]) / self._batches
         means = self.accelerator.reduce(means, "mean")
         record: dict[str, Any] = {"step": self.state.global_step}
         record |= {n: round(x, 6) for n, x in zip(names, means.tolist(), strict=True)}
         record["lr"] = logs.get("learning_rate", 0.0)
         record["grad_norm"] = round(float(logs.get("grad_norm", 0.0)), 6)
         record["tokens"] = self._tokens * self.accelerator.num_processes
-        record["seconds"] = round(self._before + time.monotonic() - self._began, 1)
+        record["seconds"] = round(time.monotonic() - self._started, 1)
         self._sums.clear()
-        self._seen = 0
+        self._batches = 0
         if not math.isfinite(record["loss"]):
             raise UserError(
-                f"the loss is {record['loss']} at step {record['step']}: a smaller --lr or "
-                "--dtype float32 may be right"
+                f"the loss is {record['loss']} at step {record['step']}; try a smaller --lr or "
+                "--dtype float32"
             )
         self.state.log_history.append(record)
         if self.is_world_process_zero():
-            with (self._out / LOG).open("a", encoding="utf-8") as file:
+            with self._log_file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
 
-    def resumed(self, log: list[dict[str, Any]]) -> None:
-        """Go on counting where a log ends."""
+    def continue_log(self, log: list[dict[str, Any]]) -> None:
+        """Continue to count tokens and seconds where a log ends."""
         if log:
-            self._before = log[-1]["seconds"]
+            self._started -= log[-1]["seconds"]
             self._tokens = log[-1]["tokens"] // self.accelerator.num_processes
 
-    # --- checkpoints: gates alone ---
+    # --- checkpoints hold only gates ---
 
     def _save(
         self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
@@ -175,57 +186,19 @@ class GateTrainer(Trainer):
             (folder / COMPLETE).touch()
 
 
-def latest(folder: Path) -> Path | None:
-    """The newest whole checkpoint; torn ones are deleted."""
-    whole: dict[int, Path] = {}
-    for path in folder.glob("checkpoint-*"):
-        if (path / COMPLETE).is_file():
-            whole[int(path.name.rpartition("-")[2])] = path
-        else:
-            shutil.rmtree(path)
-    return whole[max(whole)] if whole else None
+class ReportProgress(TrainerCallback):
+    """Reports every step, and the losses after every tenth of the training."""
 
-
-def cut_log(out: Path, step: int) -> list[dict[str, Any]]:
-    """Drop what a log says of steps after `step`, and give the rest."""
-    path = out / LOG
-    kept: list[dict[str, Any]] = []
-    if path.is_file():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                record = json.loads(line)
-            except ValueError:  # a torn last line
-                continue
-            if record.get("step", 0) <= step:
-                kept.append(record)
-    path.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
-    return kept
-
-
-class Told(TrainerCallback):
-    """Tells a reporter how far the training is, with a line of losses now and then."""
-
-    def __init__(self, reporter: Reporter, lines: int = 10) -> None:
+    def __init__(self, reporter: Reporter) -> None:
         self._reporter = reporter
-        self._lines = lines
-        self._said: defaultdict[str, int] = defaultdict(int)
+        self._reported = 0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Count the step; every tenth of the training say what the log says."""
+        """Count the step; after a tenth of the training, report the last record of the log."""
         self._reporter.advance()
-        if (
-            not state.log_history
-            or state.global_step * self._lines % state.max_steps >= self._lines
-        ):
+        if state.global_step * 10 % state.max_steps >= 10 or not state.log_history:
             return
         record = state.log_history[-1]
-        if "loss" in record and record["step"] != self._said["step"]:
-            self._said["step"] = record["step"]
+        if record["step"] > self._reported:
+            self._reported = record["step"]
             self._reporter.message(describe(record))
-
-
-def describe(record: Mapping[str, Any]) -> str:
-    """A line of the log for people."""
-    names = ("loss", "kl", "ntp", "capacity", "retained", "fit", "smooth")
-    parts = [f"{name} {record[name]:.4g}" for name in names if name in record]
-    return f"step {record['step']}: {', '.join(parts)}"

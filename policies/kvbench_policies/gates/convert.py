@@ -5,9 +5,9 @@
 SOURCE is a safetensors file or a folder of them. Pickled checkpoints (.bin, .pt, .pth) are refused,
 because unpickling runs code. The tensors of every layer are
 
-    ...layers.<index>....retention_gate.linear1.weight   [512, d_model], with a bias or without
-    ...layers.<index>....retention_gate.linear2.weight   [H, 512], with a bias or without
-    ...layers.<index>....retention_gate.bias             [H] or one for all, added to the logit
+    ...layers.<index>....retention_gate.linear1.weight   [512, d_model], optionally with a bias
+    ...layers.<index>....retention_gate.linear2.weight   [H, 512], optionally with a bias
+    ...layers.<index>....retention_gate.bias             [H] or [1], added to the logit
 
 Without `linear1` the gate is linear. Other tensors are ignored.
 """
@@ -24,10 +24,14 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
+from kvbench.engine.loading import load_config
+from kvbench.engine.models import decoder_of, model_info
 from kvbench.errors import UserError
+from kvbench.named import model_digest
 from kvbench.plugin import ModelInfo
-from kvbench_policies.gates.config import GateConfig
+from kvbench_policies.gates.config import GateConfig, activation_of
 from kvbench_policies.gates.files import save
 from kvbench_policies.gates.modules import RetentionGates, build
 
@@ -147,7 +151,7 @@ def _merged(tensors: Mapping[str, Tensor], config: GateConfig, layer: int) -> di
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Convert a checkpoint; the exit status is 2 if that is not possible."""
+    """Convert a checkpoint; the exit code is 2 if that is not possible."""
     parser = argparse.ArgumentParser(
         prog="python -m kvbench_policies.gates.convert",
         description="Make kvbench gates from a TRIM-KV checkpoint (safetensors).",
@@ -171,14 +175,7 @@ def convert_for(source: str, model: str) -> RetentionGates:
     Raises:
         UserError: The checkpoint or the model cannot be read, or they do not fit.
     """
-    from kvbench.engine.loading import load_config
-    from kvbench.engine.models import decoder_of, model_info
-    from kvbench.named import model_digest
-    from kvbench_policies.gates.config import activation_of
-
     config = load_config(model)
-    from transformers import AutoModelForCausalLM
-
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config)
     revision = model_digest(model) or str(getattr(config, "_commit_hash", None) or "")

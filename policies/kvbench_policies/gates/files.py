@@ -5,9 +5,7 @@ Nothing is ever unpickled. The weights of the base model are not stored with the
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -17,6 +15,7 @@ from torch import Tensor
 
 from kvbench.artifacts import Artifacts, MadeFor
 from kvbench.errors import UserError
+from kvbench.files import cannot, replacing
 from kvbench.plugin import ModelInfo
 from kvbench_policies.gates.config import GateConfig, Kind
 from kvbench_policies.gates.modules import RetentionGates, build
@@ -43,19 +42,16 @@ def save(gates: RetentionGates, folder: str | Path) -> Path:
     bad = _not_finite(state)
     if bad:
         raise UserError(f"the gates were not saved, because {bad} is not finite")
-    weights, config = (folder / f".{name}.{os.getpid()}" for name in (WEIGHTS, CONFIG))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(state, weights, metadata={"format": "pt"})
-        config.write_text(gates.config.to_json(), encoding="utf-8")
-        weights.replace(folder / WEIGHTS)
-        config.replace(folder / CONFIG)
-    except (OSError, SafetensorError) as error:
-        for part in (weights, config):
-            with suppress(OSError):
-                part.unlink()
-        reason = getattr(error, "strerror", None) or str(error)
-        raise UserError(f"cannot write gates to {folder}: {reason}") from None
+        # The configuration takes its place last: without it, the folder holds no gates.
+        with replacing(folder / CONFIG) as config, replacing(folder / WEIGHTS) as weights:
+            save_file(state, weights, metadata={"format": "pt"})
+            config.write_text(gates.config.to_json(), encoding="utf-8")
+    except OSError as error:
+        raise cannot("write gates to", folder, error) from None
+    except SafetensorError as error:
+        raise UserError(f"cannot write gates to {folder}: {error}") from None
     return folder
 
 

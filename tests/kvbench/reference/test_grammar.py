@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
 
 from kvbench.reference import grammar
-from kvbench.reference.train import build_tokenizer
 
 
 def test_vocabulary_layout_is_the_one_of_the_weights() -> None:
@@ -52,19 +49,6 @@ def test_templates() -> None:
 def test_numerals_end(number: int) -> None:
     with pytest.raises(ValueError, match="no numeral"):
         grammar.numeral(number)
-
-
-def test_text_round_trips_through_the_saved_tokenizer(tmp_path: Path) -> None:
-    build_tokenizer().save_pretrained(tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
-    words = grammar.VOCABULARY
-    text = " ".join(words)
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert ids == list(range(len(words)))
-    assert tokenizer.decode(ids) == text
-    assert tokenizer("let . #1")["input_ids"] == [1, words.index("let"), 5, 64]
-    assert tokenizer("unheard")["input_ids"] == [1, words.index("<unk>")]
-    assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
 
 
 def test_grammar_and_package_import_without_torch() -> None:

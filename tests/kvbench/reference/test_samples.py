@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from kvbench.reference import grammar, samples
-from kvbench.reference.curriculum import CURRICULUM
 from kvbench.reference.samples import Knobs, Question
 
 LENGTHS = (64, 200, 512)
@@ -85,38 +84,6 @@ def test_counts_of_bags_give_the_answer(length: int) -> None:
             assert (sorted(answer) == sorted(top)) if task == "cwe" else (answer == top)
 
 
-def test_batches_supervise_the_answers_and_nothing_else() -> None:
-    mix = dict.fromkeys(samples.TASKS, 1.0)
-    batch = samples.batch(np.random.default_rng(3), 24, 160, mix, Knobs())
-    assert batch.ids.shape == (24, 160)
-    np.testing.assert_allclose(np.bincount(batch.slots, weights=batch.weights), 1, atol=1e-6)
-    # The token that follows a supervised position is one of its targets.
-    after = batch.ids.reshape(-1)[batch.positions + 1]
-    hit = np.zeros(len(batch.positions), dtype=bool)
-    np.logical_or.at(hit, batch.slots, after[batch.slots] == batch.targets)
-    assert hit.all()
-    assert batch.spans[0][1] == 0
-    assert batch.spans[-1][2] == len(batch.positions)
-
-
-def test_same_seed_gives_the_same_batch() -> None:
-    mix = {"mixed": 1.0, "cwe": 1.0}
-    first, second = (
-        samples.batch(np.random.default_rng([1, 5]), 8, 128, mix, Knobs()) for _ in range(2)
-    )
-    np.testing.assert_array_equal(first.ids, second.ids)
-    np.testing.assert_array_equal(first.targets, second.targets)
-
-
 def test_too_short_a_sequence_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="fits into"):
         samples.draw(np.random.default_rng(0), "fwe", 12, Knobs())
-
-
-@pytest.mark.parametrize("stage", CURRICULUM, ids=lambda stage: stage.name)
-def test_every_stage_of_the_curriculum_can_be_drawn(stage: object) -> None:
-    assert isinstance(stage, type(CURRICULUM[0]))
-    for feed in stage.feeds:
-        assert set(feed.mix) <= set(samples.TASKS)
-        for length in sorted(set(feed.lengths))[:2]:
-            samples.batch(np.random.default_rng(0), 4, length, feed.mix, stage.knobs)

@@ -20,9 +20,7 @@ from kvbench.cli import call
 from kvbench.errors import UserError
 from kvbench.progress import Silent
 from kvbench.training.command import plan, train
-from kvbench.training.recipes import RECIPES
-from kvbench.training.ship import destination
-from kvbench.training.trainer import latest
+from kvbench.training.folder import claim, is_finished, latest_checkpoint
 
 pytest.importorskip("accelerate")
 
@@ -104,10 +102,10 @@ def test_gates_log_and_picture_are_written(
     assert not (out / "checkpoints").exists()
 
 
-def test_a_killed_training_goes_on_to_the_same_weights(
+def test_a_killed_training_continues_to_the_same_weights(
     llama_folder: str, rows: str, tmp_path: Path
 ) -> None:
-    """Killed between two checkpoints, and once more while one is written."""
+    """Killed between two checkpoints; another kill left a torn checkpoint."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     _train(llama_folder, rows, whole, save_steps=2, steps=12)
     flags = "--steps 12 --length 64 --capacity 16 --accumulate 2 --hidden-dim 16 --lr 1e-2"
@@ -140,25 +138,31 @@ def test_a_killed_training_goes_on_to_the_same_weights(
     assert logs[0] == logs[1]
 
 
-def test_a_done_training_is_not_done_again(llama_folder: str, rows: str, tmp_path: Path) -> None:
+def test_a_finished_training_is_not_repeated(llama_folder: str, rows: str, tmp_path: Path) -> None:
     out = tmp_path / "gates"
     _train(llama_folder, rows, out)
-    with pytest.raises(UserError, match=r"holds a training with lr=0\.01 and not 0\.02"):
+    with pytest.raises(UserError, match=r"holds a training with lr=0\.01 instead of 0\.02"):
         _train(llama_folder, rows, out, lr=0.02)
     before = load_file(out / "gates.safetensors")
-    _train(llama_folder, rows, out)
+    log = (out / "training.jsonl").read_bytes()
+    made = (out / "gates.json").stat().st_mtime_ns
+    (line,) = _train(llama_folder, rows, out)
+    assert "already holds these gates; use --fresh" in line
+    assert (out / "training.jsonl").read_bytes() == log
+    assert (out / "gates.json").stat().st_mtime_ns == made
     _train(llama_folder, rows, out, fresh=True)
+    assert (out / "gates.json").stat().st_mtime_ns > made
     assert all(torch.equal(x, before[k]) for k, x in load_file(out / "gates.safetensors").items())
 
 
 def test_the_newest_whole_checkpoint_counts(tmp_path: Path) -> None:
     for n, whole in ((2, True), (10, True), (12, False)):
-        folder = tmp_path / f"checkpoint-{n}"
-        folder.mkdir()
+        folder = tmp_path / "checkpoints" / f"checkpoint-{n}"
+        folder.mkdir(parents=True)
         if whole:
             (folder / "complete").touch()
-    assert latest(tmp_path) == tmp_path / "checkpoint-10"
-    assert not (tmp_path / "checkpoint-12").exists()
+    assert latest_checkpoint(tmp_path) == (tmp_path / "checkpoints" / "checkpoint-10", 10)
+    assert not (tmp_path / "checkpoints" / "checkpoint-12").exists()
 
 
 def test_no_checkpoint_holds_weights_of_the_model(
@@ -180,23 +184,23 @@ def test_no_checkpoint_holds_weights_of_the_model(
     [
         ("--policy trimkw", "unknown trainer 'trimkw'; did you mean trimkv"),
         ("--policy trimkv --length 64 --capacity 64", "is not below --length 64"),
-        ("--policy trimkv --length 9999", "takes 4096"),
-        ("--policy trimkv --no-kl --no-ntp --no-capacity", "leaves nothing to train with"),
-        ("--policy trimkv --no-kl --reverse-kl", "one of them would be right"),
-        ("--policy trimkv --steps 5 --tokens 5", "say the same"),
-        ("--policy trimkv --steps 0", "1 or more would be right"),
-        ("--policy trimkv --gate conv", "mlp, linear would be right"),
-        ("--policy trimkv --schedule step", "linear, cosine, constant would be right"),
-        ("--policy trimkv --lr 0", "more than 0"),
-        ("--policy locret --no-kl", "--no-kl is not for locret"),
-        ("--policy locret --capacity 5", "--capacity is not for locret"),
+        ("--policy trimkv --length 9999", "has 4096 positions"),
+        ("--policy trimkv --no-kl --no-ntp --no-capacity", "leaves no loss"),
+        ("--policy trimkv --no-kl --reverse-kl", "contradict each other; use one of them"),
+        ("--policy trimkv --steps 5 --tokens 5", "both set the length"),
+        ("--policy trimkv --steps 0", "--steps 0 is too small; use 1 or more"),
+        ("--policy trimkv --gate conv", "--gate conv is unknown; use mlp or linear"),
+        ("--policy trimkv --schedule step", "use linear or cosine or constant"),
+        ("--policy trimkv --lr 0", "use a number above 0"),
+        ("--policy locret --no-kl", "--no-kl does not apply to locret"),
+        ("--policy locret --capacity 5", "--capacity does not apply to locret"),
         ("--policy trimkv --data reference", "which .* does not know"),
         ("--policy trimkv --data nosuch.jsonl", "cannot read nosuch.jsonl"),
         ("--policy trimkv --data nosuchtask", "unknown task 'nosuchtask'"),
         ("--policy trimkv --data no/such", "--data no/such cannot be loaded"),
     ],
 )
-def test_what_the_user_can_mend_is_one_line(
+def test_wrong_input_is_one_line(
     llama_folder: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -210,7 +214,7 @@ def test_what_the_user_can_mend_is_one_line(
     assert re.search(message, error), error
 
 
-def test_a_diverging_loss_is_said(llama_folder: str, rows: str, tmp_path: Path) -> None:
+def test_a_diverging_loss_ends_the_training(llama_folder: str, rows: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"the loss is (nan|inf) at step"):
         _train(llama_folder, rows, tmp_path / "gates", lr=1e30, steps=4)
 
@@ -229,17 +233,16 @@ def test_a_dry_run_writes_nothing(
     command = f"train gates --policy dbtrimkv --model {llama_folder} --data {rows} --out {out}"
     assert call([*command.split(), "--dry-run", "--tokens", "1000000", "--length", "1000"]) == 0
     text = capsys.readouterr().out
-    assert "250 steps of 1 x 4 sequences" in text
+    assert "250 steps of 1 x 4 sequences of up to 1000 tokens: up to 1000000 tokens" in text
     assert "KL + next token + 1 x capacity of 64 tokens" in text
     assert not out.exists()
 
 
-@pytest.mark.parametrize("policy", sorted(RECIPES))
-def test_the_gates_that_ship_were_trained_by_their_recipe(policy: str) -> None:
-    folder = destination(policy)
-    config = json.loads((folder / "gates.json").read_text())
-    given = config["training"]
-    assert {key: given[key] for key in RECIPES[policy]} == RECIPES[policy]
-    log = (folder / "training.jsonl").read_text().splitlines()
-    assert json.loads(log[-1])["step"] == RECIPES[policy]["steps"]
-    assert (folder / "README.md").is_file()
+def test_fresh_removes_gates_that_another_training_left(tmp_path: Path) -> None:
+    """A kill right after --fresh must not make the earlier gates look like the new training's."""
+    old, new = {"lr": 0.1}, {"lr": 0.2}
+    claim(tmp_path, old, fresh=False)
+    (tmp_path / "gates.json").write_text("{}")
+    assert is_finished(tmp_path, old)
+    claim(tmp_path, new, fresh=True)
+    assert not is_finished(tmp_path, new)

@@ -60,12 +60,12 @@ def test_blocks_of_positions_do_not_change_the_gradient() -> None:
     torch.testing.assert_close(gradients[0], gradients[1])
 
 
-def test_what_is_switched_off_is_zero() -> None:
-    given = _draw(3, 4), _draw(3, 4, seed=1), torch.tensor([0, 1, 2]), lambda x: x
-    kl, ntp = losses.quality(*given, losses.Terms(kl=False))
+def test_a_term_that_is_off_is_zero() -> None:
+    arguments = _draw(3, 4), _draw(3, 4, seed=1), torch.tensor([0, 1, 2]), lambda x: x
+    kl, ntp = losses.quality(*arguments, losses.Terms(kl=False))
     assert float(kl) == 0
     assert float(ntp) > 0
-    kl, ntp = losses.quality(*given, losses.Terms(ntp=False))
+    kl, ntp = losses.quality(*arguments, losses.Terms(ntp=False))
     assert float(kl) > 0
     assert float(ntp) == 0
 
@@ -88,10 +88,10 @@ def test_retained_is_the_mean_share_at_the_end() -> None:
 @pytest.mark.parametrize("block", [2, 256])
 def test_labels_are_the_largest_logit_from_later_answer_queries(block: int) -> None:
     query, key = _draw(2, 4, 9, 8), _draw(2, 2, 9, 8, seed=1)
-    asked = torch.zeros(2, 9, dtype=torch.bool)
-    asked[0, [5, 7, 8]] = True
-    asked[1, 4] = True
-    found = losses.answer_logits(query, key, asked, 0.3, block)
+    supervised = torch.zeros(2, 9, dtype=torch.bool)
+    supervised[0, [5, 7, 8]] = True
+    supervised[1, 4] = True
+    labels = losses.answer_logits(query, key, supervised, 0.3, block)
     for b in range(2):
         for h in range(2):
             for i in range(9):
@@ -99,10 +99,10 @@ def test_labels_are_the_largest_logit_from_later_answer_queries(block: int) -> N
                     0.3 * float(query[b, g, p].double() @ key[b, h, i].double())
                     for g in (2 * h, 2 * h + 1)
                     for p in range(i + 1, 9)
-                    if asked[b, p]
+                    if supervised[b, p]
                 ]
                 expected = max(logits, default=-math.inf)
-                assert float(found[b, h, i]) == pytest.approx(expected, rel=1e-5)
+                assert float(labels[b, h, i]) == pytest.approx(expected, rel=1e-5)
 
 
 def test_regression_is_smooth_l1_and_the_square_between_neighbours() -> None:

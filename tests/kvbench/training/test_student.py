@@ -1,8 +1,9 @@
-"""The student: what it computes, and that nothing but gates learns."""
+"""The student: what it computes, and that only its gates learn."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -41,9 +42,9 @@ def _student(model: nn.Module, policy: str = "trimkv", **changes: Any) -> Studen
 def _batch(rows: int = 1, length: int = 40) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(5, 500, (rows, length), generator=generator)
-    asked = torch.zeros(rows, length, dtype=torch.bool)
-    asked[:, 25:-1] = True
-    return ids, asked
+    supervised = torch.zeros(rows, length, dtype=torch.bool)
+    supervised[:, 25:-1] = True
+    return ids, supervised
 
 
 @pytest.mark.parametrize("policy", ["trimkv", "dbtrimkv", "locret"])
@@ -60,14 +61,14 @@ def test_only_gates_take_a_gradient(tiny_llama: nn.Module, policy: str) -> None:
 
 def test_gates_that_forget_nothing_leave_the_teacher(tiny_llama: nn.Module) -> None:
     student = _student(tiny_llama, bias=60.0)
-    found = student(*_batch())
-    assert float(found["kl"]) == pytest.approx(0.0, abs=1e-6)
-    assert float(found["retained"]) == pytest.approx(1.0)
+    result = student(*_batch())
+    assert float(result["kl"]) == pytest.approx(0.0, abs=1e-6)
+    assert float(result["retained"]) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("gating", ["additive", "multiplicative"])
-def test_gated_attention_is_that_of_the_equation(tiny_llama: nn.Module, gating: str) -> None:
-    """One layer of a loop in float64 against what the module gives."""
+def test_gated_attention_follows_the_equation(tiny_llama: nn.Module, gating: str) -> None:
+    """Compare one layer of the module with a loop in float64."""
     student = _student(tiny_llama, bias=1.0, gating=gating)
     seen: dict[str, Tensor] = {}
     attention = decoder_of(student.base).layers[0].self_attn
@@ -81,7 +82,7 @@ def test_gated_attention_is_that_of_the_equation(tiny_llama: nn.Module, gating: 
             seen.update(q=q, k=k, v=v, log_beta=log_beta, out=out)
         return out
 
-    object.__setattr__(student, "method", _replaced(method, watch))
+    object.__setattr__(student, "method", dataclasses.replace(method, attention=watch))
     student(*_batch(length=20))
     q, k, v = (seen[n][0].double() for n in ("q", "k", "v"))
     for h in range(q.shape[0]):
@@ -89,7 +90,7 @@ def test_gated_attention_is_that_of_the_equation(tiny_llama: nn.Module, gating: 
             logits = []
             for i in range(t + 1):
                 z = float(q[h, t] @ k[h // 2, i]) * attention.head_dim**-0.5
-                decay = (t - i) * float(seen["log_beta"][0, h // 2, i])
+                decay = (t - i) * float(seen["log_beta"][0, h // 2, i].detach())
                 logits.append(z + decay if gating == "additive" else z * 2.718281828459045**decay)
             weight = torch.softmax(torch.tensor(logits, dtype=torch.float64), 0)
             expected = weight @ v[h // 2, : t + 1]
@@ -98,33 +99,27 @@ def test_gated_attention_is_that_of_the_equation(tiny_llama: nn.Module, gating: 
             )
 
 
-def _replaced(method: Any, attention: Any) -> Any:
-    import dataclasses
-
-    return dataclasses.replace(method, attention=attention)
-
-
 @pytest.mark.parametrize("policy", ["trimkv", "dbtrimkv", "locret"])
 def test_left_padding_changes_nothing(tiny_llama: nn.Module, policy: str) -> None:
     student = _student(tiny_llama, policy, bias=2.0)
-    ids, asked = _batch()
-    alone = student(ids, asked)
+    ids, supervised = _batch()
+    alone = student(ids, supervised)
     pad = torch.zeros(1, 7, dtype=torch.int64)
     valid = torch.arange(47)[None] >= 7
-    padded = student(torch.cat([pad, ids], 1), torch.cat([pad.bool(), asked], 1), valid)
+    padded = student(torch.cat([pad, ids], 1), torch.cat([pad.bool(), supervised], 1), valid)
     assert set(alone) == set(padded)
     for name, value in alone.items():
         torch.testing.assert_close(padded[name], value, rtol=1e-4, atol=1e-5)
 
 
 def test_checkpointing_changes_no_gradient(tiny_llama: nn.Module) -> None:
-    found = []
+    gradients = []
     for checkpointing in (False, True):
         student = _student(tiny_llama, bias=2.0, checkpointing=checkpointing)
         assert student.checkpointed is checkpointing
         student(*_batch())["loss"].backward()
-        found.append([p.grad for p in student.gates.parameters()])
-    for plain, again in zip(*found, strict=True):
+        gradients.append([p.grad for p in student.gates.parameters()])
+    for plain, again in zip(*gradients, strict=True):
         torch.testing.assert_close(plain, again)
 
 
@@ -134,9 +129,9 @@ def test_terms_of_the_loss_can_be_left_out(tiny_llama: nn.Module) -> None:
     parts = whole["kl"] + whole["ntp"] + whole["capacity"]
     torch.testing.assert_close(whole["loss"].detach(), parts)
     for off, name in (("kl", "kl"), ("ntp", "ntp"), ("with_capacity", "capacity")):
-        found = _student(tiny_llama, **{off: False})(*batch)
-        assert name not in found
-        torch.testing.assert_close(found["loss"].detach(), parts - whole[name])
+        result = _student(tiny_llama, **{off: False})(*batch)
+        assert name not in result
+        torch.testing.assert_close(result["loss"].detach(), parts - whole[name])
 
 
 @pytest.mark.parametrize(

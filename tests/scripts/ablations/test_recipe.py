@@ -1,4 +1,4 @@
-"""A recipe says what is wrong with it; the one that ships is what the papers print."""
+"""Recipes: problems are one clear line, and the recipe of the papers can be run."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvbench.errors import UserError
-from kvbench.training.ablations.recipe import PAPERS, read
-from kvbench.training.ablations.run import describe, grids, policies, trainings
+from scripts.ablations.recipe import PAPERS, read
+from scripts.ablations.run import describe, grids, policies, trainings
 
 GOOD = """\
 model: reference
@@ -33,7 +33,7 @@ def _written(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def test_the_recipe_that_ships_can_be_trained_and_run() -> None:
+def test_the_recipe_of_the_papers_can_be_trained_and_run() -> None:
     recipe = read(PAPERS)
     chosen = recipe.pick([])
     assert [t.name for t in chosen] == list(recipe.tables)
@@ -41,14 +41,14 @@ def test_the_recipe_that_ships_can_be_trained_and_run() -> None:
     assert len({p.out for p in plans}) == len(plans)
     settings = [tuple(sorted((k, str(v)) for k, v in p.settings.items())) for p in plans]
     kinds = [p.method.name for p in plans]
-    assert len(set(zip(kinds, settings, strict=True))) == len(plans)  # nothing is trained twice
+    assert len(set(zip(kinds, settings, strict=True))) == len(plans)  # no training twice
     for table in chosen:
         names = policies(recipe, table, Path("x"))
         assert len(names) == len(table.variants) * len(recipe.seeds)
         for grid in grids(recipe, table, Path("x")):
             assert grid.policies == tuple(names)
-    said = "\n".join(describe(recipe, chosen, Path("x")))
-    assert f"{len(plans)} trainings, 0 of them there already" in said
+    text = "\n".join(describe(recipe, chosen, Path("x")))
+    assert f"{len(plans)} trainings, 0 of them finished" in text
 
 
 def test_variants_of_the_same_training_share_their_gates() -> None:
@@ -58,29 +58,33 @@ def test_variants_of_the_same_training_share_their_gates() -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "message"),
     [
-        ("model: reference\n", "", "a recipe: model is missing"),
-        ("seeds: [0, 1]", "seeds: [-1]", "seeds: whole numbers"),
-        ("seeds: [0, 1]", "seeds: []", "seeds: a list would be right"),
+        ("model: reference\n", "", "recipe: model is missing"),
+        ("seeds: [0, 1]", "seeds: [-1]", "use whole numbers"),
+        ("seeds: [0, 1]", "seeds: []", "seeds: [] is invalid; use a list"),
         ("title: Parts", "titel: Parts", "table parts: title is missing"),
-        ("name: less", "name: all", "two variants or more, each with its own name"),
-        ("paper: [1.0]", "paper: [1.0, 2.0]", "parts, less: paper: 1 scores would be right"),
-        ("paper: [1.0]", "paper: much", "scores, better or worse"),
+        ("name: less", "name: all", "use at least two variants with different names"),
+        (
+            "paper: [1.0]",
+            "paper: [1.0, 2.0]",
+            "parts, less: paper: [1.0, 2.0] is invalid; use 1 scores",
+        ),
+        ("paper: [1.0]", "paper: much", "use scores, better or worse"),
         ("train: {kl", "trian: {kl", "unknown key 'trian'; did you mean train?"),
-        ("samples: 3", "policy: snapkv", "evaluate: policy is the recipe's to say"),
+        ("samples: 3", "policy: snapkv", "evaluate: policy is invalid, because the tables set it"),
         ("tables:", "tables: 3\nmore:", "unknown key 'more'"),
         ("model: reference", "model: [", "is not YAML"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, old: str, new: str, said: str) -> None:
+def test_a_wrong_recipe_is_one_line(tmp_path: Path, old: str, new: str, message: str) -> None:
     assert old in GOOD
     path = _written(tmp_path, GOOD.replace(old, new, 1))
-    with pytest.raises(UserError) as found:
+    with pytest.raises(UserError) as error:
         read(path)
-    assert said in str(found.value)
-    assert str(path) in str(found.value)
-    assert "\n" not in str(found.value)
+    assert message in str(error.value)
+    assert str(path) in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_a_setting_that_training_does_not_know_is_refused(tmp_path: Path) -> None:
@@ -93,5 +97,5 @@ def test_a_setting_that_training_does_not_know_is_refused(tmp_path: Path) -> Non
 
 
 def test_an_unknown_table_names_the_nearest() -> None:
-    with pytest.raises(UserError, match="no ablation tieing; did you mean tying"):
+    with pytest.raises(UserError, match="unknown table 'tieing'; did you mean tying"):
         read(PAPERS).pick(["tieing"])

@@ -1,9 +1,11 @@
-"""Train the reference model from nothing: ``python -m kvbench.reference.train --out DIR``.
+"""Train the reference model from random weights.
 
-The curriculum below is the one that produced the shipped weights. Stages are measured in tokens
-and every batch is a pure function of (seed, step), so that a run can be repeated, and continued
-after a kill from its last checkpoint with the same result. ``DIR/latest`` always is a complete
-model folder with its tokenizer, replaced in one piece at every checkpoint.
+    python -m scripts.reference_model.train --out DIR
+
+The default curriculum is the one that produced the shipped weights. Stages are measured in tokens,
+and every batch is a pure function of seed and step. A run that was killed therefore continues from
+its last checkpoint to the same result. `DIR/latest` is always a complete model folder with its
+tokenizer; every checkpoint replaces it in one step.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from torch.nn import functional
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from kvbench.reference import grammar, samples
-from kvbench.reference.curriculum import CURRICULUM, Stage
+from scripts.reference_model.batches import Batch, make_batch
+from scripts.reference_model.curriculum import CURRICULUM, Stage
 
 _WARMUP_STEPS = 50
 _LOG_STEPS = 50
@@ -36,7 +39,7 @@ _STATE = "state.pt"
 
 
 def model_config() -> Qwen3Config:
-    """Return the configuration of the shipped model: 1.02 million parameters."""
+    """The configuration of the shipped model: 1.02 million parameters."""
     return Qwen3Config(
         vocab_size=len(grammar.VOCABULARY),
         hidden_size=128,
@@ -56,7 +59,7 @@ def model_config() -> Qwen3Config:
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Return the tokenizer: one id per word of the vocabulary, words separated by white space."""
+    """The tokenizer: one id per word of the vocabulary, words separated by white space."""
     core = Tokenizer(models.WordLevel(vocab=samples.IDS, unk_token=grammar.UNK))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     core.post_processor = processors.TemplateProcessing(
@@ -79,15 +82,15 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 class Muon(torch.optim.Optimizer):
     """Momentum orthogonalised by a Newton-Schulz iteration, as in `torch.optim.Muon`.
 
-    The one in torch works through the matrices one by one in bfloat16, which made a fifth of the
-    step on processors without bfloat16 units. This one stacks matrices of one shape and stays in
-    their own precision; the update is otherwise the same.
+    torch's optimizer processes matrices one by one in bfloat16, which took a fifth of the time of a
+    step on processors without bfloat16 units. This one stacks the matrices of each shape and keeps
+    their precision; the update is otherwise the same.
 
     Args:
-        params: matrices.
-        lr: learning rate; scaled by sqrt(rows / columns) for tall matrices.
-        momentum: decay of the (Nesterov) momentum.
-        weight_decay: decoupled weight decay.
+        params: Matrices.
+        lr: Learning rate; scaled by sqrt(rows / columns) for tall matrices.
+        momentum: Decay of the (Nesterov) momentum.
+        weight_decay: Decoupled weight decay.
     """
 
     def __init__(
@@ -124,7 +127,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def _orthogonal(matrices: torch.Tensor) -> torch.Tensor:
-    """Return matrices (n, rows, columns) with all singular values moved to about 1."""
+    """Move all singular values of matrices `[n, rows, columns]` to about 1."""
     tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if tall else matrices
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
@@ -137,7 +140,7 @@ def _orthogonal(matrices: torch.Tensor) -> torch.Tensor:
 
 
 def optimizers(model: Qwen3ForCausalLM) -> list[torch.optim.Optimizer]:
-    """Return Muon for the hidden matrices and AdamW for the embedding and the norms."""
+    """Muon for the hidden matrices, AdamW for the embedding and the norms."""
     hidden: list[torch.nn.Parameter] = []
     other: list[torch.nn.Parameter] = []
     for name, parameter in model.named_parameters():
@@ -150,19 +153,19 @@ def optimizers(model: Qwen3ForCausalLM) -> list[torch.optim.Optimizer]:
 
 def answer_loss(
     model: Qwen3ForCausalLM,
-    batch: samples.Batch,
+    batch: Batch,
     rng: np.random.Generator,
     language_share: float = 0.1,
     language_weight: float = 0.05,
     any_of: bool = False,
 ) -> tuple[torch.Tensor, float, dict[str, list[float]]]:
-    """Return the loss on a batch, the part of it on answers, and the accuracy by task.
+    """The loss on a batch, its part on answers, and the accuracy by task.
 
-    The loss is the cross-entropy of the answer tokens plus `language_weight` times that of a
-    random `language_share` of all others. Where several words are right, all shall be equally
-    likely, or with `any_of` only their sum shall be large.
-    The accuracy lists for each question whether all its tokens were predicted right; for tasks
-    with long or free answers, the share that were.
+    The loss is the cross-entropy of the answer tokens, plus `language_weight` times that of a
+    random `language_share` of all other tokens. If an answer token has several targets, the loss is
+    lowest when all are equally likely; with `any_of`, when their total probability is 1.
+    The accuracy of a question is 1 if all its answer tokens were predicted correctly, otherwise 0;
+    for tasks with long or unordered answers, it is the share of correct tokens.
     """
     device = model.device
     ids = torch.from_numpy(batch.ids).to(device)
@@ -202,7 +205,7 @@ def answer_loss(
 
 @dataclasses.dataclass
 class Progress:
-    """How far a run is: optimizer steps, tokens seen, and seconds spent."""
+    """Progress of a run: optimizer steps, tokens seen, and seconds spent."""
 
     step: int = 0
     tokens: int = 0
@@ -215,7 +218,7 @@ def save(
     optims: Sequence[torch.optim.Optimizer],
     progress: Progress,
 ) -> None:
-    """Write a checkpoint and make ``out/latest`` point to it in one step."""
+    """Write a checkpoint, then make `out/latest` point to it in one step."""
     folder = out / f"step-{progress.step:06d}"
     save_model(folder, model)
     state = {
@@ -254,18 +257,18 @@ def train(
     max_steps: int | None = None,
     stop: threading.Event | None = None,
 ) -> Path:
-    """Train, continuing from ``out/latest`` where it exists.
+    """Train the model, continuing from `out/latest` if it exists.
 
     Args:
-        out: folder of checkpoints and of the log ``training.jsonl``.
-        curriculum: the stages, in order.
-        config: the model; None means the shipped one.
-        seed: of the initial weights and of every batch.
+        out: Folder of the checkpoints and of the log `training.jsonl`.
+        curriculum: The stages, in order.
+        config: Configuration of the model; None is the shipped model's.
+        seed: Seed of the initial weights and of every batch.
         device: torch device.
-        checkpoint_seconds: time between checkpoints.
-        max_steps: stop (with a checkpoint) after this many steps of the whole run; None means at
-            the curriculum's end.
-        stop: when set, training stops with a checkpoint.
+        checkpoint_seconds: Time between checkpoints.
+        max_steps: Number of steps of the whole run after which training stops with a checkpoint;
+            None is the end of the curriculum.
+        stop: When it is set, training stops with a checkpoint.
 
     Returns:
         The folder of the last checkpoint.
@@ -306,7 +309,7 @@ def train(
         for feed in stage.feeds:
             length = int(rng.choice(feed.lengths))
             rows = max(1, feed.tokens // length)
-            batch = samples.batch(rng, rows, length, feed.mix, stage.knobs)
+            batch = make_batch(rng, rows, length, feed.mix, stage.knobs)
             loss, part, accuracy = answer_loss(model, batch, rng, *feed.language, feed.any_of)
             (loss * (feed.weight / total)).backward()
             answers += part * feed.weight / total
@@ -333,7 +336,7 @@ def train(
 
 
 def _with_initial(optims: Sequence[torch.optim.Optimizer]) -> Sequence[torch.optim.Optimizer]:
-    """Remember the full learning rate in the optimizer, where a resumed run finds it again."""
+    """Store the full learning rate in the optimizer, from which a resumed run reads it."""
     for optimizer in optims:
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
@@ -341,7 +344,7 @@ def _with_initial(optims: Sequence[torch.optim.Optimizer]) -> Sequence[torch.opt
 
 
 def _stage_at(curriculum: Sequence[Stage], tokens: int) -> tuple[Stage | None, float]:
-    """Return the stage at `tokens` and the share of it that is done; None past the last one."""
+    """The stage at `tokens` and the share of it that is done; None after the last stage."""
     for stage in curriculum:
         if tokens < stage.tokens:
             return stage, tokens / stage.tokens
@@ -357,7 +360,7 @@ def _log(
     losses: Sequence[float],
     scores: Mapping[str, Sequence[float]],
 ) -> None:
-    """Append a line to the training log: means since the last one."""
+    """Append a line to the training log: means since the last line."""
     record = {
         "step": progress.step,
         "tokens": progress.tokens,

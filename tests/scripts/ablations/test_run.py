@@ -1,4 +1,4 @@
-"""`kvbench train ablations` from end to end on a tiny model of random weights."""
+"""`python -m scripts.ablations` from end to end on a tiny model with random weights."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from kvbench.cli import call
 from kvbench.progress import Silent
-from kvbench.training.ablations import run
-from kvbench.training.ablations.recipe import read
-from kvbench.training.folder import finished
+from kvbench.training.folder import is_finished
+from scripts.ablations import run
+from scripts.ablations.__main__ import main
+from scripts.ablations.recipe import read
 
 pytest.importorskip("accelerate")
 
@@ -47,35 +47,35 @@ def recipe(llama_folder: str, tmp_path: Path) -> Path:
 def _counted(monkeypatch: pytest.MonkeyPatch, stop_at: int | None = None) -> list[str]:
     trained: list[str] = []
 
-    def train(planned: Any, reporter: Any) -> Any:
-        trained.append(planned.out.name)
+    def counted(training: Any, reporter: Any) -> Any:
+        trained.append(training.out.name)
         if len(trained) == stop_at:
             raise KeyboardInterrupt
-        return own(planned, reporter)
+        return train(training, reporter)
 
-    own = run.train
-    monkeypatch.setattr(run, "train", train)
+    train = run.train
+    monkeypatch.setattr(run, "train", counted)
     return trained
 
 
-def test_a_stopped_recipe_goes_on_and_writes_its_tables(
+def test_a_stopped_recipe_continues_and_writes_its_tables(
     recipe: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = tmp_path / "out"
-    command = ["train", "ablations", "--recipe", str(recipe), "--out", str(out)]
+    command = ["--recipe", str(recipe), "--out", str(out)]
     with monkeypatch.context() as patch:
         first = _counted(patch, stop_at=3)
-        assert call(command) == 130
+        assert main(command) == 130
     assert first[:2] == ["trimkv-seed-0", "trimkv-kl-false-seed-0"]
-    assert "the same command goes on" in capsys.readouterr().err
-    assert call([*command, "--dry-run"]) == 0
-    assert "4 trainings, 2 of them there already" in capsys.readouterr().out
+    assert "the same command continues" in capsys.readouterr().err
+    assert main([*command, "--dry-run"]) == 0
+    assert "4 trainings, 2 of them finished" in capsys.readouterr().out
     with monkeypatch.context() as patch:
         rest = _counted(patch)
-        assert call(command) == 0
+        assert main(command) == 0
     assert rest == ["trimkv-seed-1", "trimkv-kl-false-seed-1"]
     printed = capsys.readouterr().out
     text = (out / "parts.md").read_text()
@@ -86,27 +86,30 @@ def test_a_stopped_recipe_goes_on_and_writes_its_tables(
     before = (out / "parts.md").read_bytes()
     with monkeypatch.context() as patch:
         again = _counted(patch)
-        assert call([*command, "parts"]) == 0
+        assert main([*command, "parts"]) == 0
     assert again == []
     assert (out / "parts.md").read_bytes() == before
 
 
-def test_gates_of_another_training_are_not_taken_for_these(recipe: Path, tmp_path: Path) -> None:
-    found = run.trainings(read(recipe), read(recipe).pick(["parts"]), tmp_path)
-    one = found[0]
-    assert not finished(one)
-    run.train(one, Silent())
-    assert finished(one)
-    one.settings["lr"] = 0.02
-    assert not finished(one)
-    one.settings["lr"] = 0.01
-    (one.out / "checkpoints").mkdir()
-    assert not finished(one)
+def test_gates_of_another_training_are_not_reused(recipe: Path, tmp_path: Path) -> None:
+    training = run.trainings(read(recipe), read(recipe).pick(["parts"]), tmp_path)[0]
+
+    def is_done() -> bool:
+        return is_finished(training.out, training.identity())
+
+    assert not is_done()
+    run.train(training, Silent())
+    assert is_done()
+    training.settings["lr"] = 0.02
+    assert not is_done()
+    training.settings["lr"] = 0.01
+    (training.out / "checkpoints").mkdir()
+    assert not is_done()
 
 
 def test_a_folder_that_a_spelling_cannot_hold_is_refused(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["train", "ablations", "--recipe", str(recipe), "--out", f"{tmp_path}/a:b"]
-    assert call(command) == 2
-    assert "without commas and colons" in capsys.readouterr().err
+    command = ["--recipe", str(recipe), "--out", f"{tmp_path}/a:b"]
+    assert main(command) == 2
+    assert "use a name without them" in capsys.readouterr().err

@@ -1,13 +1,15 @@
-"""The curriculum that produced the shipped weights: what the model is shown, in which order.
+"""The curriculum that produced the shipped weights: what the model sees, and in which order.
 
-The stages are read by :mod:`kvbench.reference.train`. Why they look as they do: retrieval by
-content formed within two million tokens of very short sequences (32 to 64) after making no headway
-at 64 to 96; several values of a key and chains of variables need an easy start (two values, one
-hop); what works at 160 tokens soon works at 1024; and naming several values in order and counting
-gained most while the learning rate fell.
+Why the stages look as they do:
 
-The run was adapted as it went: a stage that had served its purpose was stopped at a checkpoint and
-the next one written. The stages are listed as they were trained on, hence the odd lengths.
+- Retrieval by content formed within two million tokens of very short sequences (32 to 64), after no
+  progress at 64 to 96.
+- Several values per key and chains of variables need an easy start (two values, one hop).
+- What works at 160 tokens soon works at 1024.
+- Naming several values in order, and counting, improved most while the learning rate fell.
+
+The curriculum was adapted during training: a stage that had served its purpose was stopped at a
+checkpoint, and the next stage was written. The lengths of the stages are those that were trained.
 """
 
 from __future__ import annotations
@@ -25,14 +27,15 @@ class Feed:
     """One part of every step.
 
     Attributes:
-        tokens: tokens a step, padding included.
-        lengths: sequence lengths, of which each step takes one at random; repeats add weight.
-        mix: share of each task in the rows.
-        weight: share of the feed in the loss of the step, on any scale.
-        language: share of the positions outside answers that are trained as a language model,
-            and the weight of that loss. In a bag of words it teaches to count: the best
-            prediction of the next word is how frequent each has been.
-        any_of: whether one of several right words is enough; else all shall be equally likely.
+        tokens: Tokens per step, including padding.
+        lengths: Sequence lengths; each step draws one, and repeats in the tuple add weight.
+        mix: Share of each task in the rows.
+        weight: Weight of the feed in the loss of the step, on any scale.
+        language: Share of the positions outside answers that are trained as a language model, and
+            the weight of that loss. In a bag of words it teaches counting, because the best
+            prediction of the next word is the frequency of each word so far.
+        any_of: Whether one of several correct words is enough; otherwise all should be equally
+            likely.
     """
 
     tokens: int
@@ -45,15 +48,15 @@ class Feed:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """A stretch of training.
+    """A section of the training.
 
     Attributes:
-        name: for the log.
-        tokens: how many tokens it lasts.
-        rate: factor on the full learning rates (Muon 0.02, AdamW 0.002) at its start and its end,
-            linear in between.
-        feeds: what every step is made of.
-        knobs: difficulty of the samples.
+        name: Name in the log.
+        tokens: Length in tokens.
+        rate: Factor on the full learning rates (Muon 0.02, AdamW 0.002) at its start and at its
+            end, linear in between.
+        feeds: Parts of every step.
+        knobs: Difficulty of the samples.
     """
 
     name: str
@@ -63,8 +66,8 @@ class Stage:
     knobs: Knobs = _FULL
 
 
-# The mixes of tasks, in percent of the sequences; "." is none. The order of the lines matters: it
-# decides which task a random number means.
+# The mixes of tasks, in percent of the sequences; "." is none. The order of the lines matters,
+# because it decides which task a random number selects.
 _TABLE = """
              A   B   C   D   E   F   G   H   I   J   K   L   M   N
 repeat      12  35   2   .   .   .   .   .   .   .   .   .   .   .
@@ -82,7 +85,7 @@ dialogue     .   .   .   4   4   4   3   3   3   3   2   2   2   2
 
 
 def _mixes(table: str) -> dict[str, dict[str, float]]:
-    """Return the columns of `table` by their letters."""
+    """The columns of `table` by their letters."""
     (first, *rows) = [line.split() for line in table.strip().splitlines()]
     return {
         letter: {row[0]: int(row[n]) / 100 for row in rows if row[n] != "."}

@@ -1,4 +1,4 @@
-"""Variants against the first of them: paired differences over all seeds, and seed by seed."""
+"""Compares variants with the first one: paired differences over all seeds, and seed by seed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvbench.report.frames import records
 from kvbench.report.numbers import Kind, number
 from kvbench.report.table import Cell, Column, Interval, Row, Table
 from kvbench.report.text import tokens
-from kvbench.training.ablations.recipe import Ablation, Variant
+from scripts.ablations.recipe import Ablation, Variant
 
 _SAME = ["task", "group", "length", "moment", "budget", "policy"]
 _Place = tuple[str, int, str, str]
@@ -23,15 +23,15 @@ _Place = tuple[str, int, str, str]
 
 @dataclass(frozen=True)
 class Contrast:
-    """A variant against the first one, on one group of tasks at one budget.
+    """A variant compared with the first one, on one group of tasks at one budget.
 
     Attributes:
         place: Group, length, moment and budget.
         score: Mean over tasks, questions and seeds.
-        by_seed: The scores of the single seeds.
-        diff: Score minus the first variant's.
-        lo: Of its 95% interval, by a bootstrap over contexts; gates are the same in every draw.
-        hi: The other end.
+        by_seed: Score of each seed.
+        diff: Score minus the first variant's score.
+        lo: Lower end of its 95% interval, by a bootstrap over contexts with fixed gates.
+        hi: Upper end.
     """
 
     place: _Place
@@ -42,10 +42,10 @@ class Contrast:
     hi: float = math.nan
 
     def direction(self, first: Contrast) -> str:
-        """`better` or `worse` than the first variant, or "" where that cannot be told.
+        """`better` or `worse` than the first variant, or "" if that is not clear.
 
-        The interval must leave out 0, and every training of the one must have scored above, or
-        below, every training of the other.
+        The interval must exclude 0, and every training of one variant must score above every
+        training of the other.
         """
         if self.lo > 0 and min(self.by_seed) > max(first.by_seed):
             return "better"
@@ -57,15 +57,16 @@ class Contrast:
 def pooled(
     cells: pd.DataFrame, samples: pd.DataFrame, names: Mapping[str, tuple[str, int]]
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Take the seeds of a variant as repeats of the same questions.
+    """Treat the seeds of a variant as repeats of the same questions.
 
     Args:
         cells: The frame of `cells.parquet`.
         samples: The frame of `samples.parquet`.
-        names: Variant and seed of every policy, by its canonical spelling; others are left out.
+        names: Variant and seed of every policy, by its canonical spelling; other policies are left
+            out.
 
     Returns:
-        Both frames as of a run in which the variants were the policies, with one cell each.
+        Both frames, as if the variants were the policies of the run, with one cell each.
     """
     cells = cells[cells["policy"].isin(list(names))]
     seeds = [names[policy][1] for policy in cells["policy"]]
@@ -87,29 +88,27 @@ def pooled(
 def contrasts(
     cells: pd.DataFrame, samples: pd.DataFrame, names: Mapping[str, tuple[str, int]]
 ) -> dict[str, list[Contrast]]:
-    """Hold every variant against the first that `names` has.
-
-    Args are those of `pooled`.
+    """Compare every variant with the first one in `names`; arguments as in `pooled`.
 
     Returns:
-        By variant, the first one included, a contrast per group, length, moment and budget.
+        By variant, including the first: a contrast per group, length, moment and budget.
     """
     variants = list(dict.fromkeys(name for name, _ in names.values()))
     base = variants[0]
-    found: dict[str, list[Contrast]] = {name: [] for name in variants}
+    by_variant: dict[str, list[Contrast]] = {name: [] for name in variants}
     seeds = sorted({seed for _, seed in names.values()})
     single = [_scores(cells, samples, _only(names, seed), base) for seed in seeds]
     for row in _rows(cells, samples, names, base):
         place, name = _place(row), str(row["policy"])
 
-        def apart(variant: str, at: _Place = place) -> tuple[float, ...]:
+        def each_seed(variant: str, at: _Place = place) -> tuple[float, ...]:
             return tuple(scores.get((at, variant), math.nan) for scores in single)
 
-        if all(c.place != place for c in found[base]):
-            found[base].append(Contrast(place, float(row["base_score"]), apart(base)))
+        if all(c.place != place for c in by_variant[base]):
+            by_variant[base].append(Contrast(place, float(row["base_score"]), each_seed(base)))
         score, *gap = (float(row[k]) for k in ("score", "diff", "diff_lo", "diff_hi"))
-        found[name].append(Contrast(place, score, apart(name), *gap))
-    return found
+        by_variant[name].append(Contrast(place, score, each_seed(name), *gap))
+    return by_variant
 
 
 def _only(names: Mapping[str, tuple[str, int]], seed: int) -> dict[str, tuple[str, int]]:
@@ -127,20 +126,20 @@ def _scores(
 ) -> dict[tuple[_Place, str], float]:
     """Scores of one seed by place and variant."""
     rows = _rows(cells, samples, names, base)
-    own = {(_place(row), str(row["policy"])): float(row["score"]) for row in rows}
-    return own | {(_place(row), base): float(row["base_score"]) for row in rows}
+    scores = {(_place(row), str(row["policy"])): float(row["score"]) for row in rows}
+    return scores | {(_place(row), base): float(row["base_score"]) for row in rows}
 
 
 def _place(row: Mapping[str, Any]) -> _Place:
     return str(row["group"]), int(row["length"]), str(row["moment"]), str(row["budget"])
 
 
-def markdown(table: Ablation, found: Mapping[str, Sequence[Contrast]]) -> str:
+def markdown(table: Ablation, by_variant: Mapping[str, Sequence[Contrast]]) -> str:
     """The table as Markdown.
 
     Args:
-        table: What was compared.
-        found: As `contrasts` gives it, by the variants' names.
+        table: The ablation.
+        by_variant: The result of `contrasts`.
     """
     heads = (
         Column("variant"),
@@ -151,11 +150,11 @@ def markdown(table: Ablation, found: Mapping[str, Sequence[Contrast]]) -> str:
         Column("here"),
         Column("in the paper"),
     )
-    first = {c.place: c for c in found[table.variants[0].name]}
+    first = {c.place: c for c in by_variant[table.variants[0].name]}
     rows = []
     for variant in table.variants:
-        theirs, direction = _paper(table, variant)
-        for i, c in enumerate(found[variant.name]):
+        in_paper, direction = _paper(table, variant)
+        for i, c in enumerate(by_variant[variant.name]):
             group, length, moment, budget = c.place
             known = not math.isnan(c.diff)
             here = _verdict(c.direction(first[c.place]), direction)
@@ -166,21 +165,23 @@ def markdown(table: Ablation, found: Mapping[str, Sequence[Contrast]]) -> str:
                 ", ".join(number(score, Kind.POINTS) for score in c.by_seed),
                 Interval(c.diff, c.lo, c.hi) if known else None,
                 "" if variant is table.variants[0] else here,
-                "" if i else theirs,
+                "" if i else in_paper,
             )
             rows.append(Row(cells))
     head = f"## {table.title}\n\nIn the paper: {table.paper}.\n\n"
     return head + outputs.markdown(Table("", heads, tuple(rows))) + "\n"
 
 
-def _verdict(own: str, said: str) -> str:
-    if not own:
-        return "cannot be told"
-    return own if not said else f"{own}, as there" if own == said else f"{own}, not as there"
+def _verdict(here: str, in_paper: str) -> str:
+    if not here:
+        return "not clear"
+    if not in_paper:
+        return here
+    return f"{here}, as in the paper" if here == in_paper else f"{here}, unlike the paper"
 
 
 def _paper(table: Ablation, variant: Variant) -> tuple[str, str]:
-    """What the paper has, as text, and its direction where all its columns agree."""
+    """The paper's scores as text, and their direction if all columns agree."""
     if isinstance(variant.paper, str):
         return variant.paper, variant.paper
     if variant.paper is None:

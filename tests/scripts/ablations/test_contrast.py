@@ -7,8 +7,8 @@ import math
 import pandas as pd
 import pytest
 
-from kvbench.training.ablations.contrast import Contrast, contrasts, markdown, pooled
-from kvbench.training.ablations.recipe import Ablation, Variant
+from scripts.ablations.contrast import Contrast, contrasts, markdown, pooled
+from scripts.ablations.recipe import Ablation, Variant
 
 CONTEXTS = 10
 NAMES = {"a0": ("A", 0), "a1": ("A", 1), "b0": ("B", 0), "b1": ("B", 1)}
@@ -72,9 +72,9 @@ def test_seeds_are_repeats_of_the_same_questions() -> None:
     assert of_second["score"].sum() == SCORES["a1"]
 
 
-def test_differences_are_means_over_the_seeds_and_stand_apart() -> None:
-    found = contrasts(*_frames(SCORES), NAMES)
-    (base,), (other,) = found["A"], found["B"]
+def test_differences_are_means_over_the_seeds() -> None:
+    by_variant = contrasts(*_frames(SCORES), NAMES)
+    (base,), (other,) = by_variant["A"], by_variant["B"]
     assert base.place == other.place == ("ruler", 512, "context", "0.2")
     assert base.score == pytest.approx((4 + 6) / 20)
     assert base.by_seed == pytest.approx((0.4, 0.6))
@@ -88,8 +88,8 @@ def test_differences_are_means_over_the_seeds_and_stand_apart() -> None:
 def test_a_variant_with_a_failed_seed_has_no_numbers() -> None:
     cells, samples = _frames(SCORES)
     cells.loc[cells["policy"] == "b1", "status"] = "error"
-    found = contrasts(cells, samples, NAMES)
-    assert found["B"] == []
+    by_variant = contrasts(cells, samples, NAMES)
+    assert by_variant["B"] == []
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_a_variant_with_a_failed_seed_has_no_numbers() -> None:
         (math.nan, math.nan, (math.nan, math.nan), ""),
     ],
 )
-def test_a_direction_needs_the_interval_and_trainings_that_stand_apart(
+def test_a_direction_needs_the_interval_and_every_training(
     lo: float, hi: float, by_seed: tuple[float, ...], direction: str
 ) -> None:
     place = ("g", 1, "context", "0.2")
@@ -129,8 +129,10 @@ def test_the_table_says_whether_the_paper_agrees() -> None:
     lines = markdown(table, rows).splitlines()
     assert lines[6].endswith("| 50.0 | 45.0, 55.0 | – |  | 50 at 64, 60 at 128 |")
     assert lines[7].split(" | ")[3:5] == ["38.0, 42.0", "−10.0 [−15.0, −5.0]"]
-    assert lines[7].endswith("| worse, as there | 40 at 64, 50 at 128 |")
-    assert lines[8].endswith("| better, not as there | worse |")
-    assert lines[9].endswith("| better, not as there |  |")  # the paper's is said once
-    assert lines[10].endswith("| cannot be told | 55 at 64, 50 at 128 |")
+    assert lines[7].endswith("| worse, as in the paper | 40 at 64, 50 at 128 |")
+    assert lines[8].endswith("| better, unlike the paper | worse |")
+    assert lines[9].endswith(
+        "| better, unlike the paper |  |"
+    )  # the paper's score is in the first row only
+    assert lines[10].endswith("| not clear | 55 at 64, 50 at 128 |")
     assert len({line.count("|") for line in lines[4:]}) == 1

@@ -1,4 +1,4 @@
-"""Reads a recipe of ablations: a YAML file that says what is trained, evaluated and compared."""
+"""Reads a recipe: a YAML file that says what to train, to evaluate and to compare."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 import yaml
 
-from kvbench.errors import UserError, nearest
+from kvbench.errors import UserError, nearest, unknown
 
 PAPERS = Path(__file__).with_name("papers.yaml")
-"""The ablations of the papers of retention gates."""
+"""The ablations in the papers on retention gates."""
 
 _DIRECTIONS = ("better", "worse")
 
@@ -22,11 +22,11 @@ class Variant:
     """One row of a table.
 
     Attributes:
-        name: What the table calls it.
+        name: Name in the table.
         policy: Spelling of the policy that reads the gates, without `gates`.
-        train: Settings of the training that are its own.
-        paper: The paper's scores, one per column; or `better` or `worse` than the first variant,
-            where the paper says no more; or None.
+        train: Settings of the training that differ from the recipe's.
+        paper: The paper's scores, one per column; `better` or `worse` than the first variant, if
+            the paper has no numbers; or None.
     """
 
     name: str
@@ -36,12 +36,12 @@ class Variant:
 
     @property
     def kind(self) -> str:
-        """Whose gates these are."""
+        """The policy that reads the gates."""
         return self.policy.partition(":")[0]
 
     @property
     def folder(self) -> str:
-        """Name of the gates' folder, the same for variants of the same training."""
+        """Name of the gates' folder; variants of the same training share it."""
         settings = [f"{k}-{str(v).lower()}" for k, v in sorted(self.train.items())]
         return "-".join([self.kind, *settings])
 
@@ -51,11 +51,11 @@ class Ablation:
     """One table.
 
     Attributes:
-        name: What the command line calls it.
-        title: What is compared, in a line.
-        paper: Where the paper has its own.
+        name: Name on the command line.
+        title: What is compared, in one line.
+        paper: Where the paper has its table.
         columns: Names of the paper's columns.
-        variants: Its rows; the others are held against the first.
+        variants: The rows; all others are compared with the first.
     """
 
     name: str
@@ -67,14 +67,14 @@ class Ablation:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a file of ablations says.
+    """The content of a recipe.
 
     Attributes:
-        model: As for `kvbench train gates`.
-        data: As for `kvbench train gates`.
-        seeds: Every variant is trained once with each.
+        model: Model, as for `kvbench train gates`.
+        data: Data, as for `kvbench train gates`.
+        seeds: Every variant is trained once with each seed.
         train: Settings of all trainings.
-        evaluate: Grids, without policies and models.
+        evaluate: Grids without policies and models.
         tables: The ablations by name.
     """
 
@@ -86,15 +86,14 @@ class Recipe:
     tables: Mapping[str, Ablation]
 
     def pick(self, names: Sequence[str]) -> list[Ablation]:
-        """The ablations that are named, or all.
+        """The named ablations, or all if no name is given.
 
         Raises:
-            UserError: One is unknown.
+            UserError: A name is unknown.
         """
         for name in names:
             if name not in self.tables:
-                known = f"there are {', '.join(self.tables)}"
-                raise UserError(f"no ablation {name}{nearest(name, self.tables)} ({known})")
+                raise unknown("table", name, self.tables)
         return [self.tables[name] for name in dict.fromkeys(names or self.tables)]
 
 
@@ -102,7 +101,7 @@ def read(path: Path = PAPERS) -> Recipe:
     """Read a recipe.
 
     Raises:
-        UserError: It cannot be read, or is no recipe; it says what is wrong.
+        UserError: It cannot be read or is not a recipe; the message says what is wrong.
     """
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -117,73 +116,73 @@ def read(path: Path = PAPERS) -> Recipe:
 
 
 def _recipe(content: Any) -> Recipe:
-    need = ("model", "data", "seeds", "train", "evaluate", "tables")
-    found = _keys(content, "a recipe", need)
-    seeds = _list(found["seeds"], "seeds")
+    recipe = _mapping(content, "recipe", ("model", "data", "seeds", "train", "evaluate", "tables"))
+    seeds = _list(recipe["seeds"], "seeds")
     if not all(isinstance(s, int) and not isinstance(s, bool) and s >= 0 for s in seeds):
-        raise UserError(f"seeds: whole numbers such as [0, 1] would be right, not {seeds}")
-    grids = [_keys(g, "a grid of evaluate", ("task",), None) for g in _list(found["evaluate"], "")]
+        raise UserError(f"seeds: {seeds} is invalid; use whole numbers such as [0, 1]")
+    grids = [
+        _mapping(grid, "evaluate", ("task",), None)
+        for grid in _list(recipe["evaluate"], "evaluate")
+    ]
     for grid in grids:
         for key in ("policy", "policies", "model", "models", "out"):
             if key in grid:
-                raise UserError(f"evaluate: {key} is the recipe's to say, and no grid's")
-    tables = _keys(found["tables"], "tables", (), None)
+                raise UserError(f"evaluate: {key} is invalid, because the tables set it; remove it")
+    tables = _mapping(recipe["tables"], "tables", (), None)
     return Recipe(
-        model=str(found["model"]),
-        data=str(found["data"]),
+        model=str(recipe["model"]),
+        data=str(recipe["data"]),
         seeds=tuple(dict.fromkeys(seeds)),
-        train=_keys(found["train"], "train", (), None),
+        train=_mapping(recipe["train"], "train", (), None),
         evaluate=tuple(grids),
         tables={str(name): _ablation(str(name), table) for name, table in tables.items()},
     )
 
 
 def _ablation(name: str, content: Any) -> Ablation:
-    table = _keys(content, f"table {name}", ("title", "paper", "policy", "variants"), ("columns",))
+    required = ("title", "paper", "policy", "variants")
+    table = _mapping(content, f"table {name}", required, ("columns",))
     columns = tuple(str(c) for c in _list(table.get("columns", [""]), f"columns of {name}"))
     variants = tuple(
         _variant(name, row, str(table["policy"]), columns)
         for row in _list(table["variants"], f"variants of {name}")
     )
     if len(variants) < 2 or len({v.name for v in variants}) != len(variants):
-        raise UserError(f"table {name}: two variants or more, each with its own name, are right")
+        raise UserError(f"table {name}: use at least two variants with different names")
     return Ablation(name, str(table["title"]), str(table["paper"]), columns, variants)
 
 
 def _variant(table: str, content: Any, policy: str, columns: Sequence[str]) -> Variant:
-    own = _keys(content, f"a variant of {table}", ("name",), ("policy", "train", "paper"))
-    paper = own.get("paper")
+    row = _mapping(content, f"a variant of {table}", ("name",), ("policy", "train", "paper"))
+    where = f"{table}, {row['name']}"
+    paper = row.get("paper")
     if isinstance(paper, list):
         if len(paper) != len(columns) or not all(isinstance(x, int | float) for x in paper):
-            raise UserError(
-                f"{table}, {own['name']}: paper: {len(columns)} scores would be right, not {paper}"
-            )
+            raise UserError(f"{where}: paper: {paper} is invalid; use {len(columns)} scores")
         paper = tuple(float(x) for x in paper)
     elif paper not in (None, *_DIRECTIONS):
-        raise UserError(
-            f"{table}, {own['name']}: paper: scores, better or worse would be right, not {paper!r}"
-        )
-    settings = _keys(own.get("train", {}), f"train of {own['name']}", (), None)
-    return Variant(str(own["name"]), str(own.get("policy", policy)), settings, paper)
+        raise UserError(f"{where}: paper: {paper!r} is invalid; use scores, better or worse")
+    settings = _mapping(row.get("train", {}), f"{where}: train", (), None)
+    return Variant(str(row["name"]), str(row.get("policy", policy)), settings, paper)
 
 
 def _list(content: Any, what: str) -> list[Any]:
     if not isinstance(content, list) or not content:
-        raise UserError(f"{what or 'evaluate'}: a list would be right, not {content!r}")
+        raise UserError(f"{what}: {content!r} is invalid; use a list")
     return content
 
 
-def _keys(
-    content: Any, what: str, need: Sequence[str], also: Sequence[str] | None = ()
+def _mapping(
+    content: Any, what: str, required: Sequence[str], optional: Sequence[str] | None = ()
 ) -> dict[str, Any]:
-    """A mapping with all keys of `need` and no others but `also` (None: any)."""
+    """Check that a mapping has the required keys and no others but the optional (None: any)."""
     if not isinstance(content, dict):
-        raise UserError(f"{what}: a mapping would be right, not {content!r}")
-    for key in need:
+        raise UserError(f"{what}: {content!r} is invalid; use a mapping")
+    for key in required:
         if key not in content:
             raise UserError(f"{what}: {key} is missing")
-    for key in content if also is not None else ():
-        if key not in (*need, *(also or ())):
-            known = [*need, *(also or ())]
+    known = [*required, *(optional or ())]
+    for key in content if optional is not None else ():
+        if key not in known:
             raise UserError(f"{what}: unknown key {key!r}{nearest(str(key), known)}")
     return content

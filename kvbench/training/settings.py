@@ -1,0 +1,133 @@
+"""The settings of a training: defaults, recipes, and checks of what the user gives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from kvbench.errors import UserError, unknown
+from kvbench.training.method import Method
+from kvbench.training.recipes import RECIPES
+
+_DEFAULTS: dict[str, Any] = {
+    "steps": None,
+    "tokens": None,
+    "batch_size": 1,
+    "accumulate": 4,
+    "warmup": 0,
+    "capacity_weight": 1.0,
+    "capacity_reduce": "mean",
+    "kl": True,
+    "ntp": True,
+    "with_capacity": True,
+    "reverse_kl": False,
+    "seed": 0,
+    "split": "train",
+    "subset": None,
+    "column": None,
+    "log_steps": None,
+    "save_steps": None,
+    "checkpointing": None,
+}
+_STEPS = 1000
+_CHOICES = {
+    "schedule": ("linear", "cosine", "constant"),
+    "gate": ("mlp", "linear"),
+    "input": ("hidden", "kv"),
+    "gating": ("additive", "multiplicative"),
+    "capacity_reduce": ("mean", "sum"),
+}
+_COUNTS = (
+    *("steps", "tokens", "batch_size", "accumulate", "length", "capacity", "hidden_dim"),
+    *("gate_dim", "log_steps", "save_steps"),
+)
+_DISTIL_ONLY = (
+    *("kl", "ntp", "with_capacity", "reverse_kl", "capacity", "capacity_weight"),
+    *("capacity_reduce", "gating", "input", "tied", "gate_dim", "bias"),
+)
+_FLAGS = {"kl": "no-kl", "ntp": "no-ntp", "with_capacity": "no-capacity", "column": "text-column"}
+"""Flags that are not the name of their setting."""
+
+
+def complete(method: Method, model: str, window: int, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Check the given settings and add the others.
+
+    The others are those of the paper; for the reference model, those of its recipe.
+
+    Args:
+        method: What is trained.
+        model: The model as the user named it.
+        window: Positions of the model; 0 if unknown.
+        given: Settings by name; None counts as not given.
+
+    Returns:
+        All settings; only `checkpointing` can be None, which leaves it to the device.
+
+    Raises:
+        UserError: A setting is unknown or out of range, or two settings contradict each other.
+    """
+    explicit = {name: value for name, value in given.items() if value is not None}
+    recipe = RECIPES.get(method.name, {}) if model == "reference" else {}
+    settings = {**_DEFAULTS, **method.defaults, **recipe, **explicit}
+    for name in explicit:
+        if name not in {*_DEFAULTS, *method.defaults}:
+            raise unknown("setting", name, {*_DEFAULTS, *method.defaults})
+        if method.objective == "regress" and name in _DISTIL_ONLY:
+            raise UserError(
+                f"{_flag(name)} does not apply to {method.name}, whose gates predict logits"
+            )
+    if "tokens" in explicit and "steps" in explicit:
+        raise UserError("--tokens and --steps both set the length of the training; use one of them")
+    if window and settings["length"] > window:
+        if "length" in explicit:
+            raise UserError(
+                f"--length {settings['length']} does not fit: model {model} has {window} positions"
+            )
+        settings["length"] = window
+    _check(settings, method)
+    tokens = settings.pop("tokens")
+    if tokens is not None:
+        per_step = settings["batch_size"] * settings["accumulate"] * settings["length"]
+        settings["steps"] = max(1, round(tokens / per_step))
+    steps = settings["steps"] = settings["steps"] or _STEPS
+    settings["log_steps"] = settings["log_steps"] or max(1, steps // 100)
+    settings["save_steps"] = settings["save_steps"] or max(1, min(200, steps // 5))
+    return settings
+
+
+def _check(settings: Mapping[str, Any], method: Method) -> None:
+    for name, options in _CHOICES.items():
+        value = settings[name]
+        if value not in (*options, method.defaults.get(name)):
+            raise UserError(f"{_flag(name)} {value} is unknown; use {' or '.join(options)}")
+    for name in _COUNTS:
+        value = settings[name]
+        smallest = 2 if name == "length" else 1
+        if value is not None and value < smallest:
+            raise UserError(f"{_flag(name)} {value} is too small; use {smallest} or more")
+    for name in ("lr", "weight_decay", "capacity_weight", "warmup", "seed", "bias"):
+        value = settings[name]
+        in_range = name == "bias" or value > 0 or (value == 0 and name != "lr")
+        if not (math.isfinite(value) and in_range):
+            advice = {"bias": "a finite number", "lr": "a number above 0"}.get(name, "0 or more")
+            raise UserError(f"{_flag(name)} {value} is invalid; use {advice}")
+    if method.objective == "distil":
+        _check_loss(settings)
+
+
+def _check_loss(settings: Mapping[str, Any]) -> None:
+    has_capacity = settings["with_capacity"] and settings["capacity_weight"]
+    if not (settings["kl"] or settings["ntp"] or has_capacity):
+        raise UserError("--no-kl --no-ntp --no-capacity leaves no loss; drop one of them")
+    if settings["reverse_kl"] and not settings["kl"]:
+        raise UserError("--reverse-kl and --no-kl contradict each other; use one of them")
+    if has_capacity and settings["capacity"] >= settings["length"]:
+        raise UserError(
+            f"--capacity {settings['capacity']} is not below --length {settings['length']}, so the "
+            "capacity loss would be 0; use a smaller --capacity, longer data or --no-capacity"
+        )
+
+
+def _flag(name: str) -> str:
+    return f"--{_FLAGS.get(name, name.replace('_', '-'))}"

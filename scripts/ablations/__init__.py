@@ -1,0 +1,1 @@
+"""Ablations: variants of a training, compared on the same questions, as tables with intervals."""

@@ -1,0 +1,1 @@
+"""How the reference model, and the gates that ship for it, are made and measured."""
