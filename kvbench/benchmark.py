@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvbench.errors import UserError
+
 Doc = dict[str, Any]
 """A row of a task's data. See `Benchmark.docs`."""
 
@@ -52,6 +54,24 @@ class Source:
 
 
 @dataclass(frozen=True)
+class Ask:
+    """What a judge is asked about one response. See docs/judge.md.
+
+    Attributes:
+        rubric: Name of the rubric, with `:variant` if it has variants.
+        fields: The texts that fill in its prompt, by field: usually `question`, `answer` (the
+            reference answer) and `response`.
+    """
+
+    rubric: str
+    fields: Mapping[str, str]
+
+
+Marks = Mapping[str, float]
+"""What a judge gives a response: `score`, from 0 to 1, and whatever else its rubric measures."""
+
+
+@dataclass(frozen=True)
 class Benchmark:
     """A group of tasks: the value of a `kvbench.tasks` entry point, built in or a third party's.
 
@@ -75,8 +95,11 @@ class Benchmark:
         metric: The metric of the YAML that is the score; `metric,filter` if it has several filters.
         chance: Score of a responder that has not seen the context: one number, or a mapping by leaf
             (0 for leaves that it does not name).
-        judge: The rubric (see `kvbench.judge`) that the metric uses to judge responses; "" if it
-            needs no judge. The tasks are left out if there is a rubric but no judge.
+        judge: The rubric by which a judge marks the responses, without its variant; "" if the
+            metric needs no judge. The tasks are left out if no judge is configured.
+        ask: `ask(row, response)` returns what the judge is asked about a response. Required if
+            `judge` is set, and only then. The YAML's `process_results(row, results)` receives
+            `results == [response, marks]`; `marks` is a mapping such as `{"score": 1.0}`.
         sized: Whether rows are made to fit `length`. The user's own data is not sized: its cells
             have length 0 at every `--length`.
         lexicons: The lexicons that the benchmark has prompts for.
@@ -128,10 +151,16 @@ class Benchmark:
     metric: str = "score"
     chance: float | Mapping[str, float] = 0.0
     judge: str = ""
+    ask: Callable[[Doc, str], Ask] | None = None
     sized: bool = True
     lexicons: tuple[str, ...] = LEXICONS
     plain: frozenset[str] = frozenset()
     subsets: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if bool(self.judge) != (self.ask is not None):
+            given, missing = ("judge", "ask") if self.judge else ("ask", "judge")
+            raise UserError(f"benchmark {self.name} sets {given} but not {missing}; set both")
 
     def version_of(self, leaf: str, lexicon: str) -> str:
         """The version of a leaf's data, prompts and metric in a lexicon."""

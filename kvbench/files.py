@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -190,6 +191,31 @@ class Journal:
         elif tail:
             os.truncate(self.path, self.path.stat().st_size - len(tail))
         return [json.loads(line[_PAYLOAD:-1]) for line in intact]
+
+
+@contextlib.contextmanager
+def locked_journal(path: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[Journal]:
+    """Open a journal that no other process or thread can open meanwhile.
+
+    Args:
+        path: The file, readable by its owner only; it is created if it does not exist.
+        waiting: Called if another holds the journal, before this one waits for it.
+
+    Raises:
+        UserError: The file cannot be read or written, now or later in the block.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.with_suffix(".lock").open("a") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                waiting()
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            with Journal(path, 0o600) as journal:
+                yield journal
+    except OSError as error:
+        raise cannot("write", path, error) from None
 
 
 def _line(value: Mapping[str, Any]) -> bytes:

@@ -23,7 +23,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml  # the only way to `include` and `!function`
 from lm_eval.utils import env
 
-from kvbench.benchmark import Benchmark, Doc
+from kvbench.benchmark import Ask, Benchmark, Doc, Marks
 from kvbench.data.sources import hinting
 from kvbench.decoding import Thinking, scored_text
 from kvbench.errors import LeftOut, UserError
@@ -32,7 +32,6 @@ from kvbench.harness import rows as data
 from kvbench.harness.encode import count_tokens, tokenizer_hash
 from kvbench.harness.protocol import Key, LoadedTask, Request, TaskSettings
 from kvbench.harness.requests import requests
-from kvbench.judge import Judge, choose, settle
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -77,56 +76,85 @@ class LmEvalTask(LoadedTask):
         built: The task object of lm-eval.
         filter: The filter whose output is scored.
         thinks: Whether the model can think; only the text after the thinking is scored.
+        ask: See `Benchmark.ask`.
     """
 
     built: Any = None
     filter: str = "none"
     thinks: bool = False
+    ask: Callable[[Doc, str], Ask] | None = None
 
     def __post_init__(self) -> None:
         instances = dict(enumerate(self.built.instances))
         by_key = {(r.sample_id, r.question_id): instances[r.doc_id] for r in self.requests}
         object.__setattr__(self, "_instances", by_key)
 
+    def asks(self, responses: Mapping[Key, str]) -> list[Ask]:
+        """Call the benchmark's `ask` for every response; see `LoadedTask.asks`."""
+        if self.ask is None or not responses:
+            return []
+        instances = self._filtered(responses)
+        asks = [
+            self.ask(instances[key].doc, instances[key].filtered_resps[self.filter])
+            for key in responses
+        ]
+        for rubric in dict.fromkeys(ask.rubric for ask in asks):
+            # The results record the declared rubric, so no other one may decide.
+            if rubric.partition(":")[0] != self.rubric.partition(":")[0]:
+                raise UserError(
+                    f"benchmark {self.group} asks by rubric {rubric!r} but declares "
+                    f"judge={self.rubric!r}; make them agree"
+                )
+        return asks
+
     def score(
-        self, responses: Mapping[Key, str], judge: Judge | None = None
+        self, responses: Mapping[Key, str], marks: Sequence[Marks] | None = None
     ) -> tuple[dict[Key, float], float]:
         """Score responses with lm-eval's filters, metric and aggregation; see `LoadedTask.score`.
 
         Every repeat of a question counts as a separate response.
         """
-        requests = {(r.sample_id, r.question_id): r for r in self.requests}
-        keys = sorted(responses, key=lambda key: (requests[key[:2]].doc_id, key[2]))
-        if not keys:
+        if not responses:
             return {}, float("nan")
-        instances = []
-        for key in keys:
+        if self.rubric and marks is None:
+            raise UserError(f"{self.name} is scored by a judge; pass its marks to score()")
+        judged = dict(zip(responses, marks or (), strict=True)) if self.rubric else {}
+        values = {}
+        with _quiet():
+            for key, instance in self._filtered(responses).items():
+                results = [instance.filtered_resps[self.filter]]
+                if self.rubric:
+                    results.append(judged[key])
+                values[key] = self.built.process_results(instance.doc, results)[self.metric]
+            aggregate = self.built.aggregation()[self.metric]
+            total = float(aggregate(list(values.values())))
+            scores = {
+                key: float(value if isinstance(value, int | float) else aggregate([value]))
+                for key, value in values.items()
+            }
+        return scores, total
+
+    def _filtered(self, responses: Mapping[Key, str]) -> dict[Key, Any]:
+        """lm-eval's instances of the responses, filtered, in the order of the task's data."""
+        requests = {(r.sample_id, r.question_id): r for r in self.requests}
+        instances = {}
+        for key in sorted(responses, key=lambda key: (requests[key[:2]].doc_id, key[2])):
             source = self._instances[key[:2]]  # type: ignore[attr-defined]
             instance = Instance(
                 source.request_type, source.doc, source.arguments, 0, (self.name, source.doc_id, 1)
             )
-            asked, said = requests[key[:2]], responses[key]
-            if self.thinks and not asked.given:  # the response to a given text is a record
-                said = scored_text(said, asked.until)
-            instance.resps = [said]
-            instances.append(instance)
+            request, text = requests[key[:2]], responses[key]
+            if self.thinks and not request.given:  # the response to a given text is a record
+                text = scored_text(text, request.until)
+            instance.resps = [text]
+            instances[key] = instance
         with _quiet():
-            before, self.built._instances = self.built._instances, instances
+            before, self.built._instances = self.built._instances, list(instances.values())
             try:
                 self.built.apply_filters()
-                names = [f"sample {key[0]}, question {key[1]}" for key in keys]
-                judge = judge or (choose() if self.rubric else None)
-                values = settle(judge, self._value, instances, names)
-                aggregate = self.built.aggregation()[self.metric]
-                alone = [v if isinstance(v, int | float) else aggregate([v]) for v in values]
-                total = float(aggregate(values))
             finally:
                 self.built._instances = before
-        return dict(zip(keys, map(float, alone), strict=True)), total
-
-    def _value(self, instance: Any) -> Any:
-        results = [instance.filtered_resps[self.filter]]
-        return self.built.process_results(instance.doc, results)[self.metric]
+        return instances
 
 
 def _render(settings: TaskSettings) -> chat.Render | None:
@@ -317,4 +345,5 @@ def _loaded(
         built=built,
         filter=wanted or filters[0],
         thinks=Thinking.of(settings.tokenizer) is not None,
+        ask=bench.ask,
     )

@@ -1,24 +1,23 @@
 """What a harness gives the runner: the prompts of a task, and a scorer of responses.
 
-A harness never sees a model. The runner takes `LoadedTask.requests`, lets the engine answer them,
-and calls `LoadedTask.score` on the responses so far, at any time and any number of times.
+A harness never sees a model or a judge. The runner takes `LoadedTask.requests` and lets the engine
+answer them. If the task needs a judge, the judge answers `LoadedTask.asks`. The runner then calls
+`LoadedTask.score` on the responses so far, at any time and any number of times.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from kvbench.benchmark import Benchmark
+from kvbench.benchmark import Ask, Benchmark, Marks
 from kvbench.decoding import Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from kvbench.judge.base import Judge
 
 Key = tuple[str, int, int]
 """A response's key within a cell: (sample_id, question_id, repeat)."""
@@ -141,22 +140,34 @@ class LoadedTask(ABC):
     requests: tuple[Request, ...]
     rubric: str = field(default="", kw_only=True)
 
+    def asks(self, responses: Mapping[Key, str]) -> list[Ask]:
+        """What a judge is asked about each response, in their order; empty if none is needed.
+
+        Args:
+            responses: As for `score`.
+
+        Raises:
+            KeyError: A key does not belong to this task.
+            UserError: The benchmark asks by a rubric that it does not declare.
+        """
+        return []
+
     @abstractmethod
     def score(
-        self, responses: Mapping[Key, str], judge: Judge | None = None
+        self, responses: Mapping[Key, str], marks: Sequence[Marks] | None = None
     ) -> tuple[dict[Key, float], float]:
         """Score the available responses.
 
         Args:
             responses: Response text by (sample_id, question_id, repeat), for any samples.
-            judge: Judges the responses, if the metric needs that; None: the environment decides.
+            marks: A judge's answers to `asks(responses)`; None if the task needs no judge.
 
         Returns:
             The score of each response, and the harness's aggregate over them (NaN for none).
 
         Raises:
             KeyError: A key does not belong to this task.
-            JudgeError: A response got no verdict.
+            UserError: The task needs marks and there are none.
         """
 
 

@@ -1,74 +1,37 @@
-"""What a judge is, and the deterministic one that needs no network."""
+"""What a judge is, and the deterministic judge that needs no model."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Protocol
 
-from kvbench.errors import LeftOut, UserError
-from kvbench.judge.rubrics import Marks, Rubric, rubric
+from kvbench.benchmark import Ask, Marks
+from kvbench.errors import UserError
+from kvbench.judge.rubrics import rubric
 from kvbench.metrics import answer_words, f1_words
 
 
 class JudgeError(UserError):
-    """A judge gave no verdict. The message is one line and never holds a key."""
-
-
-class NeedsJudge(LeftOut):
-    """A task needs a judge and none is configured."""
-
-
-@dataclass(frozen=True)
-class Ask:
-    """A question to a judge.
-
-    Attributes:
-        rubric: Name of the rubric.
-        fields: What its prompt is filled in with, as sorted pairs.
-    """
-
-    rubric: str
-    fields: tuple[tuple[str, str], ...]
-
-    @classmethod
-    def of(cls, name: str, item: Mapping[str, str]) -> Ask:
-        """Make one.
-
-        Raises:
-            UserError: There is no such rubric, or the item lacks a field of it.
-        """
-        found = rubric(name)
-        found.render(item)
-        return cls(name, tuple(sorted((key, item[key]) for key in found.fields)))
-
-    def resolve(self) -> tuple[Rubric, dict[str, str]]:
-        """The rubric and the item."""
-        return rubric(self.rubric), dict(self.fields)
+    """A judge gives no verdict. The message is one line and never contains a key."""
 
 
 Verdict = Marks | JudgeError
-"""What became of an `Ask`."""
+"""A judge's answer to an `Ask`, or why there is none."""
 
 
 class Judge(Protocol):
     """Gives verdicts.
 
     Attributes:
-        mark: Joins the metric's name in the results, e.g. `judge gpt-4o`.
-        origin: Which judge it is, as `versions` of the results record it.
+        mark: Follows the metric's name in the results, such as `judge gpt-4o`.
+        origin: Identifies the judge in `versions` of the results.
+        notice: One line that says who judges and what that implies; it follows "<task> is ".
     """
 
-    @property
-    def mark(self) -> str: ...
-
-    @property
-    def origin(self) -> str: ...
-
-    def notice(self) -> str:
-        """One line that says who judges, and what that means."""
-        ...
+    mark: str
+    origin: str
+    notice: str
 
     def check(self) -> None:
         """Try the judge before anything is generated.
@@ -79,56 +42,54 @@ class Judge(Protocol):
         ...
 
     def judge(self, asks: Sequence[Ask]) -> list[Verdict]:
-        """Give a verdict for each question, in their order; they may be of different rubrics."""
+        """Give a verdict for each ask, in the same order; the asks may have different rubrics."""
         ...
 
 
-_THRESHOLD = 0.5
-_VERDICTS = ("yes_no", "contains_yes")
-
-
 class LocalJudge:
-    """Compares words with the reference answer: deterministic, no network, no understanding.
+    """Compares words with the reference answer: deterministic, without network or understanding.
 
-    A response is right if it contains the reference answer, word by word, or if the F1 of the words
-    that both share is above 0.5; case, punctuation and articles do not count. It is for tests
-    and for trying things out; its scores stand for nothing else, and are marked.
+    It is for tests and trials only. See `alike` for the rule.
     """
 
     mark = "local judge"
     origin = "local judge 1"
-
-    def notice(self) -> str:
-        """See `Judge`."""
-        return (
-            "judged locally by words shared with the reference answer: "
-            "scores for trying things out, not to be held against those of a model"
-        )
+    notice = (
+        "judged locally by words shared with the reference answer: "
+        "use these scores for trials only, and do not compare them with those of a model"
+    )
 
     def check(self) -> None:
-        """See `Judge`; there is nothing that could fail."""
+        """See `Judge`; this judge cannot fail."""
 
     def judge(self, asks: Sequence[Ask]) -> list[Verdict]:
         """See `Judge`."""
-        return [self._verdict(*ask.resolve()) for ask in asks]
+        return [self._verdict(ask) for ask in asks]
 
-    def _verdict(self, rubric: Rubric, item: Mapping[str, str]) -> Verdict:
-        if rubric.parse not in _VERDICTS or not {"answer", "response"} <= set(rubric.fields):
+    def _verdict(self, ask: Ask) -> Verdict:
+        criterion = rubric(ask.rubric)
+        criterion.render(ask.fields)  # checks the fields
+        yes_or_no = criterion.parse in ("yes_no", "contains_yes")
+        if not yes_or_no or not {"answer", "response"} <= set(criterion.fields):
             return JudgeError(
-                f"the local judge cannot judge by rubric {rubric.name}: it needs yes or no and the "
-                "fields answer and response; KVBENCH_JUDGE_URL would be right"
+                f"the local judge cannot apply rubric {ask.rubric}, because it is not a yes-or-no "
+                "question about {answer} and {response}; use --judge endpoint"
             )
-        return {"score": float(alike(item["response"], item["answer"]))}
+        return {"score": float(alike(ask.fields["response"], ask.fields["answer"]))}
 
 
 def alike(response: str, answer: str) -> bool:
-    """Whether a response contains an answer, or shares enough words with it."""
-    said, wanted = (f" {' '.join(_words(text))} " for text in (response, answer))
-    if wanted.strip() and wanted in said:
+    """Whether a response contains all words of an answer in a row, or their F1 is above 0.5.
+
+    Case, punctuation and articles do not count.
+    """
+    text, wanted = (f" {' '.join(_words(part))} " for part in (response, answer))
+    if wanted.strip() and wanted in text:
         return True
-    words = (answer_words(text, split_first=True) for text in (response, answer))
-    return f1_words(*words, both_empty=1.0) > _THRESHOLD
+    words = (answer_words(part, split_first=True) for part in (response, answer))
+    return f1_words(*words, both_empty=1.0) > 0.5
 
 
 def _words(text: str) -> list[str]:
-    return [w for w in re.findall(r"\w+", text.lower()) if w not in ("a", "an", "the")]
+    """Words between any punctuation, unlike `answer_words`, which joins "well-known"."""
+    return [word for word in re.findall(r"\w+", text.lower()) if word not in ("a", "an", "the")]

@@ -1,4 +1,4 @@
-"""Where a judge is and how it is asked: the variables of the environment."""
+"""The judge's endpoint, as the environment variables describe it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from urllib.parse import urlsplit, urlunsplit
 
 from kvbench.errors import UserError
 
-URL, KEY, MODEL = "KVBENCH_JUDGE_URL", "KVBENCH_JUDGE_KEY", "KVBENCH_JUDGE_MODEL"
-JOBS, TIMEOUT, TOKENS = "KVBENCH_JUDGE_JOBS", "KVBENCH_JUDGE_TIMEOUT", "KVBENCH_JUDGE_TOKENS"
-KIND = "KVBENCH_JUDGE"
-
-_PATH = "/chat/completions"
+KIND, URL, KEY = "KVBENCH_JUDGE", "KVBENCH_JUDGE_URL", "KVBENCH_JUDGE_KEY"
+MODEL, JOBS = "KVBENCH_JUDGE_MODEL", "KVBENCH_JUDGE_JOBS"
+TIMEOUT, TOKENS = "KVBENCH_JUDGE_TIMEOUT", "KVBENCH_JUDGE_TOKENS"
 
 
 @dataclass(frozen=True)
@@ -21,35 +19,22 @@ class Settings:
     """An endpoint.
 
     Attributes:
-        url: What requests are posted to; ends in `/chat/completions`.
-        model: The name that the server knows the judge by.
-        key: Its bearer token, or "". Never shown.
-        jobs: Requests at a time.
+        url: Base URL of the API; the client adds `/chat/completions`.
+        model: The server's name for the judge.
+        key: Bearer token, or "". Never shown.
+        query: The URL's query, or "". Never shown, because it can contain a secret.
+        jobs: Number of concurrent requests.
         timeout: Seconds to wait for an answer.
-        tokens: Limit of an answer instead of the rubric's, or 0.
+        tokens: Limit of an answer, in tokens; 0: the rubric's limit.
     """
 
     url: str
     model: str
     key: str = field(default="", repr=False)
+    query: str = field(default="", repr=False)
     jobs: int = 8
     timeout: float = 120.0
     tokens: int = 0
-
-    @property
-    def host(self) -> str:
-        """Host and port, as messages and results name the endpoint."""
-        return urlsplit(self.url).netloc
-
-    @property
-    def place(self) -> str:
-        """The URL without its query, which may hold a secret."""
-        return urlunsplit(urlsplit(self.url)._replace(query=""))
-
-    @property
-    def is_local(self) -> bool:
-        """Whether the endpoint is on this machine; a proxy is no way to it."""
-        return urlsplit(self.url).hostname in ("localhost", "127.0.0.1", "::1")
 
 
 def read(environment: Mapping[str, str] = os.environ) -> Settings:
@@ -58,39 +43,34 @@ def read(environment: Mapping[str, str] = os.environ) -> Settings:
     Raises:
         UserError: One is missing or wrong; the message names its variable and shows no key.
     """
-    model = environment.get(MODEL, "").strip()
+    model, key = (environment.get(name, "").strip() for name in (MODEL, KEY))
     if not model or not model.isprintable():
-        raise UserError(f"{MODEL} must name the model that judges, as {MODEL}=gpt-4o-2024-08-06")
-    key = environment.get(KEY, "").strip()
-    if not all("!" <= letter <= "~" for letter in key):
-        raise UserError(f"{KEY} holds a letter that no key has (a space, or none of ASCII)")
-    return Settings(
-        url=_url(environment.get(URL, "").strip()),
-        model=model,
-        key=key,
-        jobs=_whole(environment, JOBS, 8, 1, 256),
-        timeout=_whole(environment, TIMEOUT, 120, 1, 3600),
-        tokens=_whole(environment, TOKENS, 0, 0, 65536),
-    )
+        raise UserError(f"{MODEL} names no model; set it to one such as gpt-4o-2024-08-06")
+    if not all("!" <= character <= "~" for character in key):
+        raise UserError(f"{KEY} contains a space or a non-ASCII character; set it to the bare key")
+    url, query = _url(environment.get(URL, "").strip())
+    jobs = _whole(environment, JOBS, 8, 1, 256)
+    timeout = _whole(environment, TIMEOUT, 120, 1, 3600)
+    return Settings(url, model, key, query, jobs, timeout, _whole(environment, TOKENS, 0, 0, 65536))
 
 
-def _url(text: str) -> str:
+def _url(text: str) -> tuple[str, str]:
+    """The base URL of the API, and the query."""
     try:
         parts = urlsplit(text)
-        known = parts.scheme in ("http", "https") and bool(parts.hostname)
-        known = known and (parts.port is None or parts.port > 0)
+        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:
-        known = False
-    if not known:
-        raise UserError(f"{URL} must be a URL as https://api.openai.com/v1")
+        valid = False
+    if not valid:
+        raise UserError(f"{URL} is not a URL; set it to one such as https://api.openai.com/v1")
     if parts.username is not None:
-        raise UserError(f"{URL} must hold no user and no password; {KEY} is for the key")
-    path = parts.path.rstrip("/").removesuffix(_PATH)
-    return urlunsplit(parts._replace(path=path + _PATH, fragment=""))
+        raise UserError(f"{URL} contains a user name; remove it, and put the key into {KEY}")
+    path = parts.path.rstrip("/").removesuffix("/chat/completions")
+    return urlunsplit((parts.scheme, parts.netloc, path, "", "")), parts.query
 
 
 def _whole(environment: Mapping[str, str], name: str, default: int, low: int, high: int) -> int:
     text = environment.get(name, "").strip() or str(default)
     if not text.isdecimal() or not low <= int(text) <= high:
-        raise UserError(f"{name} wants a whole number from {low} to {high}, not {text!r}")
+        raise UserError(f"{name} is {text!r}; set it to a whole number from {low} to {high}")
     return int(text)

@@ -24,7 +24,8 @@ from kvbench.harness.encode import tokenizer_hash
 from kvbench.harness.lm_eval import LmEvalHarness
 from kvbench.harness.protocol import Harness, LoadedTask, TaskSettings
 from kvbench.judge.base import Judge
-from kvbench.judge.choosing import Judges
+from kvbench.judge.choosing import choose
+from kvbench.judge.rubrics import origin
 from kvbench.named import lexicon_of, model_digest, resolve_model
 from kvbench.plugin import Policy
 from kvbench.runs.answers import Prompt
@@ -101,7 +102,7 @@ def plan(grid: Grid, say: Say) -> Plan:
             "budget 1 keeps 1 entry per KV head; use 1.0 or full to keep everything, or a fraction "
             "such as 0.2"
         )
-    planner = _Planner(grid, say, leaves, variants, Judges(grid.judge, say))
+    planner = _Planner(grid, say, leaves, variants)
     stages = [planner.stage(name) for name in grid.models]
     if not any(stage.jobs for stage in stages):
         raise UserError("nothing to run: none of the tasks is available here")
@@ -141,11 +142,12 @@ class _Planner:
     say: Say
     leaves: list[tuple[str, Benchmark]]
     variants: list[Variant]
-    judges: Judges
 
     def __post_init__(self) -> None:
         self.left_out: dict[str, str] = {}
         self._said: set[str] = set()
+        self._judge: Judge | None = None
+        self._judged: set[str] = set()
 
     def stage(self, name: str) -> Stage:
         """Plan everything for one model."""
@@ -186,12 +188,14 @@ class _Planner:
         grid = self.grid
         model.window.check(length, leaf)
         try:
-            judge = self.judges.of(benchmark)
+            judge = self._judge_of(benchmark)
             task = self._load(model, leaf, benchmark, length)
         except LeftOut as missing:
             self.left_out[leaf] = str(missing)
             return None
-        self.judges.announce(benchmark)
+        if judge is not None and benchmark.name not in self._judged:
+            self._judged.add(benchmark.name)
+            self.say(f"{benchmark.name} is {judge.notice}")
         prompts, truncated = prompts_of(
             task, model.tokenizer, model.window, grid.truncate, self.say
         )
@@ -216,6 +220,20 @@ class _Planner:
         )
         cells = [template.of(v, files[v.policy]) for v in self.variants if v.policy in files]
         return Job(task, prompts, cells, judge, truncated)
+
+    def _judge_of(self, benchmark: Benchmark) -> Judge | None:
+        """The judge of a benchmark's responses; None if its metric needs none.
+
+        Raises:
+            LeftOut: It needs a judge and none is configured.
+            UserError: A variable is wrong, or there is no such rubric.
+        """
+        if not benchmark.judge:
+            return None
+        origin(benchmark.judge)  # raises if there is no such rubric
+        if self._judge is None:
+            self._judge = choose(self.grid.judge, self.say)
+        return self._judge
 
     def _load(self, model: _Model, leaf: str, benchmark: Benchmark, length: int) -> LoadedTask:
         """Load a task, and apply the flags about its answers."""

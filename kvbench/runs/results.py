@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 
 from kvbench import stats
+from kvbench.benchmark import Marks
 from kvbench.errors import PluginError, UserError, plugin_call
+from kvbench.files import digest_of
 from kvbench.harness.protocol import Key, Request
-from kvbench.judge import JudgeError, record
+from kvbench.judge.base import JudgeError
+from kvbench.judge.rubrics import origin
 from kvbench.runs.cell import Cell
 from kvbench.runs.planning import Job
 from kvbench.runs.schema import CELLS_SCHEMA, SAMPLES_SCHEMA, SCHEMA_VERSION
@@ -121,9 +124,20 @@ class _Scorer:
             "discriminative": False,
             **dict.fromkeys((*_SCORES, *_MEANS), math.nan),
         }
-        if self.job.judge is not None:
-            row |= record(self.job.judge, self.task.rubric, row)
-        return row
+        return row | self._judge_columns(row)
+
+    def _judge_columns(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """What a judge changes in a row; `match` differs because the scores cannot be compared."""
+        judge = self.job.judge
+        if judge is None:
+            return {}
+        versions = {"judge": judge.origin, "rubric": origin(self.task.rubric)}
+        metric = f"{row['metric']} ({judge.mark})"
+        return {
+            "metric": metric,
+            "versions": json.dumps(json.loads(row["versions"]) | versions, sort_keys=True),
+            "match": digest_of([row["match"], metric]),
+        }
 
     def _scores(self, responses: Sequence[Response]) -> tuple[dict[Key, float], stats.Estimate]:
         """The score of each response, and their mean.
@@ -135,7 +149,7 @@ class _Scorer:
         texts = {_key(r): r.response for r in responses}
         try:
             with plugin_call():  # a metric is foreign code: only its cell fails
-                scores, aggregate = self.task.score(texts, self.job.judge)
+                scores, aggregate = self.task.score(texts, self._marks(texts))
         except PluginError as failed:
             cause = failed.__cause__
             if isinstance(cause, UserError) and not isinstance(cause, JudgeError):
@@ -148,6 +162,27 @@ class _Scorer:
         if not math.isclose(aggregate, estimate.mean, rel_tol=1e-6, abs_tol=1e-9):
             raise PluginError(f"{metric} is not a mean over samples, and only means have intervals")
         return scores, estimate
+
+    def _marks(self, responses: Mapping[Key, str]) -> list[Marks] | None:
+        """The judge's marks of all responses, asked for together; None if there is no judge.
+
+        Raises:
+            JudgeError: Some have no verdict; the message names the first and counts them.
+        """
+        if self.job.judge is None:
+            return None
+        verdicts = self.job.judge.judge(self.task.asks(responses))
+        failed = {
+            key: verdict
+            for key, verdict in zip(responses, verdicts, strict=True)
+            if isinstance(verdict, JudgeError)
+        }
+        if failed:
+            first = min(failed, key=lambda key: (self.requests[key[:2]].doc_id, key))
+            count = f"{len(failed)} of {len(responses)} responses have no verdict: "
+            where = f"sample {first[0]}, question {first[1]}"
+            raise JudgeError(f"{count * (len(responses) > 1)}{where}: {failed[first]}")
+        return [verdict for verdict in verdicts if not isinstance(verdict, JudgeError)]
 
     def _comparison(self, cell: Cell, scores: dict[Key, float], full: _FullCache) -> dict[str, Any]:
         """The paired difference to the full cache on the same samples; 0 for the full cache."""

@@ -12,7 +12,6 @@ from typing import Any
 import pandas as pd
 
 from kvbench.errors import UserError, out_of_memory, reason_of
-from kvbench.judge.choosing import check_judges
 from kvbench.progress import Reporter, Silent, duration
 from kvbench.progress import reporter as terminal_reporter
 from kvbench.runs.answers import Prompt, key_of
@@ -96,8 +95,9 @@ def execute(grid: Grid, reporter: Reporter | None = None, *, fresh: bool = False
         store.save_grid(grid.to_dict())
         left = [len(_pending(stage, store)) for stage in planned.stages]
         jobs = [job for stage in planned.stages for job in stage.jobs]
-        if any(left):
-            check_judges(job.judge for job in jobs)
+        if any(left):  # a judge that cannot answer costs seconds here, and hours later
+            for judge in dict.fromkeys(job.judge for job in jobs if job.judge is not None):
+                judge.check()
         for stage, count in zip(planned.stages, left, strict=True):
             if count:
                 _run_stage(stage, count, grid, store, reporter)

@@ -9,6 +9,7 @@ from typing import Any
 from kvbench.benchmark import Benchmark, Doc, Source
 from kvbench.data.sources import rows
 from kvbench_tasks.longmemeval.chats import alternating, asked
+from kvbench_tasks.longmemeval.metric import ask
 
 SOURCE = Source(
     "xiaowu0162/longmemeval-cleaned",
@@ -42,6 +43,7 @@ BENCHMARK = Benchmark(
     sources={"longmemeval_s": (SOURCE,)},
     metric="accuracy",
     judge="longmemeval",
+    ask=ask,
     sized=False,
     lexicons=("natural",),
 )

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvbench.judge import verdicts
+from kvbench.benchmark import Ask, Doc
 
 
-def accuracy(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """1 if the judge says yes, by the rubric of the question's type; called by lm-eval."""
-    item = {
-        "question": doc["asked"],
-        "answer": doc["outputs"][0],
-        "response": results[0].strip(),
-    }
-    return {"accuracy": verdicts(doc["rubric"], [item])[0]}
+def ask(doc: Doc, response: str) -> Ask:
+    """Ask by the rubric of the question's type; see `Benchmark.ask`."""
+    fields = {"question": doc["asked"], "answer": doc["outputs"][0], "response": response.strip()}
+    return Ask(doc["rubric"], fields)
+
+
+def accuracy(doc: Doc, results: list[Any]) -> dict[str, float]:
+    """1 if the judge says yes, otherwise 0; called by lm-eval."""
+    _, marks = results
+    return {"accuracy": marks["score"]}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from .server import Server
+from .server import RETRY_SOON, Server
 
 
 @pytest.fixture
@@ -18,13 +18,14 @@ def server() -> Iterator[Server]:
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        wbufsize = -1  # one packet per reply: two would wait 40 ms for a delayed acknowledgement
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             with state.lock:
                 count = len(state.bodies)
                 state.bodies.append(body)
-                state.headers.append(dict(self.headers.items()))
+                state.headers.append({k.lower(): v for k, v in self.headers.items()})
                 state.paths.append(self.path)
                 state.at_once += 1
                 state.most_at_once = max(state.most_at_once, state.at_once)
@@ -35,7 +36,8 @@ def server() -> Iterator[Server]:
                 state.at_once -= 1
             try:
                 self.send_response(reply.status)
-                for name, value in reply.headers.items():
+                self.send_header("Content-Type", "application/json")
+                for name, value in {**RETRY_SOON, **reply.headers}.items():
                     self.send_header(name, value)
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
@@ -46,12 +48,12 @@ def server() -> Iterator[Server]:
         def log_message(self, *args: Any) -> None:
             pass
 
-    there = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    there.daemon_threads = True
-    thread = threading.Thread(target=there.serve_forever, kwargs={"poll_interval": 0.02})
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    http.daemon_threads = True
+    thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
-    state.url = f"http://127.0.0.1:{there.server_address[1]}/v1/chat/completions"
+    state.url = f"http://127.0.0.1:{http.server_address[1]}/v1"
     yield state
-    there.shutdown()
+    http.shutdown()
     thread.join()
-    there.server_close()
+    http.server_close()

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server on this machine whose answers a test writes down beforehand."""
+"""An OpenAI-compatible server on this machine that gives the answers of a test."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from typing import Any
 from kvbench.judge.settings import Settings
 
 SECRET = "sk-secret-0123456789"
+RETRY_SOON = {"Retry-After-Ms": "1"}
+"""A header of every reply: the client then retries at once and the tests do not wait."""
 
 
 @dataclass
 class Reply:
-    """What the server does with a request."""
+    """A reply of the server."""
 
     text: str | None = "yes"
     status: int = 200
@@ -38,7 +40,7 @@ class Reply:
 
 @dataclass
 class Server:
-    """The server; `answer` decides, from the request and how many came before it."""
+    """The server: `answer(body, count)` replies to a request after `count` earlier ones."""
 
     url: str = ""
     answer: Callable[[dict[str, Any], int], Reply] = lambda body, count: Reply()
@@ -50,12 +52,16 @@ class Server:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def replies(self, *replies: Reply) -> None:
-        """Give these one after the other, and the last one for good."""
+        """Give these replies in order, and repeat the last one."""
         self.answer = lambda body, count: replies[min(count, len(replies) - 1)]
 
     def settings(self, **changes: Any) -> Settings:
         usual: dict[str, Any] = {"url": self.url, "model": "judge-1", "key": SECRET, "timeout": 5}
         return Settings(**{**usual, **changes})
+
+    @property
+    def host(self) -> str:
+        return self.url.split("/")[2]
 
     @property
     def prompts(self) -> list[str]:

@@ -35,7 +35,7 @@ def test_the_prompts_of_longmemeval_are_the_official_ones() -> None:
     assert len({p.template for p in prompts.values()}) == 5, "three types share one prompt"
     for found in prompts.values():
         assert found.fields == ("question", "answer", "response")
-        assert (found.max_tokens, found.parse, found.licence) == (10, "contains_yes", "MIT")
+        assert (found.max_tokens, found.parse) == (10, "contains_yes")
     assert "off-by-one errors" in prompts["temporal-reasoning"].template
     assert "\n\nRubric: {answer}\n\n" in prompts["single-session-preference"].template
     assert "\n\nExplanation: {answer}\n\n" in prompts["abstention"].template
@@ -45,7 +45,7 @@ def test_the_prompts_of_longmemeval_are_the_official_ones() -> None:
     ("name", "version", "digest"),
     [("longmemeval", "1", "dba6d59dd2f635a2"), ("correct", "1", "6cf0a7cd33cf5307")],
 )
-def test_a_prompt_that_changes_wants_a_new_version(name: str, version: str, digest: str) -> None:
+def test_a_changed_prompt_needs_a_new_version(name: str, version: str, digest: str) -> None:
     data = json.loads((Path(rubrics.__file__).parent / f"shipped/{name}.json").read_text())
     asked = json.dumps([data.get("template"), data.get("templates")], sort_keys=True)
     assert (data["version"], hashlib.sha256(asked.encode()).hexdigest()[:16]) == (version, digest)
@@ -54,7 +54,7 @@ def test_a_prompt_that_changes_wants_a_new_version(name: str, version: str, dige
 @pytest.mark.parametrize(
     "response", ["{answer}", "{response} {question}", "\\g<0> \\1 %s {0} {}", "{{answer}}"]
 )
-def test_a_response_with_marks_of_the_template_is_not_filled_in(response: str) -> None:
+def test_fields_in_a_response_are_not_filled_in(response: str) -> None:
     found = rubric("correct")
     prompt = found.render({**ITEM, "question": response, "response": response})
     assert prompt.count("In Rome.") == 1
@@ -62,8 +62,8 @@ def test_a_response_with_marks_of_the_template_is_not_filled_in(response: str) -
     assert f"[Response]\n{response}\n\n[End of the response]" in prompt
 
 
-def test_an_item_must_have_every_field() -> None:
-    with pytest.raises(UserError, match=r"rubric correct: an item needs the text 'answer'"):
+def test_every_field_is_required() -> None:
+    with pytest.raises(UserError, match=r"rubric correct: the field 'answer' must be a text"):
         rubric("correct").render({"question": "q", "response": "r"})
 
 
@@ -79,7 +79,7 @@ def test_an_item_must_have_every_field() -> None:
         ("Answer: YES", 1.0),
     ],
 )
-def test_verdicts_of_yes_and_no(answer: str, score: float) -> None:
+def test_yes_or_no(answer: str, score: float) -> None:
     assert yes_no(answer) == {"score": score}
     assert rubric("correct").read(answer) == {"score": score}
 
@@ -88,7 +88,7 @@ def test_verdicts_of_yes_and_no(answer: str, score: float) -> None:
     "answer",
     ["", "maybe", "yes or no", "Yes/No", "Is it yes? No.", "yesterday", "nothing", "oui", "1"],
 )
-def test_what_is_no_verdict(answer: str) -> None:
+def test_answers_without_verdict(answer: str) -> None:
     assert yes_no(answer) is None
 
 
@@ -106,32 +106,32 @@ def test_what_is_no_verdict(answer: str) -> None:
         " YES.\n",
     ],
 )
-def test_longmemeval_is_read_by_its_own_rule(answer: str) -> None:
+def test_longmemeval_uses_the_rule_of_its_script(answer: str) -> None:
     # evaluate_qa.py: eval_response = completion....content.strip(); label = 'yes' in ....lower()
     label = "yes" in answer.strip().lower()
     for kind in TYPES:
         assert rubric(f"longmemeval:{kind}").read(answer) == {"score": float(label)}
 
 
-def test_an_empty_answer_is_not_a_verdict() -> None:
+def test_an_empty_answer_has_no_verdict() -> None:
     assert contains_yes(" \n") is None
     assert rubric("longmemeval:multi-session").read("<think>yes</think>") is None
 
 
-def test_only_what_follows_a_thought_counts() -> None:
+def test_thinking_is_ignored() -> None:
     found = rubric("correct")
     assert found.read("<think>yes, yes</think>\nno") == {"score": 0.0}
     assert found.read("it says no, so </think> yes") == {"score": 1.0}
     assert found.read("<think>Okay, yes") is None
 
 
-def test_a_rubric_of_ones_own(tmp_path: Path) -> None:
+def test_a_rubric_in_the_users_file(tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
     data = {"version": "2", "source": "me", "licence": "MIT", "parse": "yes_no", "max_tokens": 5}
     file.write_text(json.dumps({**data, "templates": {"a": "A {response}?", "b": "B?"}}))
     assert rubric(f"{file}:a").render({"response": "x"}) == "A x?"
     assert rubrics.origin(f"{file}:a").startswith("mine 2 (")
-    with pytest.raises(UserError, match=r"there is no rubric '.*mine.json:c'; there are .*json:a"):
+    with pytest.raises(UserError, match=r"unknown rubric '.*mine.json:c'; did you mean .*json:a"):
         rubric(f"{file}:c")
 
 
@@ -139,12 +139,12 @@ def test_a_rubric_of_ones_own(tmp_path: Path) -> None:
     ("content", "message"),
     [
         ("{", "cannot read the rubric"),
-        ("[]", "a rubric has version, source"),
+        ("[]", "a rubric needs version, source"),
         ('{"version": "1", "source": "", "licence": "", "parse": "stars", "max_tokens": 1, '
-         '"template": "x"}', "unknown parse 'stars'; there are yes_no, contains_yes"),
+         '"template": "x"}', "unknown parse 'stars'; choose from yes_no, contains_yes"),
     ],
 )  # fmt: skip
-def test_a_rubric_that_is_not_one(tmp_path: Path, content: str, message: str) -> None:
+def test_an_invalid_rubric_is_one_line(tmp_path: Path, content: str, message: str) -> None:
     file = tmp_path / "bad.json"
     file.write_text(content)
     with pytest.raises(UserError, match=message):
@@ -152,7 +152,7 @@ def test_a_rubric_that_is_not_one(tmp_path: Path, content: str, message: str) ->
 
 
 def test_an_unknown_rubric_names_the_nearest() -> None:
-    with pytest.raises(UserError, match="no rubric 'longmem'; did you mean longmemeval"):
+    with pytest.raises(UserError, match="unknown rubric 'longmem'; did you mean longmemeval"):
         rubric("longmem")
-    with pytest.raises(UserError, match="there are longmemeval:single-session-user, "):
+    with pytest.raises(UserError, match="did you mean longmemeval:"):
         rubric("longmemeval")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import kvbench
-from kvbench.benchmark import Benchmark, Doc
+from kvbench.benchmark import Ask, Benchmark, Doc
 from kvbench.cli import call
 from kvbench.errors import UserError
 from kvbench.harness import catalogue
@@ -32,12 +32,15 @@ metric_list:
 generation_kwargs: {until: [], max_gen_toks: 4, do_sample: false}
 """
 METRIC = """
-from kvbench.judge import verdicts
-
 def judged(doc, results):
-    item = {"question": doc["question"], "answer": doc["outputs"][0], "response": results[0]}
-    return {"accuracy": verdicts("correct", [item])[0]}
+    response, marks = results
+    return {"accuracy": marks["score"]}
 """
+
+
+def ask(doc: Doc, response: str) -> Ask:
+    fields = {"question": doc["question"], "answer": doc["outputs"][0], "response": response}
+    return Ask("correct", fields)
 
 
 def docs(leaf: str, **_: Any) -> list[Doc]:
@@ -70,6 +73,7 @@ def quiz(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         yaml=tmp_path,
         metric="accuracy",
         judge="correct",
+        ask=ask,
         sized=False,
     )
     known = catalogue.resolve_task
@@ -83,7 +87,7 @@ def quiz(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def endpoint(quiz: None, server: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
-    monkeypatch.setenv("KVBENCH_JUDGE_URL", server.url.removesuffix("/chat/completions"))
+    monkeypatch.setenv("KVBENCH_JUDGE_URL", server.url)
     monkeypatch.setenv("KVBENCH_JUDGE_KEY", SECRET)
     monkeypatch.setenv("KVBENCH_JUDGE_MODEL", "judge-1")
     server.answer = lambda body, count: Reply("yes" if right(response_in(body)) else "no")
@@ -96,7 +100,7 @@ def response_in(body: dict[str, Any]) -> str:
 
 
 def right(response: str) -> bool:
-    """As good as any other judge of what a model with random weights says."""
+    """An arbitrary rule: the model has random weights."""
     return not response or hashlib.sha256(response.encode()).digest()[0] % 2 == 0
 
 
@@ -105,11 +109,11 @@ def grid(folder: str, out: Path, **changes: Any) -> Grid:
     return Grid.from_dict({**usual, "model": folder, "out": str(out), **changes})
 
 
-def test_a_judge_that_is_unknown_is_one_line(quiz: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_judge_is_one_line(quiz: None, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="unknown judge 'locale'; did you mean local"):
         grid("reference", Path("run"), judge="locale")
     monkeypatch.setenv("KVBENCH_JUDGE_URL", "gpt-4o")
-    with pytest.raises(UserError, match="KVBENCH_JUDGE_MODEL must name the model"):
+    with pytest.raises(UserError, match="KVBENCH_JUDGE_MODEL names no model"):
         execute(grid("reference", Path("run")))
 
 
@@ -124,14 +128,16 @@ def test_an_endpoint_judges_and_is_asked_once(
     for cell, part in run.samples.groupby("cell"):
         assert run.cells.set_index("cell").score[cell] == pytest.approx(part.score.mean())
     versions = json.loads(run.cells.versions[0])
-    host = endpoint.settings().host
+    host = endpoint.host
     assert versions["judge"] == f"judge-1 at {host}"
     assert versions["rubric"].startswith("correct 1 (")
     assert told.lines[:1] == [
         f"quiz is judged by judge-1 at {host}: "
         "questions, reference answers and responses are sent there"
     ]
-    assert endpoint.prompts[0].startswith("Is 1 + 1"), "tried before anything is generated"
+    assert "What is 1 + 1?" in endpoint.prompts[0], (
+        "the judge is tried before anything is generated"
+    )
     distinct = len(run.samples[["doc_id", "response"]].drop_duplicates())
     assert len(endpoint.bodies) == 1 + distinct
 
@@ -145,7 +151,7 @@ def test_an_endpoint_judges_and_is_asked_once(
     assert not any(SECRET.encode() in p.read_bytes() for p in stored)
 
 
-def test_what_has_no_verdict_fails_its_cell_and_is_asked_again(
+def test_a_missing_verdict_fails_its_cell_and_is_asked_again(
     llama_folder: str, endpoint: Server, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
@@ -157,18 +163,18 @@ def test_what_has_no_verdict_fails_its_cell_and_is_asked_again(
     assert list(run.cells.status) == ["error", "error"]
     assert run.cells.error[0] == (
         "1 of 3 responses have no verdict: sample 1, question 0: "
-        "judge-1 gave no verdict but 'hard to say'"
+        "judge-1 gave no verdict: 'hard to say'"
     )
     assert set(run.cells.metric) == {"accuracy (judge judge-1)"}
     assert run.samples.score.isna().all()
     stored = (out / "responses.jsonl").read_bytes()
-    assert stored.count(b"\n") == 6, "nothing is lost"
+    assert stored.count(b"\n") == 6, "no response is lost"
 
     endpoint.answer = good
     endpoint.bodies.clear()
     healed = execute(grid(llama_folder, out))
     assert list(healed.cells.status) == ["ok", "ok"]
-    assert (out / "responses.jsonl").read_bytes() == stored, "and nothing is generated again"
+    assert (out / "responses.jsonl").read_bytes() == stored, "nothing is generated again"
     assert 1 <= len(endpoint.bodies) <= 2
     assert all("letter 1 " in prompt for prompt in endpoint.prompts)
 
@@ -181,13 +187,13 @@ def test_a_wrong_key_stops_before_anything_is_generated(
     assert call(["run", *arguments, "--out", str(tmp_path / "run")]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert lines[-1] == (
-        f"kvbench: the judge at {endpoint.settings().host} answers 401: who are you?; "
-        "KVBENCH_JUDGE_KEY must be a key that may use judge-1"
+        f"kvbench: the judge at {endpoint.host} answers 401: who are you?; "
+        "set KVBENCH_JUDGE_KEY to a key that can use judge-1"
     )
     assert (tmp_path / "run/responses.jsonl").read_bytes() == b""
 
 
-def test_without_a_judge_the_task_is_left_out_and_the_others_run(
+def test_without_a_judge_only_the_judged_task_is_left_out(
     llama_folder: str, quiz: None, tmp_path: Path
 ) -> None:
     own = tmp_path / "own.jsonl"
@@ -197,14 +203,14 @@ def test_without_a_judge_the_task_is_left_out_and_the_others_run(
     run = execute(grid(llama_folder, tmp_path / "a", task=f"quiz,{own}"), reporter=told)
     assert set(run.cells.task) == {"own"}
     assert told.lines[:1] == [
-        "quiz is left out: it needs a judge: set KVBENCH_JUDGE_URL and KVBENCH_JUDGE_MODEL "
-        "(docs/judge.md), or take --judge local, whose scores are for trying things out"
+        "quiz is left out: no judge is configured; set KVBENCH_JUDGE_URL and KVBENCH_JUDGE_MODEL "
+        "(see docs/judge.md), or use --judge local for a trial"
     ]
     with pytest.raises(UserError, match="nothing to run"):
         execute(grid(llama_folder, tmp_path / "b"))
 
 
-def test_local_scores_are_marked_and_not_held_against_a_models(
+def test_local_scores_are_marked_and_not_compared_with_a_models(
     llama_folder: str,
     endpoint: Server,
     tmp_path: Path,
@@ -224,8 +230,8 @@ def test_local_scores_are_marked_and_not_held_against_a_models(
 
     local, _ = kvbench.load(tmp_path / "local")
     other = execute(grid(llama_folder, tmp_path / "model", samples=2)).cells
-    assert set(local.cell) == set(other.cell), "the responses are the same"
-    assert not set(local.match) & set(other.match), "the scores are not"
+    assert set(local.cell) == set(other.cell), "the same responses"
+    assert not set(local.match) & set(other.match), "but not comparable scores"
     with pytest.raises(UserError) as caught:
         kvbench.load([tmp_path / "local", tmp_path / "model"])
     assert str(caught.value) == (
@@ -233,7 +239,7 @@ def test_local_scores_are_marked_and_not_held_against_a_models(
         f"(judge judge-1) in {tmp_path / 'model'}, which cannot be compared; give one run at a "
         "time, or use the same judge for both"
     )
-    # The same folder can be scored again by the other judge: no response depends on it.
+    # The other judge can score the same folder again: no response depends on the judge.
     monkeypatch.setenv("KVBENCH_JUDGE", "endpoint")
     before = (tmp_path / "local/responses.jsonl").read_bytes()
     rescored = execute(grid(llama_folder, tmp_path / "local", samples=2))

@@ -29,7 +29,7 @@ class Numbers(LoadedTask):
     aggregate: Callable[[list[float]], float] = statistics.fmean
 
     def score(
-        self, responses: Mapping[Key, str], judge: Any = None
+        self, responses: Mapping[Key, str], marks: Any = None
     ) -> tuple[dict[Key, float], float]:
         scores = {key: float(text) for key, text in responses.items()}
         return scores, self.aggregate(list(scores.values()))

@@ -12,7 +12,7 @@ import kvbench
 from kvbench.data.sources import keep
 from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
 from kvbench.harness.protocol import TaskSettings
-from kvbench.judge import LocalJudge
+from kvbench.judge.base import LocalJudge
 from kvbench.judge.rubrics import rubric
 from kvbench_tasks.longmemeval import BENCHMARK, NOTES, SOURCE
 from kvbench_tasks.longmemeval.chats import alternating
@@ -72,35 +72,42 @@ def test_the_prompt_is_the_official_one(bpe_tokenizer: Any, tmp_path: Path) -> N
 def test_types_take_turns(bpe_tokenizer: Any, tmp_path: Path) -> None:
     rows = [{"question_type": kind, "question_id": i} for i, kind in enumerate("aabbbc")]
     assert [row["question_id"] for row in alternating(rows)] == [0, 2, 5, 1, 3, 4]
-    shown = load("longmemeval_s", bpe_tokenizer, tmp_path).requests
-    assert sorted(r.extra["question_type"] for r in shown) == sorted(
+    requests = load("longmemeval_s", bpe_tokenizer, tmp_path).requests
+    assert sorted(r.extra["question_type"] for r in requests) == sorted(
         row["question_type"] for row in RAW
     )
 
 
-def test_every_question_has_its_rubric(bpe_tokenizer: Any, tmp_path: Path) -> None:
+def test_every_question_is_judged_by_the_rubric_of_its_type(
+    bpe_tokenizer: Any, tmp_path: Path
+) -> None:
     task = load("longmemeval_s", bpe_tokenizer, tmp_path)
+    asks = task.asks({(r.sample_id, r.question_id, 0): " R \n" for r in task.requests})
     rows = alternating(RAW)
-    rubrics = [task.built.instances[i].doc["rubric"] for i in range(len(RAW))]
-    assert rubrics == [
-        "longmemeval:abstention"
-        if row["question_id"].endswith("_abs")
-        else f"longmemeval:{row['question_type']}"
-        for row in rows
-    ]
-    assert rubrics.count("longmemeval:abstention") == 1
-    item = {"question": "Q?", "answer": "A", "response": "R"}
-    assert all("Q?" in rubric(name).render(item) for name in rubrics)
+    for ask, request in zip(asks, task.requests, strict=True):
+        row = rows[request.doc_id]
+        kind = "abstention" if row["question_id"].endswith("_abs") else row["question_type"]
+        assert ask.rubric == f"longmemeval:{kind}"
+        assert ask.fields == {
+            "question": row["question"],
+            "answer": str(row["answer"]),
+            "response": "R",
+        }
+        assert row["question"] in rubric(ask.rubric).render(ask.fields)
+    assert [ask.rubric for ask in asks].count("longmemeval:abstention") == 1
 
 
 def test_accuracy_is_the_share_of_yes(bpe_tokenizer: Any, tmp_path: Path) -> None:
     task = load("longmemeval_s", bpe_tokenizer, tmp_path)
+
+    def judged(responses: dict[Any, str]) -> Any:
+        return task.score(responses, LocalJudge().judge(task.asks(responses)))  # type: ignore[arg-type]
+
     gold = {(r.sample_id, r.question_id, 0): f" It is {r.target[0]}." for r in task.requests}
-    scores, total = task.score(gold, LocalJudge())
+    scores, total = judged(gold)
     assert set(scores.values()) == {1.0} and total == 1
     keys = list(gold)
-    poor = {**gold, keys[0]: "Who knows", keys[3]: ""}
-    assert task.score(poor, LocalJudge())[1] == pytest.approx(5 / 7)
+    assert judged({**gold, keys[0]: "Who knows", keys[3]: ""})[1] == pytest.approx(5 / 7)
 
 
 def test_a_run_from_end_to_end(
