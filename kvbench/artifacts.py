@@ -17,10 +17,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvbench import registry
 from kvbench.errors import UserError
 from kvbench.files import cache_dir
-from kvbench.named import model_digest
+from kvbench.named import local_model, model_digest
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ class Artifacts:
             path = self.user_path(model, kind)
             if not self._exists(path):
                 continue
-            if model_folder(model) is not None and not self._fits(model, path):
+            if local_model(model) is not None and not self._fits(model, path):
                 raise UserError(
                     f"{path} was made for other weights of {model}; run {self.how(model, kind)} "
                     "again"
@@ -118,8 +117,8 @@ class Artifacts:
 
     def shipped_path(self, model: str, kind: str) -> Path | None:
         """The artifact that ships with the package for a model, or None."""
-        folder = model_folder(model)
-        name = folder.name if folder is not None else model.rpartition("/")[2]
+        local = local_model(model)
+        name = model.rpartition("/")[2] if local is None else _base_name(local)
         path = self.shipped / self.pattern.format(model=name, kind=kind)
         return path if self._exists(path) and self._fits(model, path) else None
 
@@ -160,32 +159,29 @@ class Artifacts:
         return _compared(self, model, path, main.stat().st_mtime_ns)
 
 
-def model_folder(model: str) -> Path | None:
-    """The resolved folder of a local model; None for one of the hub."""
-    if model in registry.names(registry.MODELS):
-        folder = registry.get(registry.MODELS, model).folder()
-    else:
-        folder = Path(model).expanduser()
-    return folder.resolve() if folder.is_dir() else None
-
-
 def slug(model: str) -> str:
-    """File name for a model: its hub id, or its folder's name and a hash of where that is."""
-    folder = model_folder(model)
-    name = model if folder is None else folder.name
+    """File name for a model: its hub id, or the name and a hash of its folder or GGUF file."""
+    local = local_model(model)
+    name = model if local is None else _base_name(local)
     text = re.sub(r"[^A-Za-z0-9._]+", "--", name).strip("-") or "model"
-    if folder is None:
+    if local is None:
         return text
-    return f"{text}-{hashlib.sha256(str(folder).encode()).hexdigest()[:8]}"
+    return f"{text}-{hashlib.sha256(str(local.resolve()).encode()).hexdigest()[:8]}"
+
+
+def _base_name(local: Path) -> str:
+    """The name of a model's folder, or of its GGUF file without the suffix."""
+    path = local.resolve()
+    return path.stem if path.is_file() else path.name
 
 
 @functools.lru_cache(maxsize=64)
 def _compared(artifacts: Artifacts, model: str, path: Path, changed: int) -> bool:
     """Compare once for each state of the artifact, since its description has to be read."""
-    made_for, folder = artifacts.made_for(path), model_folder(model)
-    if folder is None:
+    made_for, local = artifacts.made_for(path), local_model(model)
+    if local is None:
         return made_for.model == model
-    return not made_for.revision or made_for.revision == model_digest(str(folder))
+    return not made_for.revision or made_for.revision == model_digest(str(local))
 
 
 @functools.cache

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import re
 import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 _FEW = 12
 """Names that an error message lists at most."""
+
+_REPORT = re.compile(r"For details look at .*above report!?")
 
 
 class UserError(ValueError):
@@ -76,6 +79,18 @@ def reason_of(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {text}{where}"
+
+
+def first_lines(error: Exception) -> str:
+    """An error in one line; its first line alone if that is a sentence of its own."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    # transformers logs its report, which kvbench silences, so nothing is "above".
+    text = _REPORT.sub("", text).strip()
+    plain = isinstance(error, (OSError, ValueError, ImportError))
+    return text if plain else f"{type(error).__name__}: {text}"
 
 
 def nearest(name: str, names: Iterable[str], n: int = 3) -> str:

@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -86,18 +87,50 @@ def replacing(path: Path) -> Iterator[Path]:
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         yield part
-        with part.open("rb+") as file:
-            os.fsync(file.fileno())
+        _sync(part)
         part.replace(path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        _sync(path.parent)
     except OSError as error:
         raise cannot("write", path, error) from None
     finally:
         part.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file's content, or a folder's list of names, is on disk."""
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+@contextlib.contextmanager
+def replacing_folder(path: Path) -> Iterator[Path]:
+    """Give an empty folder to write to; it becomes `path` once all of its files are on disk.
+
+    If another process makes `path` in the meantime, that folder stays and this one is discarded.
+
+    Raises:
+        UserError: The folder cannot be written; `path` does not exist.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        yield part
+        for file in part.rglob("*"):
+            _sync(file)
+        try:
+            part.rename(path)
+        except OSError:
+            if not path.is_dir():
+                raise
+        _sync(path.parent)
+    except OSError as error:
+        raise cannot("write", path, error) from None
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
 
 
 # --- the journal ----------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""Models by name: a named model, a local folder or a hub id; and the digest of a local model.
+"""Models by name: a named model, a local folder, a GGUF file or a hub id; digests of local models.
 
-`reference` is a named model, and a package can add others: register a `NamedModel` as an entry
-point of the group `kvbench.models`.
+`reference` and `smollm2` are named models, and a package can add others: register a `NamedModel` as
+an entry point of the group `kvbench.models`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from kvbench.files import file_digests
 
 _MODEL_FILES = frozenset({".json", ".safetensors", ".jinja", ".model", ".txt"})
 _INDEX = "model.safetensors.index.json"
+GGUF = ".gguf"
+"""Suffix of a model in one file, which `kvbench.engine.gguf` converts."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,8 @@ class NamedModel:
     Attributes:
         name: The name.
         summary: One line for `kvbench list models`.
-        folder: Returns the folder that transformers can load. Raises `UserError` if the model is
-            not installed, with the way to get it.
+        folder: Returns the folder that transformers can load, or that holds one GGUF file. Raises
+            `UserError` if the model is not installed, with the way to get it.
         lexicon: The lexicon of the prompts that the model can read; see `Benchmark.lexicons`.
         reads: Whether a tokenizer has that lexicon; None if it is "natural".
     """
@@ -59,50 +61,100 @@ def lexicon_of(tokenizer: Any) -> str:
 
 
 def resolve_model(name: str) -> str:
-    """Turn the name of a model into what transformers can load: a folder or a hub id.
+    """Turn the name of a model into where it is: a folder, a GGUF file or a hub id.
 
     Args:
-        name: A named model such as `reference`, a local folder, or a hub id.
+        name: A named model such as `reference`, a local folder, a GGUF file, or a hub id. A folder
+            that has no `config.json` but one GGUF file stands for that file.
 
     Raises:
-        UserError: The folder does not exist or is not a model.
+        UserError: The folder or file does not exist or is not a model.
     """
-    named = registry.names(registry.MODELS)
-    if name in named:
-        return str(registry.get(registry.MODELS, name).folder())
-    path = Path(name).expanduser()
+    path = local_model(name)
+    if path is None:
+        return _hub_id(name)
+    if path.is_dir() and not (path / "config.json").is_file():
+        files = sorted(file.name for file in _gguf_files(path))
+        if files:
+            raise UserError(
+                f"model {name}: the folder has several GGUF files ({', '.join(files)}); "
+                f"use --model {path / files[0]} or another of them"
+            )
+        raise UserError(f"model {name}: the folder has no config.json and no GGUF file")
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise UserError(f"model {name}: the folder has no config.json")
         _shards(name, path)
-        return str(path)
+    return str(path)
+
+
+def local_model(name: str) -> Path | None:
+    """The folder or GGUF file of a local model; None for a hub model.
+
+    Raises:
+        UserError: A named model is not installed.
+    """
+    if name in registry.names(registry.MODELS):
+        path: Path = registry.get(registry.MODELS, name).folder()
+    else:
+        path = Path(name).expanduser()
+    if path.is_dir():
+        files = [] if (path / "config.json").is_file() else _gguf_files(path)
+        return files[0] if len(files) == 1 else path
+    return path if path.suffix == GGUF and path.is_file() else None
+
+
+def is_gguf(source: str) -> bool:
+    """Whether what `resolve_model` returns is a GGUF file, which has to be converted."""
+    return source.endswith(GGUF) and Path(source).is_file()
+
+
+def _gguf_files(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if path.suffix == GGUF and path.is_file()]
+
+
+def _hub_id(name: str) -> str:
+    """Check that a name that stands for nothing on this machine can be a hub id."""
+    if name.endswith(GGUF):
+        raise UserError(f"model {name}: no such file")
     repository, mark, revision = name.partition("@")
     if mark:
         raise UserError(f"model {name}: use --model {repository} --revision {revision}")
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
     if looks_local or name.count("/") != 1:
+        named = registry.names(registry.MODELS)
         raise UserError(
             f"model {name}: no such folder{nearest(name, named)}; use {', '.join(named)}, a local "
-            "folder or a hub id (organisation/name)"
+            "folder, a GGUF file or a hub id (organisation/name)"
         )
     return name
 
 
 def model_digest(name: str) -> str:
-    """Digest of every file of a local model that can change a response; "" for a hub model."""
-    folder = Path(resolve_model(name))
-    if not folder.is_dir():
-        return ""
+    """Digest of every file of a local model that can change a response; "" for a hub model.
+
+    For a GGUF model it is the digest of that file alone, so that it does not depend on how the file
+    is converted.
+    """
+    path = Path(resolve_model(name))
+    if path.is_file():
+        return _digests(name, [path])[0][:16]
+    return _folder_digest(name, path) if path.is_dir() else ""
+
+
+def _folder_digest(name: str, folder: Path) -> str:
     paths = sorted(p for p in folder.iterdir() if p.suffix in _MODEL_FILES and p.is_file())
     paths += [folder / shard for shard in _shards(name, folder) if folder / shard not in paths]
     paths += sorted(folder.glob("additional_chat_templates/*.jinja"))
     digest = hashlib.sha256()
+    for path, content in zip(paths, _digests(name, paths), strict=True):
+        digest.update(f"{path.relative_to(folder)}|{content}|".encode())
+    return digest.hexdigest()[:16]
+
+
+def _digests(name: str, paths: list[Path]) -> list[str]:
     try:
-        for path, content in zip(paths, file_digests(paths), strict=True):
-            digest.update(f"{path.relative_to(folder)}|{content}|".encode())
+        return file_digests(paths)
     except OSError as error:
         raise UserError(f"model {name}: cannot read {error.filename}: {error.strerror}") from None
-    return digest.hexdigest()[:16]
 
 
 def _shards(name: str, folder: Path) -> list[str]:

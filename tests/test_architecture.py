@@ -23,8 +23,9 @@ PACKAGES = {
 
 GROUND = "errors terminal files budget moments decoding metrics stats progress"
 PAGES = "registry named view plugin parts spelling artifacts benchmark"
-ROOMS = "data harness judge engine runs report analysis reference profiles training checks cli"
-LAYERS = [*GROUND.split(), *PAGES.split(), *ROOMS.split()]
+ROOMS = "data harness judge engine runs"
+ABOVE = "report analysis reference named_models profiles training checks cli"
+LAYERS = [*GROUND.split(), *PAGES.split(), *ROOMS.split(), *ABOVE.split()]
 """Files and folders of `kvbench/`; each imports only from those before it."""
 
 CORE = LAYERS[: LAYERS.index("runs") + 1]

@@ -10,6 +10,7 @@ from typing import Any
 from kvbench import registry
 from kvbench.errors import UserError, nearest
 from kvbench.harness import catalogue
+from kvbench.named import NamedModel
 from kvbench.report.table import Cell, Column, Lines, Name, Row, Table
 
 Record = dict[str, Any]
@@ -35,6 +36,8 @@ HINTS: dict[str, str] = {
     "quantised": "--quantization bnb-4bit, bnb-8bit or torchao-int8 (pip install accelerate, and "
     "bitsandbytes or torchao); a checkpoint that is already quantised (GPTQ, AWQ, FP8, ...) loads "
     "with the library it needs; the cache keeps the compute dtype",
+    "GGUF": "a .gguf file, or a folder with one (pip install 'kvbench[gguf]'), is dequantised once "
+    "into the cache",
     "several GPUs": "--device-map auto (pip install accelerate) spreads layers and their caches "
     "over all devices; a model that would be offloaded to CPU or disk is refused",
     "tested": "every family with random weights on a CPU; bitsandbytes 0.50 and torchao 0.18 on a "
@@ -106,19 +109,32 @@ def tasks() -> tuple[list[Record], list[str]]:
 
 
 def models() -> tuple[list[Record], list[str]]:
-    """The reference model, the tested families, and hints for all of them.
+    """The named models, the tested families, and hints for all of them.
 
     Returns:
-        The records, and no lines: nothing can fail.
+        The records, and a line for each named model whose package does not import.
     """
-    shipped = {
-        "name": "reference",
-        "note": "ships with kvbench; needs no network and no GPU; its scores are about policies",
-        "kind": "shipped",
-    }
+    named: list[Record] = []
+    failed: list[str] = []
+    for name in registry.names(registry.MODELS):
+        try:
+            named.append(_named_model(registry.get(registry.MODELS, name)))
+        except UserError as error:
+            failed.append(str(error))
     kinds = (("family", FAMILIES), ("hint", HINTS))
     more = [{"name": k, "note": v, "kind": kind} for kind, of in kinds for k, v in of.items()]
-    return [shipped, *more], []
+    return [*named, *more], failed
+
+
+def _named_model(model: NamedModel) -> Record:
+    """The record of a named model, which says how to get it where it is not installed."""
+    try:
+        model.folder()
+    except UserError as error:
+        state = str(error)
+    else:
+        state = "installed"
+    return {"name": model.name, "note": f"{model.summary}; {state}", "kind": "named"}
 
 
 def runs(folder: Path) -> tuple[list[Record], list[str]]:

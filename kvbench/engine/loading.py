@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,14 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from kvbench.engine.models import devices_of
+from kvbench.engine.gguf import converted, described
+from kvbench.engine.models import decoder_of, devices_of
 from kvbench.engine.quantization import check_quantization, scheme_config
-from kvbench.errors import UserError, out_of_memory
-from kvbench.named import resolve_model
+from kvbench.engine.weights import check_weights
+from kvbench.errors import UserError, first_lines, out_of_memory
+from kvbench.named import is_gguf, resolve_model
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_REPORT = re.compile(r"For details look at .*above report!?")
-_SHOWN = 3
-"""Names of tensors that an error message shows at most."""
 
 
 # --- device and dtype -----------------------------------------------------------------------------
@@ -94,7 +92,7 @@ def load_model(
     """Load a causal language model for inference.
 
     Args:
-        name: A named model, a folder or a hub id.
+        name: A named model, a folder, a GGUF file or a hub id.
         revision: Revision of a hub model.
         device: Where it goes, unless a device map is given.
         dtype: Dtype of everything that is not quantised, and of the cache.
@@ -110,7 +108,7 @@ def load_model(
     if quantised:
         more["device_map"] = {"": device}  # quantised weights cannot always be moved
     else:
-        more["ignore_mismatched_sizes"] = True  # so that _check_weights can name the tensors
+        more["ignore_mismatched_sizes"] = True  # so that check_weights can name the tensors
     if quantization is not None:
         more["quantization_config"] = scheme_config(quantization, dtype)
     if device_map is not None:
@@ -125,76 +123,41 @@ def load_model(
         output_loading_info=True,
         **more,
     )
-    _check_weights(name, model, report, quantised)
+    check_weights(name, model, report, quantised)
     if "device_map" not in more:
         model = model.to(device)
     _check_memory(name, model)
+    if is_gguf(source := resolve_model(name)):
+        decoder_of(model).config._name_or_path = source  # by which its gates and profiles are found
     found: nn.Module = model.eval().requires_grad_(False)
     return found
 
 
 def _load(kind: Any, name: str, revision: str | None, **options: Any) -> Any:
-    source = resolve_model(name)
+    source = _source(name, options.get("dtype"))
     try:
         return kind.from_pretrained(source, revision=revision, **options)
     except Exception as error:  # damaged files raise whatever their reader raises
         if out_of_memory(error):
             raise
-        reason = _first_lines(error)
+        reason = first_lines(error)
         offline = os.environ.get("HF_HUB_OFFLINE") == "1" and not Path(source).is_dir()
         hint = " (HF_HUB_OFFLINE=1 is set and it is not in the local cache)" if offline else ""
         raise UserError(f"model {name} cannot be loaded{hint}: {reason}") from error
 
 
-def _first_lines(error: Exception) -> str:
-    """An error in one line; its first line alone if that is a sentence of its own."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if not lines:
-        return type(error).__name__
-    text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
-    # transformers logs its report, which kvbench silences, so nothing is "above".
-    text = _REPORT.sub("", text).strip()
-    plain = isinstance(error, (OSError, ValueError, ImportError))
-    return text if plain else f"{type(error).__name__}: {text}"
+def _source(name: str, dtype: torch.dtype | None) -> str:
+    """Where transformers finds a model: a folder or a hub id.
 
-
-# --- checks of what was loaded --------------------------------------------------------------------
-
-
-def _check_weights(name: str, model: nn.Module, report: Any, quantised: str) -> None:
-    """Refuse a checkpoint whose tensors are not exactly those of the model, or are not numbers.
-
-    Tied weights are stored once and are not missing. A quantised checkpoint can hold tensors that
-    its quantiser consumes.
-
-    Raises:
-        UserError: The first few names of the wrong tensors.
+    Args:
+        name: The model as the user named it.
+        dtype: The dtype of its weights; None if only configuration and tokenizer are needed.
     """
-    kinds = {"missing_keys": "lacks weights of the model"}
-    if not quantised:
-        kinds["unexpected_keys"] = "holds weights that the model does not have"
-        kinds["mismatched_keys"] = "holds weights of another shape than the model's"
-    for key, text in kinds.items():
-        wrong = sorted(w if isinstance(w, str) else w[0] for w in report.get(key) or ())
-        if wrong:
-            raise UserError(f"model {name}: the checkpoint {text}: {_listed(wrong)}")
-    broken = [key for key, x in model.state_dict().items() if not _finite(x)]
-    if broken:
-        raise UserError(f"model {name}: weights are NaN or infinite: {_listed(broken)}")
-
-
-def _finite(x: object) -> bool:
-    if not isinstance(x, torch.Tensor) or x.device.type == "meta":
-        return True
-    if not x.is_floating_point() or x.element_size() < 2:  # integers; float8 has separate scales
-        return True
-    return bool(torch.isfinite(x).all())
-
-
-def _listed(names: Iterable[str]) -> str:
-    shown = list(names)
-    more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
-    return ", ".join(shown[:_SHOWN]) + more
+    source = resolve_model(name)
+    if not is_gguf(source):
+        return source
+    file = Path(source)
+    return str(described(name, file) if dtype is None else converted(name, file, dtype))
 
 
 def _check_memory(name: str, model: nn.Module) -> None:

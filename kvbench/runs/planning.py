@@ -7,7 +7,6 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 from kvbench.benchmark import Benchmark
 from kvbench.decoding import Thinking
+from kvbench.engine.gguf import gguf_packages
 from kvbench.engine.loading import load_config, load_tokenizer, pick_device, pick_dtype
 from kvbench.engine.quantization import check_quantization, quantization_packages
 from kvbench.errors import LeftOut, UserError
@@ -26,7 +26,7 @@ from kvbench.harness.protocol import Harness, LoadedTask, TaskSettings
 from kvbench.judge.base import Judge
 from kvbench.judge.choosing import choose
 from kvbench.judge.rubrics import origin
-from kvbench.named import lexicon_of, model_digest, resolve_model
+from kvbench.named import lexicon_of, local_model, model_digest, resolve_model
 from kvbench.plugin import Policy
 from kvbench.runs.answers import Prompt
 from kvbench.runs.cell import Cell, Variant
@@ -216,7 +216,7 @@ class _Planner:
             task_version=task.version,
             prompts=_prompt_digest(task),
             generation=self._generation(model, leaf, benchmark, task),
-            packages=quantization_packages(grid.quantization),
+            packages=(*gguf_packages(model.name), *quantization_packages(grid.quantization)),
         )
         cells = [template.of(v, files[v.policy]) for v in self.variants if v.policy in files]
         return Job(task, prompts, cells, judge, truncated)
@@ -341,9 +341,9 @@ def _model_facts(grid: Grid, name: str) -> _Model:
     device = pick_device(grid.device, grid.device_map)
     dtype = pick_dtype(grid.dtype, device)
     quantised = check_quantization(name, config, grid.quantization, grid.device_map)
-    if grid.revision is not None and Path(resolve_model(name)).is_dir():
+    if grid.revision is not None and local_model(name) is not None:
         raise UserError(
-            f"model {name} is a folder and has no revisions; leave out --revision {grid.revision}"
+            f"model {name} is local and has no revisions; leave out --revision {grid.revision}"
         )
     template = grid.chat_template
     if template is None:

@@ -1,4 +1,7 @@
-"""The locked journal: survives crashes, and one process or thread uses it at a time."""
+"""The locked journal survives crashes, and one process or thread uses it at a time.
+
+A folder that is written aside appears whole or not at all, and only once.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvbench.errors import UserError
-from kvbench.files import Journal, locked_journal
+from kvbench.files import Journal, locked_journal, replacing_folder
 
 
 def add(journal: Journal, *texts: str) -> None:
@@ -111,3 +114,59 @@ def test_a_folder_that_is_a_file_is_one_line(tmp_path: Path) -> None:
         locked_journal(tmp_path / "judge" / "a.jsonl"),
     ):
         pass
+
+
+# --- whole folders --------------------------------------------------------------------------------
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_folder_appears_once_it_is_whole(tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "folder"
+    with replacing_folder(target) as part:
+        (part / "inner").mkdir()
+        (part / "inner" / "file").write_text("text")
+        assert not target.exists()
+    assert (target / "inner" / "file").read_text() == "text"
+    assert names(target.parent) == ["folder"]
+
+
+def test_nothing_is_left_of_a_failure(tmp_path: Path) -> None:
+    def fail() -> None:
+        with replacing_folder(tmp_path / "folder") as part:
+            (part / "file").write_text("half")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert names(tmp_path) == []
+
+
+def test_the_faster_of_two_processes_wins(tmp_path: Path) -> None:
+    target = tmp_path / "folder"
+    with replacing_folder(target) as part:
+        (part / "file").write_text("slower")
+        target.mkdir()
+        (target / "file").write_text("faster")
+    assert (target / "file").read_text() == "faster"
+    assert names(tmp_path) == ["folder"]
+
+
+def test_what_an_ended_process_left_is_not_published(tmp_path: Path) -> None:
+    with replacing_folder(tmp_path / "folder") as part:
+        leftover = part
+    leftover.mkdir()
+    (leftover / "stale").write_text("stale")
+    with replacing_folder(tmp_path / "folder") as part:
+        assert names(part) == []
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(UserError, match="cannot write"),
+        replacing_folder(tmp_path / "file" / "folder"),
+    ):
+        pytest.fail("there is no folder to write to")

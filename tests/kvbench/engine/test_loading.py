@@ -13,9 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvbench import cli
-from kvbench.engine import loading
 from kvbench.engine.loading import load_config, load_model, load_tokenizer
-from kvbench.errors import UserError
+from kvbench.errors import UserError, first_lines
 from kvbench.named import model_digest
 from kvbench.reference import path as reference
 
@@ -171,6 +170,4 @@ def test_no_message_points_to_a_report_that_is_not_shown() -> None:
     told = (
         "We could not convert the weights. For details look at the `X` entries of the above report!"
     )
-    assert loading._first_lines(RuntimeError(told)) == (
-        "RuntimeError: We could not convert the weights."
-    )
+    assert first_lines(RuntimeError(told)) == ("RuntimeError: We could not convert the weights.")

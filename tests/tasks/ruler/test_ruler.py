@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvbench.errors import LeftOut, UserError
+from kvbench.harness.catalogue import resolve_task
 from kvbench.harness.encode import split_encode
 from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
 from kvbench.harness.protocol import TaskSettings
@@ -169,3 +170,9 @@ def test_keys_are_pairs_of_rulers_words(bpe_tokenizer: Any, tmp_path: Path) -> N
 def test_a_length_that_is_too_short_is_a_one_line_error(bpe_tokenizer: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^vt does not fit into --length 60 .* at least \d+$"):
         load("vt", bpe_tokenizer, tmp_path, length=60)
+
+
+def test_the_subset_for_smollm2_needs_no_hub() -> None:
+    leaves = [leaf for leaf, group in resolve_task("smollm2") if group is BENCHMARK]
+    assert len(leaves) == len(BENCHMARK.subsets["smollm2"]) == 6
+    assert not set(leaves) & BENCHMARK.hub_leaves

