@@ -27,7 +27,7 @@ _CPU_PERIOD = Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us")
 def available_cores() -> int:
     """Cores that this process can use: its affinity, limited by the CPU quota of its cgroup."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, min(cores or 1, math.ceil(_quota())))
+    return max(1, math.ceil(min(cores or 1, _quota())))  # the quota can be infinite
 
 
 def _quota() -> float:
