@@ -14,7 +14,7 @@ run: $(VENV)/.installed
 # A pretrained model that comes from the package index: no hub, no GPU, minutes.
 real: $(VENV)/.smollm2
 	HF_HUB_OFFLINE=1 $(VENV)/bin/kvbench run --model smollm2 --policy streaming_llm,snapkv,criticalkv \
-	    --budget 0.5 --task smollm2 --samples 5
+	    --budget 0.5 --task smollm2 --samples 3
 
 real-smoke: $(VENV)/.smollm2
 	HF_HUB_OFFLINE=1 $(VENV)/bin/kvbench run --model smollm2 --policy snapkv --budget 0.5 --moment question --no-full \
