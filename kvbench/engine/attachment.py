@@ -279,8 +279,15 @@ def attached(
     def leaving(module: nn.Module, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         module.__dict__["_kvbench"] = None
 
+    def heading(module: nn.Module, args: Any) -> Any:
+        # A slice of several rows is not contiguous: its product would copy the head once per row.
+        return (args[0].contiguous(), *args[1:]) if args else None
+
     _ATTACHED.add(id(decoder))
     try:
+        head = getattr(model, "get_output_embeddings", lambda: None)()
+        if isinstance(head, nn.Module):
+            state.handles.append(head.register_forward_pre_hook(heading))
         decoder.set_attn_implementation(NAME)
         state.handles += [
             decoder.register_forward_pre_hook(opening, with_kwargs=True),

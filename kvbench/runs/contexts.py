@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 
@@ -14,6 +14,7 @@ from kvbench.engine.decide import now
 from kvbench.engine.decode import Batch
 from kvbench.engine.driver import forward
 from kvbench.engine.evict import restore
+from kvbench.engine.pool import Pooled
 from kvbench.engine.prefix import Prefix
 from kvbench.engine.upkeep import tail_of
 from kvbench.errors import PluginError, plugin_call
@@ -63,6 +64,7 @@ class _Contexts:
         # bits of a response must not depend on what was resumed.
         self.reserve = max(len(p.question_ids) + p.limit for p in prompts)
         self.width = max(len(p.question_ids) for p in prompts)
+        self.pool = worker.pool(self.width)
 
     def answer(self, cells: Sequence[Cell]) -> None:
         done = self.worker.store.keys()
@@ -79,6 +81,7 @@ class _Contexts:
                 self._chunked([(c, m) for c, m in wanted if c.moment == "chunked"])
         for name in list(self.lanes):
             self._flush(name)
+        self._done(self.pool.drain())
 
     def _whole(self, ids: tuple[int, ...], wanted: Wanted) -> None:
         """Make a row for every cell and question of one context, which is prefilled once."""
@@ -211,15 +214,35 @@ class _Contexts:
         compress_s: float,
         logits: Tensor | None = None,
     ) -> None:
-        """Queue one response; decode as soon as a batch is full."""
+        """Queue one response; decode as soon as there is enough to do."""
         if cell.cell in self.worker.failed:  # while an earlier repeat was decoded
             return
         response = begun(cell, prompt, cache, prefill_s, compress_s)
-        waiting = self.lanes.setdefault(lane, Lane(logits is not None)).waiting
         row = self.worker.row(cell, prompt)
+        if cache.upkeep is None and not cache.slides and not row.given:
+            cache.settle()
+            question = prompt.question_ids
+            self._done(self.pool.add(Pooled(row, cache, question, logits, response)))
+            return
+        waiting = self.lanes.setdefault(lane, Lane(logits is not None)).waiting
         waiting.append(Answer(cell, prompt, row, cache, response, logits))
         if not self.worker.has_room(len(waiting), self._waiting_caches()):
             self._flush(lane)
+
+    def _done(self, ended: Iterable[Pooled[Response]]) -> None:
+        """Store the responses that the pool has ended."""
+        responses = [
+            replace(
+                item.owner,
+                response=item.row.text(),
+                stop=item.row.reason,
+                generated_tokens=len(item.row.tokens),
+                decode_s=item.seconds,
+            )
+            for item in ended
+        ]
+        if responses:
+            self.worker.done(responses)
 
     def _waiting_caches(self) -> Iterator[RaggedCache]:
         return (answer.cache for lane in self.lanes.values() for answer in lane.waiting)

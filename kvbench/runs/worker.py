@@ -17,6 +17,7 @@ from kvbench.engine.draw import Draw
 from kvbench.engine.driver import engine
 from kvbench.engine.loading import load_model
 from kvbench.engine.models import devices_of
+from kvbench.engine.pool import Pool
 from kvbench.engine.prefix import Compression, Prefix
 from kvbench.engine.threads import thread_budget
 from kvbench.errors import PluginError, plugin_call
@@ -31,6 +32,8 @@ from kvbench.view import Need
 
 CPU_SLOTS = 16
 GPU_SLOTS = 32
+INTAKE = 4
+"""Responses whose questions are fed in one forward."""
 
 
 @dataclass
@@ -128,6 +131,15 @@ class Worker:
         places = [d for d in self._places if d.type == "cuda"]
         free = len(places) * min(torch.cuda.mem_get_info(place)[0] for place in places)
         return rows < GPU_SLOTS and 2 * taken <= free - taken
+
+    def pool(self, width: int) -> Pool[Response]:
+        """A pool for responses whose questions have at most `width` tokens."""
+        slots = self.batch_size if isinstance(self.batch_size, int) else GPU_SLOTS
+
+        def room(rows: int, held: list[RaggedCache]) -> bool:
+            return self.has_room(rows - 1, held)
+
+        return Pool(self.model, CPU_SLOTS if self.cpu else slots, INTAKE, width, room)
 
     def slots(self, rows: int) -> int:
         """Rows of a batch in which `rows` responses are decoded."""

@@ -194,7 +194,7 @@ def test_memory_that_does_not_suffice_is_one_line_and_the_run_goes_on_later(
 ) -> None:
     import torch
 
-    from kvbench.engine.decode import Batch
+    from kvbench.engine.pool import Pool
 
     grid = make(llama_folder, tmp_path / "run", task="vt", budget="24", moment="question")
     with monkeypatch.context() as patch:
@@ -202,7 +202,7 @@ def test_memory_that_does_not_suffice_is_one_line_and_the_run_goes_on_later(
         def full(*_: Any, **__: Any) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB.\nTry ...")
 
-        patch.setattr(Batch, "answer", full)
+        patch.setattr(Pool, "add", full)
         with pytest.raises(UserError, match=r"CUDA out of memory.*--batch-size") as raised:
             execute(grid)
     assert "\n" not in str(raised.value)

@@ -1,0 +1,148 @@
+"""Continuous batching: a row that has ended makes room for the next response.
+
+The pool decodes one ragged batch. Its number of rows is constant, so that the shapes of all matrix
+products, and with them the bits of a response on a CPU, do not depend on what else is decoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from kvbench.engine.cache import RaggedCache
+from kvbench.engine.decide import now
+from kvbench.engine.decode import Batch, Row
+from kvbench.engine.draw import choose
+from kvbench.engine.driver import forward
+from kvbench.engine.refill import place, sequence, vacant, vacate
+
+_Owner = TypeVar("_Owner")
+
+
+@dataclass
+class Pooled(Generic[_Owner]):
+    """A response that waits for a row of the pool, or has one.
+
+    Attributes:
+        row: Its tokens and when it ends.
+        cache: The compressed cache of one sequence; None once the pool has taken it over.
+        question: Tokens to feed before it is generated, if `logits` is None.
+        logits: Logits after the prompt, `[1, vocabulary]`; None if the question is still to be fed.
+        owner: What the caller knows about it.
+        seconds: Its share of the time that questions and decode steps took.
+    """
+
+    row: Row
+    cache: RaggedCache | None
+    question: Sequence[int]
+    logits: Tensor | None
+    owner: _Owner
+    seconds: float = 0.0
+
+
+class Pool(Generic[_Owner]):
+    """Decodes responses on caches that are not cut any more and have no sliding windows.
+
+    Args:
+        model: The model, inside `engine`.
+        slots: Rows of the batch.
+        intake: Rows of a forward that feeds questions.
+        width: Columns of a forward that feeds questions: the length of the longest.
+        room: Whether this many responses, which hold these caches, may be decoded together.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        slots: int,
+        intake: int,
+        width: int,
+        room: Callable[[int, list[RaggedCache]], bool],
+    ) -> None:
+        self.model = model
+        self.slots, self.intake, self.width = slots, intake, width
+        self.room = room
+        self.device = next(model.parameters()).device
+        self.waiting: list[Pooled[_Owner]] = []
+        self.active: dict[int, Pooled[_Owner]] = {}
+        self.cache: RaggedCache | None = None
+
+    def add(self, item: Pooled[_Owner]) -> Iterator[Pooled[_Owner]]:
+        """Queue a response; yield those that end before the pool can take the next one."""
+        self.waiting.append(item)
+        if len(self.waiting) == self.intake or not self._allows(len(self.waiting) + 1):
+            yield from self._admit()
+
+    def drain(self) -> Iterator[Pooled[_Owner]]:
+        """Decode everything that is left."""
+        if self.waiting:
+            yield from self._admit()
+        while self.active:
+            yield from self._step()
+
+    def _admit(self) -> Iterator[Pooled[_Owner]]:
+        """Move the waiting responses into free rows; decode until there are enough."""
+        while self.active and not self._allows(len(self.active) + len(self.waiting)):
+            yield from self._step()
+        items, self.waiting = self.waiting, []
+        self._ask([item for item in items if item.logits is None])
+        free = [slot for slot in range(self.slots) if slot not in self.active]
+        slots = free[: len(items)]
+        caches = [item.cache for item in items if item.cache is not None]
+        if self.cache is None:
+            self.cache = vacant(caches[0], self.slots)
+        place(self.cache, slots, caches)
+        first = torch.cat([item.logits for item in items if item.logits is not None])
+        for slot, item in zip(slots, items, strict=True):
+            item.cache = item.logits = None
+            self.active[slot] = item
+        yield from self._choose(slots, first)
+
+    def _allows(self, rows: int) -> bool:
+        held = [item.cache for item in self.waiting if item.cache is not None]
+        held += [] if self.cache is None else [self.cache]
+        return rows <= self.slots and self.room(rows, held)
+
+    def _ask(self, items: Sequence[Pooled[_Owner]]) -> None:
+        """Feed the questions in one forward, whose shape is always the same."""
+        if not items:
+            return
+        caches = [item.cache for item in items if item.cache is not None]
+        began = now(self.device)
+        batch = Batch(self.model, caches, self.intake)
+        logits = batch.feed([item.question for item in items], self.width)
+        seconds = now(self.device) - began
+        for i, item in enumerate(items):
+            item.logits, item.cache = logits[i : i + 1], sequence(batch.cache, i)
+            item.seconds += seconds / len(items)
+
+    def _choose(self, slots: Sequence[int], logits: Tensor) -> Iterator[Pooled[_Owner]]:
+        """Choose the next token of rows, `logits` `[rows, vocabulary]`; yield those that end."""
+        rows = [self.active[slot].row for slot in slots]
+        tokens = choose(logits, [row.draw for row in rows], [len(row.tokens) for row in rows])
+        for slot, row, token in zip(slots, rows, tokens, strict=True):
+            row.push(token)
+            if row.reason:
+                assert self.cache is not None
+                vacate(self.cache, slot)
+                yield self.active.pop(slot)
+
+    def _step(self) -> Iterator[Pooled[_Owner]]:
+        """Feed the last token of every row, and choose the next ones."""
+        assert self.cache is not None
+        began = now(self.device)
+        slots = sorted(self.active)
+        ids = torch.zeros(self.slots, 1, dtype=torch.long)
+        alive = torch.zeros(self.slots, 1, dtype=torch.bool)
+        for slot in slots:
+            ids[slot], alive[slot] = self.active[slot].row.tokens[-1], True
+        mask = None if len(slots) == self.slots else alive.to(self.device)
+        logits = forward(self.model, self.cache, ids.to(self.device), mask)
+        seconds = (now(self.device) - began) / len(slots)
+        for item in self.active.values():
+            item.seconds += seconds
+        yield from self._choose(slots, logits if mask is None else logits[slots])

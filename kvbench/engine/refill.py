@@ -1,0 +1,147 @@
+"""Rows of a packed batch that come and go: sequences are placed where others have left.
+
+A row keeps its memory when its sequence leaves, and gets more only if a larger one needs it. No
+function here handles per-entry state or sliding windows: caches must be settled.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kvbench.engine.cache import RaggedCache
+from kvbench.engine.layer import RaggedLayer, starts
+
+
+def vacant(like: RaggedCache, rows: int) -> RaggedCache:
+    """A packed cache of rows that hold nothing and own no memory, for the same model."""
+    assert like.valid is not None
+    out = _derived(like, lambda layer: _vacant(layer, rows))
+    out.valid = torch.zeros(rows, 0, dtype=torch.bool, device=like.valid.device)
+    return out
+
+
+def sequence(cache: RaggedCache, row: int) -> RaggedCache:
+    """One sequence of a packed cache; it shares the memory."""
+    assert cache.valid is not None
+    out = _derived(cache, lambda layer: _sequence(layer, row))
+    out.valid = cache.valid[row : row + 1]
+    return out
+
+
+def vacate(cache: RaggedCache, row: int) -> None:
+    """Forget one sequence; its memory waits for another."""
+    assert cache.valid is not None
+    cache.valid[row] = False
+    for layer in cache.ragged:
+        layer.length[row * layer.heads : (row + 1) * layer.heads] = [0] * layer.heads
+        layer.forget_bounds()
+
+
+def place(cache: RaggedCache, rows: Sequence[int], caches: Sequence[RaggedCache]) -> None:
+    """Copy sequences into vacant rows; the columns of all move so that they end together.
+
+    Args:
+        cache: Receives them.
+        rows: The rows; `vacate` or `vacant` made them free.
+        caches: Packed caches of one sequence each.
+    """
+    own, new = _live(cache), [_live(c) for c in caches]
+    width = max(v.shape[1] for v in (own, *new))
+    valid = pad(own, (width - own.shape[1], 0))
+    for row, v in zip(rows, new, strict=True):
+        valid[row] = pad(v[0], (width - v.shape[1], 0))
+    shift, *shifts = [width - c.get_seq_length() for c in (cache, *caches)]
+    cache.valid, cache.padded = valid, not bool(valid.all())
+    parts = zip(*(c.ragged for c in caches), strict=True)
+    for layer, others in zip(cache.ragged, parts, strict=True):
+        layer.seen = width
+        layer.col += shift
+        _place(layer, rows, others, shifts)
+
+
+def _derived(cache: RaggedCache, change: Callable[[RaggedLayer], RaggedLayer]) -> RaggedCache:
+    """A cache of the same model with other layers."""
+    out = copy.copy(cache)
+    out.layers = [change(layer) for layer in cache.ragged]
+    assert len(out.layers) == len(cache.layers)
+    out.ids, out.turns, out.budget_entries, out.held_entries = None, [], None, None
+    out.settle()
+    return out
+
+
+def _live(cache: RaggedCache) -> Tensor:
+    """`valid` without the columns before the first token of any sequence; a copy."""
+    assert cache.valid is not None
+    any_token = cache.valid.any(0)
+    first = int(any_token.long().argmax()) if bool(any_token.any()) else len(any_token)
+    return cache.valid[:, first:].clone()
+
+
+def _vacant(layer: RaggedLayer, rows: int) -> RaggedLayer:
+    assert layer.key is not None and layer.value is not None
+    out = copy.copy(layer)
+    out.batch, out.seen = rows, 0
+    out.key, out.value, out.col = layer.key[:0], layer.value[:0], layer.col[:0]
+    out.start, out.length, out.room = ([0] * (rows * layer.heads) for _ in range(3))
+    out.forget_bounds()
+    return out
+
+
+def _sequence(layer: RaggedLayer, row: int) -> RaggedLayer:
+    assert layer.key is not None and layer.value is not None
+    out = copy.copy(layer)
+    here = slice(row * layer.heads, (row + 1) * layer.heads)
+    first = layer.start[here.start]
+    out.batch, out.length, out.room = 1, layer.length[here], layer.room[here]
+    out.start = [s - first for s in layer.start[here]]
+    rows = slice(first, first + sum(out.room))
+    out.key, out.value, out.col = layer.key[rows], layer.value[rows], layer.col[rows]
+    out.forget_bounds()
+    return out
+
+
+def _place(
+    layer: RaggedLayer, rows: Sequence[int], others: Sequence[RaggedLayer], shifts: Sequence[int]
+) -> None:
+    """Copy layers of one sequence each into vacant rows; `shifts` are added to their columns."""
+    _widen(layer, {row: sum(other.room) for row, other in zip(rows, others, strict=True)})
+    assert layer.key is not None and layer.value is not None
+    for row, other, shift in zip(rows, others, shifts, strict=True):
+        assert other.key is not None and other.value is not None
+        here = slice(row * layer.heads, (row + 1) * layer.heads)
+        first = layer.start[here.start]
+        into = slice(first, first + len(other.col))
+        layer.key[into], layer.value[into] = other.key, other.value
+        layer.col[into] = other.col + shift
+        layer.start[here] = [first + s for s in other.start]
+        layer.length[here], layer.room[here] = other.length, other.room
+    layer.forget_bounds()
+
+
+def _widen(layer: RaggedLayer, need: Mapping[int, int]) -> None:
+    """Give rows at least so much memory; everything moves if one has too little."""
+    first = [*layer.start[:: layer.heads], len(layer.col)]
+    owned = [b - a for a, b in pairwise(first)]
+    wanted = [max(n, need.get(row, 0)) for row, n in enumerate(owned)]
+    if wanted == owned:
+        return
+    begin = starts(wanted)
+
+    def moved(x: Tensor) -> Tensor:
+        with torch.inference_mode(False):  # later forwards write to it in any mode
+            out = x.new_empty(sum(wanted), *x.shape[1:])
+        for part, at in zip(x.split(owned), begin, strict=True):
+            out[at : at + len(part)] = part
+        return out
+
+    assert layer.key is not None and layer.value is not None
+    layer.key, layer.value, layer.col = moved(layer.key), moved(layer.value), moved(layer.col)
+    for s, at in enumerate(layer.start):
+        row = s // layer.heads
+        layer.start[s] = at - first[row] + begin[row]

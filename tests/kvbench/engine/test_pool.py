@@ -1,0 +1,131 @@
+"""The pool gives every response what it would get alone, whatever else is decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+import kvbench
+from kvbench.budget import Budget
+from kvbench.decoding import Sampling
+from kvbench.engine.cache import RaggedCache
+from kvbench.engine.decode import Row, Stop
+from kvbench.engine.draw import Draw
+from kvbench.engine.driver import engine, forward
+from kvbench.engine.pool import Pool, Pooled
+from kvbench.engine.prefix import Compression, Prefix
+from kvbench.plugin import Policy
+
+from .conftest import batch, build
+
+CELLS = [("snapkv:window=8", "0.5"), ("adakv:window=8", "0.2"), ("h2o", "1"), ("full", "full")]
+SLOTS, INTAKE = 5, 2
+
+
+class Words:
+    """A tokenizer that writes a token as its number."""
+
+    eos_token_id = None
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool = True) -> str:
+        return " ".join(map(str, tokens))
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def model(request: pytest.FixtureRequest) -> Iterator[Any]:
+    made = build(request.param)
+    with torch.no_grad(), engine(made):
+        yield made
+
+
+def prefilled(model: Any, tokens: int, policy: Policy, seed: int) -> Prefix:
+    ids, _ = batch(1, tokens, [0], seed=seed)
+    prefix = Prefix(model, policy.needs)
+    prefix.extend(ids)
+    return prefix
+
+
+def items(model: Any, asked: bool, drawn: bool = False) -> list[Pooled[int]]:
+    """Responses of many lengths, on contexts of many lengths and caches of all sizes."""
+    made = []
+    for i in range(13):
+        name, budget = CELLS[i % len(CELLS)]
+        policy, limit = kvbench.policy(name), Budget.parse(budget)
+        prefix = prefilled(model, 20 + 7 * (i % 3), policy, i % 3)
+        (cache,) = prefix.compress([Compression(policy, limit, "context", 0)], reserve=30)
+        row = Row(1 + (5 * i) % 11, Stop(Words(), [3 * i], []))
+        if drawn:
+            row.draw = Draw(Sampling(), (0, i))
+        question = [10 + i, *range(1, 1 + i % 4)]
+        logits = None
+        if asked:
+            logits = forward(model, cache, torch.tensor([question]))
+        cache.settle()
+        made.append(Pooled(row, cache, question, logits, i))
+    return made
+
+
+def pool(model: Any, room: int = SLOTS) -> Pool[int]:
+    return Pool(model, SLOTS, INTAKE, 5, lambda rows, _: rows <= room)
+
+
+def answers(made: Pool[int], waiting: list[Pooled[int]]) -> dict[int, list[int]]:
+    ended = [done for item in waiting for done in made.add(item)]
+    ended += made.drain()
+    assert not made.active and not made.waiting
+    assert all(item.seconds > 0 or len(item.row.tokens) == 1 for item in ended)
+    return {item.owner: item.row.tokens for item in ended}
+
+
+@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize("room", [1, 3, SLOTS])
+def test_a_response_does_not_depend_on_its_neighbours(model: Any, asked: bool, room: int) -> None:
+    together = answers(pool(model, room), items(model, asked))
+    alone: dict[int, list[int]] = {}
+    for item in items(model, asked):
+        alone |= answers(pool(model), [item])
+    assert together == alone
+    assert len({len(tokens) for tokens in together.values()}) > 5  # rows were refilled
+
+
+def test_a_drawn_response_does_not_depend_on_its_neighbours(model: Any) -> None:
+    together = answers(pool(model), items(model, False, drawn=True))
+    last = items(model, False, drawn=True)[-1]
+    assert together[last.owner] == answers(pool(model), [last])[last.owner]
+    assert together != answers(pool(model), items(model, False))
+
+
+def test_the_responses_are_those_of_a_plain_loop(model: Any) -> None:
+    found = answers(pool(model), items(model, False))
+    for item in items(model, False):
+        assert item.cache is not None
+        given = [*item.question]
+        while not item.row.reason:
+            logits = forward(model, item.cache, torch.tensor([given]))
+            given = [int(logits[0].argmax())]
+            item.row.push(given[0])
+        assert found[item.owner] == item.row.tokens
+
+
+def test_memory_is_used_again(model: Any) -> None:
+    made = pool(model)
+    answers(made, items(model, False))
+    assert isinstance(made.cache, RaggedCache)
+    before = made.cache.allocated_bytes()
+    assert made.cache.live_entries() == 0
+    answers(made, items(model, False))
+    assert made.cache.allocated_bytes() == before
+    for layer in made.cache.ragged:
+        assert all(a <= b for a, b in pairwise(layer.start))
+
+
+def test_columns_do_not_pile_up(model: Any) -> None:
+    made = pool(model)
+    for _ in range(4):
+        answers(made, items(model, False))
+    assert made.cache is not None
+    assert made.cache.get_seq_length() < 34 + 5 + 2 * 11
