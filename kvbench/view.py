@@ -6,7 +6,7 @@ heads, `H_q` query heads, `n` entries shown, `d` head dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, Self
 
@@ -168,6 +168,10 @@ class Surprisal(Need):
     of_tokens: ClassVar[bool] = True
 
 
+def _make(name: Hashable, make: Callable[[], Tensor]) -> Tensor:
+    return make()
+
+
 class View:
     """One layer at one moment: the sequences that belong to one policy.
 
@@ -194,6 +198,9 @@ class View:
         model: The model's shapes and output projections.
         scale: Factor of the attention logits.
         seed: Noise seed of every sequence, int64 `[B]`, from the run's seed and the context.
+        once: `once(name, make)` returns `make()`, which is called once for all cells of a prefill.
+            `name` identifies what is made, with its parameters. It may depend on the layer's K, V,
+            observations and the model, not on scores or budgets; nobody may change it in place.
     """
 
     def __init__(
@@ -216,6 +223,7 @@ class View:
         turns_ago: Tensor | None = None,
         final: bool = True,
         coming: int = 0,
+        once: Callable[[Hashable, Callable[[], Tensor]], Tensor] = _make,
     ) -> None:
         self.layer = layer
         self.moment: Moment = moment
@@ -235,6 +243,7 @@ class View:
         self.turns_ago = torch.zeros_like(position) if turns_ago is None else turns_ago
         self.final = final
         self.coming = coming
+        self.once = once
 
     @property
     def budget(self) -> Tensor:

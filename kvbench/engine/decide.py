@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import hashlib
 import time
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -51,9 +52,15 @@ class Known(NamedTuple):
 
 @dataclass
 class Shared:
-    """Scores that the cells of one prefill share, by (layer, score)."""
+    """What the cells of one prefill share.
+
+    Attributes:
+        scores: Scores by (layer, score).
+        made: What `View.once` has made, and the seconds that it took, by (layer, name).
+    """
 
     scores: dict[tuple[int, Score], Known] = field(default_factory=dict)
+    made: dict[tuple[int, Hashable], tuple[Tensor, float]] = field(default_factory=dict)
 
 
 def now(device: torch.device) -> float:
@@ -211,7 +218,22 @@ class Cut:
             turns_ago=self._turns_ago(col),
             final=self.final,
             coming=self.coming,
+            once=partial(self._once, None if layer.packed else index),
         )
+
+    def _once(self, layer: int | None, name: Hashable, make: Callable[[], Tensor]) -> Tensor:
+        """See `View.once`; without a dense layer there is nothing to share."""
+        if layer is None or self.shared is None:
+            return make()
+        known = self.shared.made.get((layer, name))
+        if known is None:
+            begin = now(self.length.device)
+            known = make(), now(self.length.device) - begin
+            self.shared.made[layer, name] = known
+        else:
+            self.saved += known[1]
+        self._shown.append((str(name), known[0], versions(known[0])[0]))
+        return known[0]
 
     def _observed(
         self, need: Need, layer: RaggedLayer, index: int, col: Tensor, rows: Tensor | None

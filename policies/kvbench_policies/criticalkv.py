@@ -77,7 +77,10 @@ class TwoStage(Selector):
         if self.variant == "paper":
             valid = attention.masked_fill(~v.valid, 0.0)
             attention = attention - valid.amin(-1, keepdim=True).clamp(max=0.0)
-        size = value_norm(v.value, v.model.output_weight(v.layer), self.norm)
+        size = v.once(
+            ("value_norm", self.norm),
+            lambda: value_norm(v.value, v.model.output_weight(v.layer), self.norm),
+        )
         worth = (attention + self.eps) * size
         chosen = Scores(worth, stage1.to(torch.int8))
         return best(order_key(v, chosen), share)

@@ -86,6 +86,51 @@ def test_scores_are_shared_unless_they_read_the_budget(llama: Any) -> None:
     assert calls == {"plain": 3, "reads": 6}, "three layers, two budgets"
 
 
+class Sized(Selector):
+    """Chooses by the size of the values, which is the same for every budget."""
+
+    def __init__(self, spoil: bool = False) -> None:
+        self.calls, self.spoil = 0, spoil
+
+    def select(self, v: View, scores: Scores, share: torch.Tensor) -> torch.Tensor:
+        size = v.once("size", lambda: self.size(v))
+        if self.spoil:
+            size += 1
+        return TopK().select(v, Scores(size, scores.protect), share)
+
+    def size(self, v: View) -> torch.Tensor:
+        self.calls += 1
+        return v.value.norm(dim=-1)
+
+
+def test_what_once_makes_is_shared_by_budgets_until_the_context_grows(llama: Any) -> None:
+    sized = Sized()
+    policy = Policy("sized", FunctionScore.of(lambda v: v.noise()), Uniform(), sized)
+    wanted = [Compression(policy, Budget.parse(n), "context", 0) for n in (3, 5)]
+    ids, _ = batch(1, 30, [0])
+    with torch.no_grad(), engine(llama):
+        prefix = Prefix(llama, [])
+        prefix.extend(ids[:, :20])
+        caches = prefix.compress(wanted)
+        assert sized.calls == 3, "three layers, two budgets"
+        assert all(cache.seconds > 0 for cache in caches)
+        prefix.extend(ids[:, 20:])
+        grown = prefix.compress(wanted)
+    assert sized.calls == 6
+    for wish, cache in zip(wanted, grown, strict=True):
+        alone = kvbench.kept(llama, ids, policy, wish.budget)
+        assert all(torch.equal(a, b) for a, b in zip(alone, cache.kept(), strict=True))
+
+
+def test_nobody_may_change_what_once_made(llama: Any) -> None:
+    policy = Policy("spoils", FunctionScore.of(lambda v: v.noise()), Uniform(), Sized(spoil=True))
+    with torch.no_grad(), engine(llama):
+        prefix = Prefix(llama, [])
+        prefix.extend(batch(1, 30, [0])[0])
+        with pytest.raises(BudgetError, match="changed size in place"):
+            prefix.compress([Compression(policy, Budget.parse(3), "context", 0)])
+
+
 class Greedy(Selector):
     """Keeps one entry more than its share."""
 
