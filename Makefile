@@ -67,13 +67,14 @@ $(OLDEST)/.installed: pyproject.toml constraints.txt
 # a copy: a build leaves metadata behind that would hide the entry points of `pip install -e`.
 smoke:
 	rm -rf $(SMOKE) && mkdir -p $(SMOKE)/copy $(SMOKE)/elsewhere
-	tar -c --exclude='./.*' --exclude=./results --exclude=./build --exclude='./*.egg-info' . | tar -x -C $(SMOKE)/copy
+	tar -c --exclude='./.*' --exclude=./results --exclude=./build --exclude='./*.egg-info' . results/published | \
+	    tar -x -C $(SMOKE)/copy
 	$(PYTHON) -m venv $(SMOKE)/venv
 	$(SMOKE)/venv/bin/python -m pip wheel --quiet --no-deps -w $(SMOKE)/dist $(SMOKE)/copy
 	$(SMOKE)/venv/bin/python $(PIP_INSTALL) -c constraints.txt $(TORCH)
 	$(SMOKE)/venv/bin/python $(PIP_INSTALL) -c constraints.txt $(SMOKE)/dist/*.whl
 	cd $(SMOKE)/elsewhere && export PATH="$(CURDIR)/$(SMOKE)/venv/bin:$$PATH" HF_HUB_OFFLINE=1 && \
-	kvbench --help && kvbench list policies && kvbench list tasks && \
+	kvbench --help && kvbench list policies && kvbench list tasks && kvbench published && \
 	kvbench run --policy snapkv --task vt --samples 2 --length 512 --out tiny && \
 	test -s tiny/cells.parquet && kvbench report tiny
 	rm -rf $(SMOKE)
