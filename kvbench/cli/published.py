@@ -30,21 +30,13 @@ def published(
             show_default=False,
         ),
     ] = None,
-    number: Annotated[
+    table: Annotated[
         str | None,
         typer.Argument(
             metavar="TABLE",
             help="The number of one of its tables: show it as printed.",
             autocompletion=complete.paper_tables,
             show_default=False,
-        ),
-    ] = None,
-    table: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N",
-            help="The same as TABLE.",
-            autocompletion=complete.paper_tables,
         ),
     ] = None,
     policy: Annotated[
@@ -105,14 +97,9 @@ def published(
     from kvbench.published.figures import paper as find_paper
     from kvbench.published.figures import papers
 
-    if number and table and number != table:
-        raise UserError(f"two tables were given, {number} and {table}; give one")
-    number = number or table
-    if number and not paper:
-        raise UserError(f"table {number} of which paper? Use kvbench published PAPER {number}")
     if as_csv + as_json + check > 1:
         raise UserError("--check, --csv and --json exclude each other; give only one")
-    if check and number:
+    if check and table:
         raise UserError("--check takes no table: it compares those of a paper with each other")
     if check and (policy or task or model):
         raise UserError("--check takes no filter: it needs whole tables")
@@ -120,17 +107,15 @@ def published(
     if check:
         _check([one.name for one in chosen])
         return
-    tables = [(one, t) for one in chosen for t in one.tables.values()]
-    if number:
-        tables = [(one, one.table(number)) for one in chosen]
+    tables = [t for one in chosen for t in ([one.table(table)] if table else one.tables.values())]
     wanted = _filter(policy, task, model)
-    figures = wanted.apply([f for _, t in tables for f in t.figures])
+    figures = wanted.apply([f for t in tables for f in t.figures])
     if as_csv:
         print(_csv(figures), end="")
     elif as_json:
         print_json([asdict(f) for f in figures])
     else:
-        _show(figures, whole=bool(number or wanted), paper=paper)
+        _show(figures, whole=bool(table or wanted), paper=paper)
 
 
 def _filter(policy: Names, task: Names, model: Names) -> Filter:

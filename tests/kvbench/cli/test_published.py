@@ -28,9 +28,8 @@ def test_papers_and_tables_are_listed_with_counts(capsys: pytest.CaptureFixture[
     assert any(line.split()[:3] == ["1", str(len(first.figures)), "5.3"] for line in tables)
 
 
-@pytest.mark.parametrize("how", [["12"], ["--table", "12"]])
-def test_a_table_is_shown_as_printed(how: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    text = out(capsys, "criticalkv", *how)
+def test_a_table_is_shown_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    text = out(capsys, "criticalkv", "12")
     assert "LongBench" in text
     assert "44.23" in text
     assert text.index("SnapKV w/ OBCache (Joint)") < text.index("HeadKV w/ ours")
@@ -87,8 +86,6 @@ def test_filters_that_leave_nothing_say_so(capsys: pytest.CaptureFixture[str]) -
         (["--policy", "snapk"], "unknown policy 'snapk'; did you mean snapkv"),
         (["trimkv", "--task", "aim24"], "unknown task 'aim24'; did you mean aime24"),
         (["--model", "lama2-7b"], "unknown model 'lama2-7b'; did you mean Llama-2-7B"),
-        (["--table", "3"], "table 3 of which paper? Use kvbench published PAPER 3"),
-        (["d2o", "3", "--table", "4"], "two tables were given, 3 and 4; give one"),
         (["--csv", "--json"], "--check, --csv and --json exclude each other; give only one"),
         (["--check", "--policy", "h2o"], "--check takes no filter: it needs whole tables"),
         (["d2o", "3", "--check"], "--check takes no table: it compares those of a paper"),
