@@ -5,11 +5,15 @@ from __future__ import annotations
 import csv
 import io
 import json
+from pathlib import Path
 
 import pytest
 
 from kvbench.cli import call
 from kvbench.published.figures import FIELDS, all_figures, paper
+from kvbench.runs import store
+
+from ..report.conftest import make_run
 
 
 def out(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -99,3 +103,46 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert captured.out == ""
     assert captured.err.startswith(f"kvbench: {message}")
     assert captured.err.count("\n") == 1
+
+
+@pytest.fixture
+def made_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The folder of a made-up run of snapkv at 0.4 on vt."""
+    cells, samples = make_run(policies=["snapkv"], budgets=["0.4"], tasks=["vt"], samples=8)
+    monkeypatch.setattr(store, "load_frames", lambda runs: (cells, samples))
+    return tmp_path
+
+
+def test_a_report_lays_published_scores_beside_ours(
+    made_up: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(["report", str(made_up), "--with-published"]) == 0
+    text = capsys.readouterr().out
+    assert "beside published scores" in text
+    assert "Qwen2.5-32B" in text
+    folder = made_up / "report"
+    for name in ("published.md", "tables/published.csv", "tables/published.tex"):
+        assert f"wrote {folder / name}" in text
+        assert (folder / name).is_file()
+    assert call(["report", str(made_up), "--with-published", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["published"]
+    assert [row["published"] for row in rows] == pytest.approx([0.966, 0.748, 0.998])
+
+
+def test_a_report_without_the_flag_has_no_published_scores(
+    made_up: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(["report", str(made_up), "--json"]) == 0
+    assert "published" not in json.loads(capsys.readouterr().out)
+    assert not (made_up / "report" / "published.md").exists()
+
+
+def test_a_report_that_nothing_published_fits_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cells, samples = make_run(policies=["snapkv"], budgets=["0.1"], tasks=["vt"], samples=8)
+    monkeypatch.setattr(store, "load_frames", lambda runs: (cells, samples))
+    assert call(["report", str(tmp_path), "--with-published"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = (one for one in lines if one.startswith("nothing published fits"))
+    assert line in (tmp_path / "report" / "published.md").read_text()
