@@ -45,9 +45,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt -e '.[dev]'
 	touch $@
 
-# Is the page of the policies up to date? Then every example of the pages, as a reader would run it.
+# Are the pages that scripts write up to date? Then every example of the pages, as a reader would run it.
 docs-check: $(VENV)/.installed
 	$(VENV)/bin/python docs/make_policies.py --check
+	$(VENV)/bin/python docs/make_published.py --check
 	$(VENV)/bin/python docs/run_examples.py README.md CONTRIBUTING.md
 
 # The oldest transformers that is supported, with what it pins released from the constraints.

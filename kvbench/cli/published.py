@@ -150,10 +150,8 @@ def _show(figures: list[Figure], *, whole: bool, paper: str | None) -> None:
         print("no figure fits all of these names together")
     for (name, number), own in by_table.items():
         one = papers()[name]
-        printed = browse.as_printed(one, one.table(number), own)
-        lead = sum(not column.title for column in printed.columns)
         screen = console()
-        for part in fitted(printed, screen, lead=lead):
+        for part in fitted(browse.as_printed(one, one.table(number), own), screen):
             screen.print(part)
 
 

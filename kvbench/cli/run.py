@@ -336,11 +336,14 @@ def report(
     more: dict[str, Any] = {}
     if with_published:
         from kvbench.published import beside
+        from kvbench.report.fit import fitted
 
         matched = beside.pairs(cells)
         line = "" if matched else beside.unmatched(cells)
         if shown and matched:
-            console().print(terminal(beside.beside_table(matched)))
+            screen = console()
+            for part in fitted(beside.beside_table(matched), screen):
+                screen.print(part)
         elif shown:
             print(line)
         written += beside.write(matched, line, folder)

@@ -128,6 +128,8 @@ def beside_table(found: Sequence[Pair]) -> Table:
         (Column("task"), [Name(p.task) for p in found]),
         *((head, cells) for head, cells in place if _vary(cells)),
         (Column("policy"), [Name(p.policy) for p in found]),
+        (Column("published for"), [p.published_for for p in found]),
+        *[(Column("setting"), setting)] * _vary(setting),
         (Column("ours", Kind.POINTS), [p.score for p in found]),
         (Column("published", Kind.POINTS), [p.published for p in found]),
         (Column("difference", Kind.POINTS, signed=True), [p.score - p.published for p in found]),
@@ -137,8 +139,6 @@ def beside_table(found: Sequence[Pair]) -> Table:
             [_share(p.published, p.published_full) for p in found],
         ),
         (Column("printed in"), [f"{p.figure.paper} {p.figure.table}" for p in found]),
-        (Column("published for"), [p.published_for for p in found]),
-        *[(Column("setting"), setting)] * _vary(setting),
     ]
     notes: list[Phrase] = [_READING]
     notes += [("Setting of the published scores: ", setting[0], ".")] * (not _vary(setting))

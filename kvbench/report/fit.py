@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import takewhile
 
 from rich.console import Console
 from rich.table import Table as RichTable
@@ -12,14 +13,17 @@ from kvbench.report.outputs import terminal
 from kvbench.report.table import Column, Row, Table
 
 
-def fitted(table: Table, console: Console, *, lead: int = 1) -> Iterator[RichTable]:
+def fitted(table: Table, console: Console) -> Iterator[RichTable]:
     """The table for `rich.print`, in as few parts as the console's width allows.
+
+    Every part begins with the columns that name the rows: those before the first one that is
+    aligned to the right.
 
     Args:
         table: The table.
         console: Where it will be printed.
-        lead: How many columns at the left name the rows; every part begins with them.
     """
+    lead = len(list(takewhile(lambda column: not column.right, table.columns)))
     parts: list[list[int]] = []
     for j in range(lead, len(table.columns)):
         if not parts or not _fits(_part(table, lead, [*parts[-1], j]), console):
