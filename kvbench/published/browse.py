@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -62,36 +63,24 @@ def overview(figures: Iterable[Figure]) -> Table:
     held: dict[str, list[Figure]] = {}
     for f in figures:
         held.setdefault(f.paper, []).append(f)
-    rows = tuple(
-        Row((Name(name), len({f.table for f in own}), len(own), _about(papers()[name])))
+    rows = [
+        Row((Name(name), str(len({f.table for f in own})), str(len(own)), _about(papers()[name])))
         for name, own in held.items()
-    )
-    heads = (
-        Column("name"),
-        Column("tables", align="right"),
-        Column("figures", align="right"),
-        Column("paper"),
-    )
-    return Table("", tuple(heads), _texts(rows))
+    ]
+    heads = (Column("name"), _right("tables"), _right("figures"), Column("paper"))
+    return Table("", heads, tuple(rows))
 
 
 def contents(paper: Paper, figures: Iterable[Figure]) -> Table:
     """A row per table of a paper: its number, how many figures it has, what it shows."""
-    counts: dict[str, int] = {}
-    for f in figures:
-        counts[f.table] = counts.get(f.table, 0) + 1
-    rows = tuple(
-        Row((number, counts[number], table.where, table.title))
+    counts = Counter(f.table for f in figures)
+    rows = [
+        Row((number, str(counts[number]), table.where, table.title))
         for number, table in paper.tables.items()
         if number in counts
-    )
-    heads = (
-        Column("table", align="right"),
-        Column("figures", align="right"),
-        Column("section"),
-        Column("what it shows"),
-    )
-    return Table(_about(paper), heads, _texts(rows))
+    ]
+    heads = (_right("table"), _right("figures"), Column("section"), Column("what it shows"))
+    return Table(_about(paper), heads, tuple(rows))
 
 
 def as_printed(paper: Paper, table: PublishedTable, figures: Sequence[Figure]) -> Table:
@@ -127,12 +116,8 @@ def _about(paper: Paper) -> str:
     return f"{paper.title} (arXiv {paper.arxiv})"
 
 
-def _texts(rows: Iterable[Row]) -> tuple[Row, ...]:
-    """Rows whose counts are text, so that they read as they are."""
-    return tuple(
-        Row(tuple(str(c) if isinstance(c, int) else c for c in row.cells), row.group)
-        for row in rows
-    )
+def _right(title: str) -> Column:
+    return Column(title, align="right")
 
 
 def _methods(f: Figure) -> tuple[str, ...]:

@@ -324,3 +324,4 @@ RULES: dict[tuple[str, str], tuple[Rule, ...]] = {
     # The row's label is lost; that this is what it holds follows from 14 of its 16 figures.
     ("d2o", "17"): (gain(["Local Window", "StreamingLLM", "H2O"]),),
 }
+"""The rules of each table, by paper and number."""
