@@ -45,9 +45,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt -e '.[dev]'
 	touch $@
 
-# Is the page of the policies up to date? Then every example of the pages, as a reader would run it.
+# Are the pages that scripts write up to date? Then every example of the pages, as a reader would run it.
 docs-check: $(VENV)/.installed
 	$(VENV)/bin/python docs/make_policies.py --check
+	$(VENV)/bin/python docs/make_published.py --check
 	$(VENV)/bin/python docs/run_examples.py README.md CONTRIBUTING.md
 
 # The oldest transformers that is supported, with what it pins released from the constraints.
@@ -67,13 +68,14 @@ $(OLDEST)/.installed: pyproject.toml constraints.txt
 # a copy: a build leaves metadata behind that would hide the entry points of `pip install -e`.
 smoke:
 	rm -rf $(SMOKE) && mkdir -p $(SMOKE)/copy $(SMOKE)/elsewhere
-	tar -c --exclude='./.*' --exclude=./results --exclude=./build --exclude='./*.egg-info' . | tar -x -C $(SMOKE)/copy
+	tar -c --exclude='./.*' --exclude=./results --exclude=./build --exclude='./*.egg-info' . results/published | \
+	    tar -x -C $(SMOKE)/copy
 	$(PYTHON) -m venv $(SMOKE)/venv
 	$(SMOKE)/venv/bin/python -m pip wheel --quiet --no-deps -w $(SMOKE)/dist $(SMOKE)/copy
 	$(SMOKE)/venv/bin/python $(PIP_INSTALL) -c constraints.txt $(TORCH)
 	$(SMOKE)/venv/bin/python $(PIP_INSTALL) -c constraints.txt $(SMOKE)/dist/*.whl
 	cd $(SMOKE)/elsewhere && export PATH="$(CURDIR)/$(SMOKE)/venv/bin:$$PATH" HF_HUB_OFFLINE=1 && \
-	kvbench --help && kvbench list policies && kvbench list tasks && \
+	kvbench --help && kvbench list policies && kvbench list tasks && kvbench published && \
 	kvbench run --policy snapkv --task vt --samples 2 --length 512 --out tiny && \
 	test -s tiny/cells.parquet && kvbench report tiny
 	rm -rf $(SMOKE)

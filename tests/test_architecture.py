@@ -24,7 +24,7 @@ PACKAGES = {
 GROUND = "errors terminal files budget moments decoding metrics stats progress"
 PAGES = "registry named view plugin parts spelling artifacts benchmark"
 ROOMS = "data harness judge engine runs"
-ABOVE = "report analysis reference named_models profiles training checks cli"
+ABOVE = "report published analysis reference named_models profiles training checks cli"
 LAYERS = [*GROUND.split(), *PAGES.split(), *ROOMS.split(), *ABOVE.split()]
 """Files and folders of `kvbench/`; each imports only from those before it."""
 
@@ -32,7 +32,8 @@ CORE = LAYERS[: LAYERS.index("runs") + 1]
 """The part of kvbench that knows policies and tasks only through the registry."""
 
 OUTSIDE = {
-    "kvbench_policies": {*LAYERS} - {"runs", "harness", "judge", "report", "analysis", "cli"},
+    "kvbench_policies": {*LAYERS}
+    - {"runs", "harness", "judge", "report", "published", "analysis", "cli"},
     "kvbench_tasks": {*LAYERS[: LAYERS.index("harness") + 1], "reference"},
 }
 """What plugins may import of kvbench."""

@@ -14,15 +14,19 @@ from kvbench.plugin import Score
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.fixture(scope="module")
-def maker() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_policies", ROOT / "docs/make_policies.py")
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"docs/{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["make_policies"] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def maker() -> ModuleType:
+    return script("make_policies")
 
 
 @dataclass(frozen=True)
@@ -99,3 +103,17 @@ def test_a_stale_page_is_one_line_and_status_1(
     (tmp_path / "policies.md").write_text("old", encoding="utf-8")
     assert maker.main(["--check"]) == 1
     assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+def test_the_page_of_published_figures_lists_the_contradictions_that_the_check_finds(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    published = script("make_published")
+    assert published.main(["--check"]) == 0
+    old = tmp_path / "published.md"
+    old.write_text(published.PAGE.read_text().replace("51.67", "51.97"))
+    monkeypatch.setattr(published, "PAGE", old)
+    assert published.main(["--check"]) == 1
+    assert "out of date" in capsys.readouterr().out
+    assert published.main([]) == 0
+    assert "51.67" in old.read_text()

@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("kvbench", "policies/kvbench_policies", "tasks/kvbench_tasks")
+PACKAGES = (
+    "kvbench",
+    "policies/kvbench_policies",
+    "tasks/kvbench_tasks",
+    "results/published/kvbench_published",
+)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from kvbench.cli import analyze, complete, data, listing, profile, run, train
+from kvbench.cli import analyze, complete, data, listing, profile, published, run, train
 from kvbench.cli.options import FLAG
 from kvbench.cli.screen import CLOSED, FAILED, INTERRUPTED, OK, complain, console, print_json
 from kvbench.errors import UserError
@@ -26,6 +26,7 @@ app = typer.Typer(
 )
 app.command()(run.run)
 app.command()(run.report)
+app.command()(published.published)
 app.add_typer(profile.app, name="profile")
 app.add_typer(analyze.app, name="analyze")
 app.add_typer(train.app, name="train")

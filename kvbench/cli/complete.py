@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import typer
+
 from kvbench import registry
 from kvbench.cli.listing import KINDS
 from kvbench.harness import catalogue
@@ -45,6 +47,22 @@ def lists(incomplete: str) -> list[str]:
 def trainers(incomplete: str) -> list[str]:
     """Policies whose gates can be trained."""
     return [name for name in registry.names(registry.TRAINERS) if name.startswith(incomplete)]
+
+
+def papers(incomplete: str) -> list[str]:
+    """Papers whose figures can be shown."""
+    from kvbench.published.figures import papers
+
+    return [name for name in papers() if name.startswith(incomplete)]
+
+
+def paper_tables(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+    """Numbers of the tables of the paper on the command line, with what they show."""
+    from kvbench.published.figures import papers
+
+    paper = papers().get(ctx.params.get("paper") or "")
+    tables = paper.tables.values() if paper else ()
+    return [(t.number, t.title) for t in tables if t.number.startswith(incomplete)]
 
 
 def _listed(incomplete: str, names: Iterable[str]) -> list[str]:

@@ -283,6 +283,15 @@ def report(
             autocompletion=complete.policies,
         ),
     ] = None,
+    with_published: Annotated[
+        bool,
+        typer.Option(
+            "--with-published",
+            metavar=FLAG,
+            help="Also lay the scores beside those that papers print for the same policy, task "
+            "and budget (kvbench published).",
+        ),
+    ] = False,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -324,6 +333,21 @@ def report(
             for table in pairs.tables(found, base):
                 console().print(terminal(table))
         written.append(pairs.write(found, base, folder / f"against-{slug(base)}.md"))
+    more: dict[str, Any] = {}
+    if with_published:
+        from kvbench.published import beside
+        from kvbench.report.fit import fitted
+
+        matched = beside.pairs(cells)
+        line = "" if matched else beside.unmatched(cells)
+        if shown and matched:
+            screen = console()
+            for part in fitted(beside.beside_table(matched), screen):
+                screen.print(part)
+        elif shown:
+            print(line)
+        written += beside.write(matched, line, folder)
+        more["published"] = beside.as_records(matched)
     if as_json:
         print_json(
             {
@@ -332,6 +356,7 @@ def report(
                 "means": _rows(group_means(cells, samples)),
                 "against": {base: _rows(found) for base, found in held},
             }
+            | more
         )
     for path in [] if as_json else written[: 1 if quiet else None]:
         print(path if quiet else f"wrote {path}")

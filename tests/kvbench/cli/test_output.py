@@ -202,6 +202,9 @@ def complete(line: str) -> list[str]:
         ("kvbench train gates --policy tr", ["trimkv"]),
         ("kvbench list ru", ["runs"]),
         ("kvbench data fetch gsm8k_s", ["gsm8k_strict"]),
+        ("kvbench published crit", ["criticalkv"]),
+        ("kvbench published trimkv ", [str(n) for n in range(1, 10)]),
+        ("kvbench published d2o 2", ["2", "20", "21"]),
     ],
 )
 def test_values_are_completed(line: str, offered: list[str]) -> None:
