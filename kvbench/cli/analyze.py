@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -29,6 +29,7 @@ from kvbench.cli.options import (
     Seed,
     Tasks,
     Template,
+    given_flags,
 )
 from kvbench.cli.screen import FAILED, INTERRUPTED, complain, console, progress
 
@@ -111,7 +112,7 @@ def perturbation(
     ] = 0.5,
 ) -> None:
     """Measure how far eviction moves each head's output, and check CriticalKV's bounds."""
-    given = _given(context, ("query", "first_stage"))
+    given = given_flags(context, "query", "first_stage")
 
     def work(reporter: Reporter) -> Done:
         from kvbench.analysis.perturbation.write import write_perturbation
@@ -143,7 +144,7 @@ def allocation(
     chat_template: Template = None,
 ) -> None:
     """Show how many entries each layer and KV head gets: a table and a heat map per policy."""
-    given = _given(context)
+    given = given_flags(context)
 
     def work(reporter: Reporter) -> Done:
         from kvbench.analysis.allocation.write import write_allocation
@@ -247,7 +248,7 @@ def retention(
 ) -> None:
     """Show which tokens stay, and for how long: matrices, eviction maps, survival, the text."""
     own = {k: context.params[k] for k in _OF_RETENTION}
-    given = _given(context, _OF_RETENTION)
+    given = given_flags(context, *_OF_RETENTION)
 
     def work(reporter: Reporter) -> Done:
         from kvbench.analysis.retention.options import Options
@@ -262,11 +263,6 @@ def retention(
 _OF_RETENTION = (
     "moment", "text", "traces", "new_tokens", "layers", "heads", "top", "mass", "horizon",
 )  # fmt: skip
-
-
-def _given(context: typer.Context, own: Sequence[str] = ()) -> dict[str, Any]:
-    """The flags that were given but the command's own: a grid's, under names that it takes."""
-    return {k: v for k, v in context.params.items() if v not in (None, [], ()) and k not in own}
 
 
 def _command() -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -219,3 +219,13 @@ DryRun = Annotated[
         rich_help_panel=OUTPUT,
     ),
 ]
+
+
+def given_flags(context: typer.Context, *own: str) -> dict[str, Any]:
+    """The flags that were given, by name, as `Grid.from_dict` takes them.
+
+    Args:
+        context: The command's context.
+        own: Names of flags that the command reads itself.
+    """
+    return {k: v for k, v in context.params.items() if v not in (None, [], ()) and k not in own}

@@ -20,6 +20,7 @@ from kvbench.cli.options import (
     Revision,
     Seed,
     Template,
+    given_flags,
 )
 from kvbench.cli.screen import progress
 
@@ -36,6 +37,7 @@ def _root() -> None:
 
 @app.command()
 def heads(
+    context: typer.Context,
     kind: Annotated[
         str,
         typer.Option(
@@ -98,18 +100,7 @@ def heads(
     """Measure how much each KV head retrieves, for headkv and duo_attention."""
     from kvbench.profiles.command import profile_heads
 
-    given = {
-        "tasks": task,
-        "lengths": length,
-        "samples": samples,
-        "seed": seed,
-        "device": device,
-        "dtype": dtype,
-        "revision": revision,
-        "device_map": device_map,
-        "quantization": quantization,
-        "chat_template": chat_template,
-    }
+    given = given_flags(context, "kind", "model", "out")
     told = progress()
     try:
         told.busy(f"loading model {model}")

@@ -41,6 +41,7 @@ from kvbench.cli.options import (
     TopK,
     TopP,
     Truncate,
+    given_flags,
 )
 from kvbench.cli.screen import FAILED, INTERRUPTED, complain, console, print_json, progress
 from kvbench.errors import UserError
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 
 
 def run(
+    context: typer.Context,
     policy: Policies = None,
     task: Tasks = None,
     config: Annotated[
@@ -160,34 +162,6 @@ def run(
 
     The same command continues a run after an interruption.
     """
-    given: dict[str, Any] = {
-        "policies": policy,
-        "budgets": budget,
-        "models": model,
-        "tasks": task,
-        "moments": moment,
-        "lengths": length,
-        "samples": samples,
-        "seed": seed,
-        "out": out,
-        "device": device,
-        "dtype": dtype,
-        "attn": attn,
-        "batch_size": batch_size,
-        "revision": revision,
-        "device_map": device_map,
-        "quantization": quantization,
-        "chat_template": chat_template,
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "repeats": repeats,
-        "max_new_tokens": max_new_tokens,
-        "thinking": thinking,
-        "truncate": truncate,
-        "full": full,
-        "judge": judge,
-    }
     if as_json and dry_run:
         raise UserError("--json and --dry-run exclude each other; give only one")
     if quiet:
@@ -197,7 +171,7 @@ def run(
         told.busy(f"loading model {', '.join(model or ['reference'])}" if not config else "loading")
         # With --json nothing else may appear on stdout, not even what a user's policy prints.
         with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-            grid = _grid(config, given)
+            grid = _grid(config, given_flags(context, *_OF_RUN))
             done = _execute(grid, told, fresh=fresh, dry_run=dry_run)
     finally:
         told.stop()
@@ -213,12 +187,14 @@ def run(
         raise typer.Exit(FAILED)
 
 
+_OF_RUN = ("config", "fresh", "dry_run", "quiet", "as_json")
+
+
 def _grid(config: Path | None, given: dict[str, Any]) -> Grid:
     """The grid of the flags that were given, over that of a file."""
     from kvbench.runs.grid import Grid
 
-    explicit = {name: value for name, value in given.items() if value is not None}
-    return Grid.from_yaml(config, explicit) if config else Grid.from_dict(explicit)
+    return Grid.from_yaml(config, given) if config else Grid.from_dict(given)
 
 
 def _execute(grid: Grid, told: Reporter, *, fresh: bool, dry_run: bool) -> Run | None:

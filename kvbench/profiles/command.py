@@ -40,7 +40,7 @@ def profile_heads(
     Args:
         model: `reference`, a folder or a hub id.
         kind: `ablation`, `reason` or `copy`.
-        given: Further keys of a grid: tasks, lengths, samples, seed, device, dtype, revision,
+        given: Further flags of a grid: task, length, samples, seed, device, dtype, revision,
             chat_template.
         out: The file; None writes to the user's cache.
         reporter: Told of the progress.
@@ -77,9 +77,8 @@ def measure_profile(
     model: str, kind: str, given: Mapping[str, Any], reporter: Reporter
 ) -> HeadProfile:
     """Measure a profile of a model; arguments as in `profile_heads`."""
-    known = {key: value for key, value in given.items() if value is not None}
     grid = Grid.from_dict(
-        {"tasks": TASK, "samples": SAMPLES, **known, "models": model, "policies": "full"}
+        {"task": TASK, "samples": SAMPLES, **given, "model": model, "policy": "full"}
     )
     (stage,) = plan(grid, reporter.message).stages
     network = load_model(

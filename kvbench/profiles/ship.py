@@ -13,7 +13,7 @@ from kvbench.profiles.files import PROFILES
 from kvbench.progress import reporter
 
 KIND = "ablation"
-SETTINGS = {"lengths": [512, 1024, 2048], "samples": 33, "seed": 0, "device": "cpu"}
+SETTINGS = {"length": [512, 1024, 2048], "samples": 33, "seed": 0, "device": "cpu"}
 
 
 def main() -> None:

@@ -95,13 +95,13 @@ def test_the_summary_names_the_largest_heads_and_what_they_are_worth() -> None:
 
 def test_progress_is_told_of_every_sample(folder: str) -> None:
     lines: list[str] = []
-    profile_heads(folder, "ablation", {"lengths": "200", "samples": 11}, None, Lines(lines.append))
+    profile_heads(folder, "ablation", {"length": "200", "samples": 11}, None, Lines(lines.append))
     assert any("answers: 11/11" in line for line in lines)
     assert any("ablated one by one: 11/11" in line for line in lines)
 
 
 def test_the_users_profile_of_the_reference_model_is_not_read_in_silence() -> None:
-    given = {"lengths": "200", "samples": 11}
+    given = {"length": "200", "samples": 11}
     lines = profile_heads("reference", "ablation", given, None, Silent())
     assert "policies prefer the shipped profile" in lines[-1]
 
