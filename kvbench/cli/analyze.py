@@ -30,6 +30,7 @@ from kvbench.cli.options import (
     Tasks,
     Template,
     given_flags,
+    option,
 )
 from kvbench.cli.screen import FAILED, INTERRUPTED, complain, console, progress
 
@@ -47,23 +48,17 @@ ANALYSIS = "Analysis"
 
 Moments = Annotated[
     Names,
-    typer.Option(
-        "--moment",
-        metavar="WHEN",
-        help="When to compress, with commas: context, before the question (the default), or "
+    option(
+        CACHE,
+        "WHEN",
+        "When to compress, with commas: context, before the question (the default), or "
         "question, after it.",
         autocompletion=complete.moments,
-        rich_help_panel=CACHE,
     ),
 ]
 Out = Annotated[
     str | None,
-    typer.Option(
-        "--out",
-        metavar="DIR",
-        help="Folder of the results. Default: results/ANALYSIS-HASH.",
-        rich_help_panel=OUTPUT,
-    ),
+    option(OUTPUT, "DIR", "Folder of the results. Default: results/ANALYSIS-HASH."),
 ]
 
 
@@ -92,21 +87,20 @@ def perturbation(
     chat_template: Template = None,
     query: Annotated[
         str,
-        typer.Option(
-            metavar="WHOSE",
-            help="Whose query to measure with: answer, the first decoded token (the default), or "
+        option(
+            ANALYSIS,
+            "WHOSE",
+            "Whose query to measure with: answer, the first decoded token (the default), or "
             "question, the question's last token.",
-            rich_help_panel=ANALYSIS,
             show_default=False,
         ),
     ] = "answer",
     first_stage: Annotated[
         float,
-        typer.Option(
-            metavar="ALPHA",
-            help="Share of the first stage, for policies without a parameter first_stage. Default: "
-            "0.5.",
-            rich_help_panel=ANALYSIS,
+        option(
+            ANALYSIS,
+            "ALPHA",
+            "Share of the first stage, for policies without a parameter first_stage. Default: 0.5.",
             show_default=False,
         ),
     ] = 0.5,
@@ -162,79 +156,53 @@ def retention(
     model: Models = None,
     task: Tasks = None,
     text: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE", help="Analyse this text instead of a task.", rich_help_panel=WHAT
-        ),
+        str | None, option(WHAT, "FILE", "Analyse this text instead of a task.")
     ] = None,
     moment: Annotated[
         str | None,
-        typer.Option(
-            metavar="WHEN",
-            help="decode: token by token through the text (the default); context: once, at the end "
+        option(
+            CACHE,
+            "WHEN",
+            "decode: token by token through the text (the default); context: once, at the end "
             "of the context.",
             autocompletion=complete.moments,
-            rich_help_panel=CACHE,
         ),
     ] = None,
     length: Lengths = None,
-    samples: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Texts per task. Default: 4.", rich_help_panel=PROMPTS),
-    ] = None,
+    samples: Annotated[int | None, option(PROMPTS, "N", "Texts per task. Default: 4.")] = None,
     traces: Annotated[
         int | None,
-        typer.Option(
-            metavar="N",
-            help="Texts that policies run over and that are shown. Default: 1.",
-            rich_help_panel=ANALYSIS,
-        ),
+        option(ANALYSIS, "N", "Texts that policies run over and that are shown. Default: 1."),
     ] = None,
     new_tokens: Annotated[
         int | None,
-        typer.Option(
-            metavar="N",
-            help="Maximum number of tokens that the model adds to a text. Default: the task's "
+        option(
+            ANALYSIS,
+            "N",
+            "Maximum number of tokens that the model adds to a text. Default: the task's "
             "limit; 0 with --text.",
-            rich_help_panel=ANALYSIS,
         ),
     ] = None,
     layers: Annotated[
-        str | None,
-        typer.Option(
-            metavar="L",
-            help="Layers to draw, with commas, or all. Default: a few.",
-            rich_help_panel=ANALYSIS,
-        ),
+        str | None, option(ANALYSIS, "L", "Layers to draw, with commas, or all. Default: a few.")
     ] = None,
     heads: Annotated[
-        str | None,
-        typer.Option(
-            metavar="H", help="KV heads to draw, with commas, or all.", rich_help_panel=ANALYSIS
-        ),
+        str | None, option(ANALYSIS, "H", "KV heads to draw, with commas, or all.")
     ] = None,
     top: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="K",
-            help="Ranks for survival among the top K, with commas. Default: 16,64,256.",
-            rich_help_panel=ANALYSIS,
+        option(
+            ANALYSIS, "K", "Ranks for survival among the top K, with commas. Default: 16,64,256."
         ),
     ] = None,
     mass: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="P",
-            help="Shares of attention for survival, with commas. Default: 0.9,0.99.",
-            rich_help_panel=ANALYSIS,
-        ),
+        option(ANALYSIS, "P", "Shares of attention for survival, with commas. Default: 0.9,0.99."),
     ] = None,
     horizon: Annotated[
         int | None,
-        typer.Option(
-            metavar="STEPS",
-            help="Number of steps to follow survival for. Default: half of the text.",
-            rich_help_panel=ANALYSIS,
+        option(
+            ANALYSIS, "STEPS", "Number of steps to follow survival for. Default: half of the text."
         ),
     ] = None,
     seed: Seed = None,

@@ -17,208 +17,148 @@ FLAG = " "
 
 Names = list[str] | None
 
+
+def option(panel: str, metavar: str, text: str, *flags: str, **more: Any) -> Any:
+    """An option of a command.
+
+    Args:
+        panel: Heading in the help.
+        metavar: What the help shows for the value.
+        text: What the help says.
+        flags: Spellings of the flag; none for the name of the parameter.
+        more: Further arguments of `typer.Option`.
+    """
+    return typer.Option(*flags, metavar=metavar, help=text, rich_help_panel=panel, **more)
+
+
 Policies = Annotated[
     Names,
-    typer.Option(
-        "--policy",
-        metavar="NAME",
-        help="Policies, with commas: snapkv:window=64,criticalkv, ./my_policy.py:MyPolicy, or all "
+    option(
+        WHAT,
+        "NAME",
+        "Policies, with commas: snapkv:window=64,criticalkv, ./my_policy.py:MyPolicy, or all "
         "(kvbench list policies).",
         autocompletion=complete.policies,
-        rich_help_panel=WHAT,
     ),
 ]
 Tasks = Annotated[
     Names,
-    typer.Option(
-        "--task",
-        metavar="NAME",
-        help="Groups or tasks, with commas: ruler,vt, or your own ./mine.jsonl (kvbench list "
-        "tasks).",
+    option(
+        WHAT,
+        "NAME",
+        "Groups or tasks, with commas: ruler,vt, or your own ./mine.jsonl (kvbench list tasks).",
         autocompletion=complete.tasks,
-        rich_help_panel=WHAT,
     ),
 ]
 Models = Annotated[
     Names,
-    typer.Option(
-        "--model",
-        metavar="NAME",
-        help="Models, with commas: reference (the default), a local folder or a hub id.",
+    option(
+        MODEL,
+        "NAME",
+        "Models, with commas: reference (the default), a local folder or a hub id.",
         autocompletion=complete.models,
-        rich_help_panel=MODEL,
     ),
 ]
-Revision = Annotated[
-    str | None,
-    typer.Option(
-        "--revision",
-        metavar="REV",
-        help="Branch, tag or commit of a hub model.",
-        rich_help_panel=MODEL,
+OneModel = Annotated[
+    str,
+    option(
+        MODEL,
+        "NAME",
+        "reference (the default), a local folder or a hub id.",
+        autocompletion=complete.models,
+        show_default=False,
     ),
 ]
-Device = Annotated[
-    str | None,
-    typer.Option(
-        "--device",
-        metavar="DEV",
-        help="cpu, cuda, cuda:1 or auto (the default).",
-        rich_help_panel=MODEL,
-    ),
-]
+Revision = Annotated[str | None, option(MODEL, "REV", "Branch, tag or commit of a hub model.")]
+Device = Annotated[str | None, option(MODEL, "DEV", "cpu, cuda, cuda:1 or auto (the default).")]
 Dtype = Annotated[
     str | None,
-    typer.Option(
-        "--dtype",
-        metavar="TYPE",
-        help="float32, bfloat16, float16 or auto (the default).",
-        rich_help_panel=MODEL,
-    ),
+    option(MODEL, "TYPE", "float32, bfloat16, float16 or auto (the default)."),
 ]
 DeviceMap = Annotated[
     str | None,
-    typer.Option(
-        "--device-map",
-        metavar="MAP",
-        help="auto: spread the model over all GPUs. Replaces --device.",
-        rich_help_panel=MODEL,
-    ),
+    option(MODEL, "MAP", "auto: spread the model over all GPUs. Replaces --device."),
 ]
 Quantization = Annotated[
     str | None,
-    typer.Option(
-        "--quantization",
-        metavar="HOW",
-        help="Quantise weights while loading: bnb-4bit, bnb-8bit or torchao-int8. A quantised "
+    option(
+        MODEL,
+        "HOW",
+        "Quantise weights while loading: bnb-4bit, bnb-8bit or torchao-int8. A quantised "
         "checkpoint needs no flag.",
-        rich_help_panel=MODEL,
     ),
 ]
 Budgets = Annotated[
     Names,
-    typer.Option(
-        "--budget",
-        metavar="B",
-        help="What is KEPT of the cache, per layer and KV head, with commas: a fraction (0.2), a "
+    option(
+        CACHE,
+        "B",
+        "What is KEPT of the cache, per layer and KV head, with commas: a fraction (0.2), a "
         "number of tokens (512) or full. Default: 0.2. In kvpress a ratio is the fraction "
         "removed.",
         autocompletion=complete.budgets,
-        rich_help_panel=CACHE,
     ),
 ]
 Lengths = Annotated[
     Names,
-    typer.Option(
-        "--length",
-        metavar="TOKENS",
-        help="Length of prompt and answer together, with commas: 1024,4096. Default: 1024.",
-        rich_help_panel=PROMPTS,
+    option(
+        PROMPTS,
+        "TOKENS",
+        "Length of prompt and answer together, with commas: 1024,4096. Default: 1024.",
     ),
 ]
-Samples = Annotated[
-    int | None,
-    typer.Option("--samples", metavar="N", help="Per task. Default: 50.", rich_help_panel=PROMPTS),
-]
-Seed = Annotated[
-    int | None,
-    typer.Option(
-        "--seed",
-        metavar="N",
-        help="Seed of the data and of all noise. Default: 0.",
-        rich_help_panel=PROMPTS,
-    ),
-]
+Samples = Annotated[int | None, option(PROMPTS, "N", "Per task. Default: 50.")]
+Seed = Annotated[int | None, option(PROMPTS, "N", "Seed of the data and of all noise. Default: 0.")]
 Template = Annotated[
     bool | None,
-    typer.Option(
+    option(
+        PROMPTS,
+        FLAG,
+        "Apply the chat template. Default: if the tokenizer has one.",
         "--chat-template/--no-chat-template",
-        metavar=FLAG,
-        help="Apply the chat template. Default: if the tokenizer has one.",
-        rich_help_panel=PROMPTS,
     ),
 ]
 Truncate = Annotated[
     str | None,
-    typer.Option(
-        metavar="HOW",
-        help="middle or middle:TOKENS: cut the middle of contexts until prompt and answer fit the "
+    option(
+        PROMPTS,
+        "HOW",
+        "middle or middle:TOKENS: cut the middle of contexts until prompt and answer fit the "
         "model, or TOKENS. Default: refuse what does not fit.",
-        rich_help_panel=PROMPTS,
     ),
 ]
 Temperature = Annotated[
     float | None,
-    typer.Option(
-        metavar="T",
-        help="Draw answers at this temperature; 0 is greedy. Default: as the task says.",
-        rich_help_panel=ANSWERS,
+    option(
+        ANSWERS, "T", "Draw answers at this temperature; 0 is greedy. Default: as the task says."
     ),
 ]
 TopP = Annotated[
     float | None,
-    typer.Option(
-        metavar="P",
-        help="Draw from the most likely tokens that together have this probability.",
-        rich_help_panel=ANSWERS,
-    ),
+    option(ANSWERS, "P", "Draw from the most likely tokens that together have this probability."),
 ]
-TopK = Annotated[
-    int | None,
-    typer.Option(metavar="K", help="Draw from the K most likely tokens.", rich_help_panel=ANSWERS),
-]
+TopK = Annotated[int | None, option(ANSWERS, "K", "Draw from the K most likely tokens.")]
 Repeats = Annotated[
     int | None,
-    typer.Option(
-        metavar="N",
-        help="Answers drawn for each question. A larger number extends a run.",
-        rich_help_panel=ANSWERS,
-    ),
+    option(ANSWERS, "N", "Answers drawn for each question. A larger number extends a run."),
 ]
 MaxNewTokens = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
-        help="Maximum length of an answer. Default: as the task says.",
-        rich_help_panel=ANSWERS,
-    ),
+    int | None, option(ANSWERS, "N", "Maximum length of an answer. Default: as the task says.")
 ]
 Thinking = Annotated[
     bool | None,
-    typer.Option(
+    option(
+        ANSWERS,
+        FLAG,
+        "Passed to the chat template. Only the text after the last </think> is scored.",
         "--thinking/--no-thinking",
-        metavar=FLAG,
-        help="Passed to the chat template. Only the text after the last </think> is scored.",
-        rich_help_panel=ANSWERS,
     ),
 ]
 Quiet = Annotated[
-    bool,
-    typer.Option(
-        "--quiet",
-        metavar=FLAG,
-        help="Print only errors and the path of the result.",
-        rich_help_panel=OUTPUT,
-    ),
+    bool, option(OUTPUT, FLAG, "Print only errors and the path of the result.", "--quiet")
 ]
-AsJson = Annotated[
-    bool,
-    typer.Option(
-        "--json",
-        metavar=FLAG,
-        help="Print the results as JSON on stdout.",
-        rich_help_panel=OUTPUT,
-    ),
-]
-DryRun = Annotated[
-    bool,
-    typer.Option(
-        "--dry-run",
-        metavar=FLAG,
-        help="Show what would be done; do nothing.",
-        rich_help_panel=OUTPUT,
-    ),
-]
+AsJson = Annotated[bool, option(OUTPUT, FLAG, "Print the results as JSON on stdout.", "--json")]
+DryRun = Annotated[bool, option(OUTPUT, FLAG, "Show what would be done; do nothing.", "--dry-run")]
 
 
 def given_flags(context: typer.Context, *own: str) -> dict[str, Any]:

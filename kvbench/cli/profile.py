@@ -9,18 +9,19 @@ import typer
 
 from kvbench.cli import complete
 from kvbench.cli.options import (
-    MODEL,
     OUTPUT,
     PROMPTS,
     WHAT,
     Device,
     DeviceMap,
     Dtype,
+    OneModel,
     Quantization,
     Revision,
     Seed,
     Template,
     given_flags,
+    option,
 )
 from kvbench.cli.screen import progress
 
@@ -40,60 +41,46 @@ def heads(
     context: typer.Context,
     kind: Annotated[
         str,
-        typer.Option(
-            metavar="KIND",
-            help="ablation: what answers lose without a head's context (the default); reason: "
+        option(
+            WHAT,
+            "KIND",
+            "ablation: what answers lose without a head's context (the default); reason: "
             "attention to the needle; copy: how often a head copies the token of the answer.",
-            rich_help_panel=WHAT,
             show_default=False,
         ),
     ] = "ablation",
     task: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Tasks whose context contains the answer, with commas. Default: niah_depth.",
+        option(
+            WHAT,
+            "NAME",
+            "Tasks whose context contains the answer, with commas. Default: niah_depth.",
             autocompletion=complete.tasks,
-            rich_help_panel=WHAT,
         ),
     ] = None,
-    model: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="reference (the default), a local folder or a hub id.",
-            autocompletion=complete.models,
-            rich_help_panel=MODEL,
-            show_default=False,
-        ),
-    ] = "reference",
+    model: OneModel = "reference",
     revision: Revision = None,
     device: Device = None,
     dtype: Dtype = None,
     device_map: DeviceMap = None,
     quantization: Quantization = None,
     samples: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", help="Per task and length. Default: 33.", rich_help_panel=PROMPTS
-        ),
+        int | None, option(PROMPTS, "N", "Per task and length. Default: 33.")
     ] = None,
     length: Annotated[
         str | None,
-        typer.Option(
-            metavar="TOKENS",
-            help="Length of prompt and answer together, with commas. Default: 1024.",
-            rich_help_panel=PROMPTS,
+        option(
+            PROMPTS, "TOKENS", "Length of prompt and answer together, with commas. Default: 1024."
         ),
     ] = None,
     chat_template: Template = None,
     seed: Seed = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Where to write the profile. Default: the user's cache, where policies look.",
-            rich_help_panel=OUTPUT,
+        option(
+            OUTPUT,
+            "FILE",
+            "Where to write the profile. Default: the user's cache, where policies look.",
         ),
     ] = None,
 ) -> None:

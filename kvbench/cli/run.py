@@ -42,6 +42,7 @@ from kvbench.cli.options import (
     TopP,
     Truncate,
     given_flags,
+    option,
 )
 from kvbench.cli.screen import FAILED, INTERRUPTED, complain, console, print_json, progress
 from kvbench.errors import UserError
@@ -58,11 +59,7 @@ def run(
     task: Tasks = None,
     config: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Read the options from a YAML file. Flags take precedence.",
-            rich_help_panel=WHAT,
-        ),
+        option(WHAT, "FILE", "Read the options from a YAML file. Flags take precedence."),
     ] = None,
     model: Models = None,
     revision: Revision = None,
@@ -71,21 +68,11 @@ def run(
     device_map: DeviceMap = None,
     quantization: Quantization = None,
     batch_size: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N",
-            help="Rows decoded together, or auto (the default).",
-            rich_help_panel=MODEL,
-        ),
+        str | None, option(MODEL, "N", "Rows decoded together, or auto (the default).")
     ] = None,
     attn: Annotated[str | None, typer.Option(metavar="A", hidden=True)] = None,
     samples: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Per task. A larger number extends a run. Default: 50.",
-            rich_help_panel=PROMPTS,
-        ),
+        int | None, option(PROMPTS, "N", "Per task. A larger number extends a run. Default: 50.")
     ] = None,
     length: Lengths = None,
     truncate: Truncate = None,
@@ -99,59 +86,43 @@ def run(
     thinking: Thinking = None,
     judge: Annotated[
         str | None,
-        typer.Option(
-            metavar="WHO",
-            help="For tasks that need a judge: endpoint (KVBENCH_JUDGE_URL), local (compares "
+        option(
+            ANSWERS,
+            "WHO",
+            "For tasks that need a judge: endpoint (KVBENCH_JUDGE_URL), local (compares "
             "words; for tests) or auto (the default: endpoint if it is set).",
-            rich_help_panel=ANSWERS,
         ),
     ] = None,
     budget: Budgets = None,
     moment: Annotated[
         Names,
-        typer.Option(
-            metavar="WHEN",
-            help="When to compress, with commas. context: before the question (the default); "
+        option(
+            CACHE,
+            "WHEN",
+            "When to compress, with commas. context: before the question (the default); "
             "question: after it; decode: during the answer; chunked or chunked:512: after each "
             "chunk of the prompt; turns: before each turn of a dialogue.",
             autocompletion=complete.moments,
-            rich_help_panel=CACHE,
         ),
     ] = None,
     full: Annotated[
         bool | None,
-        typer.Option(
+        option(
+            CACHE,
+            FLAG,
+            "Also run the full cache, to compare with. Default: yes.",
             "--full/--no-full",
-            metavar=FLAG,
-            help="Also run the full cache, to compare with. Default: yes.",
-            rich_help_panel=CACHE,
         ),
     ] = None,
     out: Annotated[
         str | None,
-        typer.Option(
-            metavar="DIR",
-            help="Folder of the results. Default: results/MODEL-TASK-POLICY-HASH.",
-            rich_help_panel=OUTPUT,
-        ),
+        option(OUTPUT, "DIR", "Folder of the results. Default: results/MODEL-TASK-POLICY-HASH."),
     ] = None,
     fresh: Annotated[
-        bool,
-        typer.Option(
-            "--fresh",
-            metavar=FLAG,
-            help="Discard an earlier run in the folder.",
-            rich_help_panel=OUTPUT,
-        ),
+        bool, option(OUTPUT, FLAG, "Discard an earlier run in the folder.", "--fresh")
     ] = False,
     dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run",
-            metavar=FLAG,
-            help="Show cells, samples and an estimate; run nothing.",
-            rich_help_panel=OUTPUT,
-        ),
+        bool, option(OUTPUT, FLAG, "Show cells, samples and an estimate; run nothing.", "--dry-run")
     ] = False,
     quiet: Quiet = False,
     as_json: AsJson = False,

@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvbench.cli import complete
-from kvbench.cli.options import FLAG, MODEL, OUTPUT, WHAT, DryRun, Revision
+from kvbench.cli.options import (
+    FLAG,
+    MODEL,
+    OUTPUT,
+    WHAT,
+    Device,
+    DryRun,
+    OneModel,
+    Revision,
+    given_flags,
+    option,
+)
 from kvbench.cli.screen import INTERRUPTED, complain, progress
 
 if TYPE_CHECKING:
@@ -31,316 +42,139 @@ def _root() -> None:
 
 @app.command()
 def gates(
+    context: typer.Context,
     policy: Annotated[
         str,
-        typer.Option(
-            metavar="NAME",
-            help="trimkv, dbtrimkv or locret.",
-            autocompletion=complete.trainers,
-            rich_help_panel=WHAT,
-        ),
+        option(WHAT, "NAME", "trimkv, dbtrimkv or locret.", autocompletion=complete.trainers),
     ],
     data: Annotated[
         str,
-        typer.Option(
-            metavar="DATA",
-            help="reference (samples of the tasks of the reference model), a task, FILE.jsonl or a "
+        option(
+            WHAT,
+            "DATA",
+            "reference (samples of the tasks of the reference model), a task, FILE.jsonl or a "
             "data set of the hub. Several, with commas, take turns.",
-            rich_help_panel=WHAT,
             show_default=False,
         ),
     ] = "reference",
-    text_column: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Column that holds the text of a row.",
-            rich_help_panel=WHAT,
-        ),
+    column: Annotated[
+        str | None, option(WHAT, "NAME", "Column that holds the text of a row.", "--text-column")
     ] = None,
     split: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Split of a hub data set. Default: train.",
-            rich_help_panel=WHAT,
-        ),
+        str | None, option(WHAT, "NAME", "Split of a hub data set. Default: train.")
     ] = None,
-    subset: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Configuration of a hub data set.",
-            rich_help_panel=WHAT,
-        ),
-    ] = None,
-    model: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="reference (the default), a local folder or a hub id.",
-            autocompletion=complete.models,
-            rich_help_panel=MODEL,
-            show_default=False,
-        ),
-    ] = "reference",
+    subset: Annotated[str | None, option(WHAT, "NAME", "Configuration of a hub data set.")] = None,
+    model: OneModel = "reference",
     revision: Revision = None,
-    device: Annotated[
-        str,
-        typer.Option(
-            metavar="DEV",
-            help="cpu, cuda, cuda:1 or auto (the default).",
-            rich_help_panel=MODEL,
-            show_default=False,
-        ),
-    ] = "auto",
+    device: Device = None,
     dtype: Annotated[
         str,
-        typer.Option(
-            metavar="TYPE",
-            help="Type of the model: float32, bfloat16, float16 or auto. Gates are float32.",
-            rich_help_panel=MODEL,
+        option(
+            MODEL,
+            "TYPE",
+            "Type of the model: float32, bfloat16, float16 or auto. Gates are float32.",
             show_default=False,
         ),
     ] = "auto",
-    gate: Annotated[
-        str | None,
-        typer.Option(
-            metavar="KIND",
-            help="mlp (the default) or linear.",
-            rich_help_panel=GATES,
-        ),
-    ] = None,
-    gate_input: Annotated[
-        str | None,
-        typer.Option(
-            "--input",
-            metavar="WHAT",
-            help="What gates read: hidden (the default) or kv.",
-            rich_help_panel=GATES,
-        ),
+    gate: Annotated[str | None, option(GATES, "KIND", "mlp (the default) or linear.")] = None,
+    input: Annotated[
+        str | None, option(GATES, "WHAT", "What gates read: hidden (the default) or kv.")
     ] = None,
     hidden_dim: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Width of the MLP. Default: 512; for locret 1024.",
-            rich_help_panel=GATES,
-        ),
+        int | None, option(GATES, "N", "Width of the MLP. Default: 512; for locret 1024.")
     ] = None,
     gate_dim: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Width of the input of a tied readout. Default: 64.",
-            rich_help_panel=GATES,
-        ),
+        int | None, option(GATES, "N", "Width of the input of a tied readout. Default: 64.")
     ] = None,
     tied: Annotated[
         bool | None,
-        typer.Option(
+        option(
+            GATES,
+            FLAG,
+            "Use one readout for all heads. Default: only for dbtrimkv.",
             "--tied/--untied",
-            metavar=FLAG,
-            help="Use one readout for all heads. Default: only for dbtrimkv.",
-            rich_help_panel=GATES,
         ),
     ] = None,
     bias: Annotated[
-        float | None,
-        typer.Option(
-            metavar="X",
-            help="Initial bias. Default: 8; for dbtrimkv 18.",
-            rich_help_panel=GATES,
-        ),
+        float | None, option(GATES, "X", "Initial bias. Default: 8; for dbtrimkv 18.")
     ] = None,
     gating: Annotated[
         str | None,
-        typer.Option(
-            metavar="KIND",
-            help="additive (the default), or multiplicative as in Eq. 3 of TRIM-KV.",
-            rich_help_panel=GATES,
-        ),
+        option(GATES, "KIND", "additive (the default), or multiplicative as in Eq. 3 of TRIM-KV."),
     ] = None,
     no_kl: Annotated[
-        bool,
-        typer.Option(
-            "--no-kl",
-            metavar=FLAG,
-            help="Leave out the distillation loss.",
-            rich_help_panel=LOSS,
-        ),
+        bool, option(LOSS, FLAG, "Leave out the distillation loss.", "--no-kl")
     ] = False,
     no_ntp: Annotated[
-        bool,
-        typer.Option(
-            "--no-ntp",
-            metavar=FLAG,
-            help="Leave out the next-token loss.",
-            rich_help_panel=LOSS,
-        ),
+        bool, option(LOSS, FLAG, "Leave out the next-token loss.", "--no-ntp")
     ] = False,
     no_capacity: Annotated[
-        bool,
-        typer.Option(
-            "--no-capacity",
-            metavar=FLAG,
-            help="Leave out the capacity loss.",
-            rich_help_panel=LOSS,
-        ),
+        bool, option(LOSS, FLAG, "Leave out the capacity loss.", "--no-capacity")
     ] = False,
     reverse_kl: Annotated[
-        bool,
-        typer.Option(
-            "--reverse-kl",
-            metavar=FLAG,
-            help="Use KL(student, teacher), not KL(teacher, student).",
-            rich_help_panel=LOSS,
-        ),
-    ] = False,
+        bool | None,
+        option(LOSS, FLAG, "Use KL(student, teacher), not KL(teacher, student).", "--reverse-kl"),
+    ] = None,
     capacity: Annotated[
-        int | None,
-        typer.Option(
-            metavar="TOKENS",
-            help="Tokens that a head may retain.",
-            rich_help_panel=LOSS,
-        ),
+        int | None, option(LOSS, "TOKENS", "Tokens that a head may retain.")
     ] = None,
     capacity_weight: Annotated[
-        float | None,
-        typer.Option(
-            metavar="X",
-            help="Weight of the capacity loss. Default: 1.",
-            rich_help_panel=LOSS,
-        ),
+        float | None, option(LOSS, "X", "Weight of the capacity loss. Default: 1.")
     ] = None,
     capacity_reduce: Annotated[
         str | None,
-        typer.Option(
-            metavar="HOW",
-            help="Reduce the capacity loss over heads by mean (the default) or sum.",
-            rich_help_panel=LOSS,
-        ),
+        option(LOSS, "HOW", "Reduce the capacity loss over heads by mean (the default) or sum."),
     ] = None,
-    steps: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Optimizer steps. Default: 1000.",
-            rich_help_panel=TRAINING,
-        ),
-    ] = None,
+    steps: Annotated[int | None, option(TRAINING, "N", "Optimizer steps. Default: 1000.")] = None,
     tokens: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Train on about this many tokens. Replaces --steps.",
-            rich_help_panel=TRAINING,
-        ),
+        int | None, option(TRAINING, "N", "Train on about this many tokens. Replaces --steps.")
     ] = None,
     length: Annotated[
         int | None,
-        typer.Option(
-            metavar="TOKENS",
-            help="Maximum length of a sequence. Default: the paper's.",
-            rich_help_panel=TRAINING,
-        ),
+        option(TRAINING, "TOKENS", "Maximum length of a sequence. Default: the paper's."),
     ] = None,
     batch_size: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Sequences per batch and device. Default: 1.",
-            rich_help_panel=TRAINING,
-        ),
+        int | None, option(TRAINING, "N", "Sequences per batch and device. Default: 1.")
     ] = None,
     accumulate: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Batches per step. Default: 4.",
-            rich_help_panel=TRAINING,
-        ),
+        int | None, option(TRAINING, "N", "Batches per step. Default: 4.")
     ] = None,
     lr: Annotated[
-        float | None,
-        typer.Option(
-            metavar="X",
-            help="Learning rate of AdamW. Default: 2e-4.",
-            rich_help_panel=TRAINING,
-        ),
+        float | None, option(TRAINING, "X", "Learning rate of AdamW. Default: 2e-4.")
     ] = None,
     schedule: Annotated[
         str | None,
-        typer.Option(
-            metavar="KIND",
-            help="Schedule of the learning rate: linear, cosine or constant.",
-            rich_help_panel=TRAINING,
-        ),
+        option(TRAINING, "KIND", "Schedule of the learning rate: linear, cosine or constant."),
     ] = None,
-    warmup: Annotated[
-        int | None,
-        typer.Option(
-            metavar="STEPS",
-            help="Warm-up steps. Default: 0.",
-            rich_help_panel=TRAINING,
-        ),
-    ] = None,
-    weight_decay: Annotated[
-        float | None,
-        typer.Option(
-            metavar="X",
-            help="Weight decay of AdamW.",
-            rich_help_panel=TRAINING,
-        ),
-    ] = None,
+    warmup: Annotated[int | None, option(TRAINING, "STEPS", "Warm-up steps. Default: 0.")] = None,
+    weight_decay: Annotated[float | None, option(TRAINING, "X", "Weight decay of AdamW.")] = None,
     checkpointing: Annotated[
         bool | None,
-        typer.Option(
+        option(
+            TRAINING,
+            FLAG,
+            "Recompute activations to save memory. Default: on a GPU.",
             "--checkpointing/--no-checkpointing",
-            metavar=FLAG,
-            help="Recompute activations to save memory. Default: on a GPU.",
-            rich_help_panel=TRAINING,
         ),
     ] = None,
     seed: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Seed of the data and the initial weights. Default: 0.",
-            rich_help_panel=TRAINING,
-        ),
+        int | None, option(TRAINING, "N", "Seed of the data and the initial weights. Default: 0.")
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Folder of the gates. Default: the user's cache, where policies look.",
-            rich_help_panel=OUTPUT,
+        option(
+            OUTPUT, "DIR", "Folder of the gates. Default: the user's cache, where policies look."
         ),
     ] = None,
-    save_steps: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Steps between checkpoints.",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None,
-    log_steps: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Steps between lines of the log.",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None,
+    save_steps: Annotated[int | None, option(OUTPUT, "N", "Steps between checkpoints.")] = None,
+    log_steps: Annotated[int | None, option(OUTPUT, "N", "Steps between lines of the log.")] = None,
     resume: Annotated[
         bool,
-        typer.Option(
+        option(
+            OUTPUT,
+            FLAG,
+            "Continue an earlier training (the default), or start again.",
             "--resume/--fresh",
-            metavar=FLAG,
-            help="Continue an earlier training (the default), or start again.",
-            rich_help_panel=OUTPUT,
             show_default=False,
         ),
     ] = True,
@@ -352,40 +186,11 @@ def gates(
     """
     from kvbench.training.command import plan, train
 
-    given = {
-        "steps": steps,
-        "tokens": tokens,
-        "length": length,
-        "batch_size": batch_size,
-        "accumulate": accumulate,
-        "lr": lr,
-        "schedule": schedule,
-        "weight_decay": weight_decay,
-        "warmup": warmup,
-        "capacity": capacity,
-        "capacity_weight": capacity_weight,
-        "capacity_reduce": capacity_reduce,
-        "kl": False if no_kl else None,
-        "ntp": False if no_ntp else None,
-        "with_capacity": False if no_capacity else None,
-        "reverse_kl": True if reverse_kl else None,
-        "gate": gate,
-        "input": gate_input,
-        "hidden_dim": hidden_dim,
-        "gate_dim": gate_dim,
-        "bias": bias,
-        "tied": tied,
-        "gating": gating,
-        "column": text_column,
-        "split": split,
-        "subset": subset,
-        "seed": seed,
-        "checkpointing": checkpointing,
-        "save_steps": save_steps,
-        "log_steps": log_steps,
-    }
+    given = given_flags(context, *_OF_THE_COMMAND)
+    left_out = {"kl": no_kl, "ntp": no_ntp, "with_capacity": no_capacity}
+    given |= {loss: False for loss, is_out in left_out.items() if is_out}
     planned = plan(
-        model, policy, data, given, out=out, device=device, dtype=dtype, revision=revision
+        model, policy, data, given, out=out, device=device or "auto", dtype=dtype, revision=revision
     )
     if dry_run:
         print("\n".join(planned.lines()))
@@ -395,6 +200,12 @@ def gates(
         lines = train(planned, told, fresh=not resume)
     for line in lines:
         print(line)
+
+
+_OF_THE_COMMAND = (
+    "policy", "data", "model", "revision", "device", "dtype", "out", "resume", "dry_run",
+    "no_kl", "no_ntp", "no_capacity",
+)  # fmt: skip
 
 
 @contextmanager
