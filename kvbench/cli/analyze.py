@@ -32,7 +32,7 @@ from kvbench.cli.options import (
     given_flags,
     option,
 )
-from kvbench.cli.screen import FAILED, INTERRUPTED, complain, console, progress
+from kvbench.cli.screen import FAILED, complain, console, progress, stopping
 
 if TYPE_CHECKING:
     from kvbench.analysis.write import Done
@@ -240,15 +240,9 @@ def _command() -> str:
 def _show(work: Callable[[Reporter], Done]) -> None:
     """Carry out an analysis under a progress bar and print its tables."""
     told = progress()
-    try:
+    with stopping(told, "an analysis writes its files when it ends"):
         told.busy("loading model")
         done = work(told)
-    except KeyboardInterrupt:
-        told.stop()
-        complain("stopped; an analysis writes its files when it ends")
-        raise typer.Exit(INTERRUPTED) from None
-    finally:
-        told.stop()
     from kvbench.report.outputs import terminal
 
     screen = console()

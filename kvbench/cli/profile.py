@@ -23,7 +23,7 @@ from kvbench.cli.options import (
     given_flags,
     option,
 )
-from kvbench.cli.screen import progress
+from kvbench.cli.screen import progress, stopping
 
 app = typer.Typer(
     help="Measure what some policies need to know about a model.",
@@ -89,10 +89,8 @@ def heads(
 
     given = given_flags(context, "kind", "model", "out")
     told = progress()
-    try:
+    with stopping(told, "a profile is written when it is complete"):
         told.busy(f"loading model {model}")
         lines = profile_heads(model, kind, given, out, told)
-    finally:
-        told.stop()
     for line in lines:
         print(line)

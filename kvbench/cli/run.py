@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 import warnings
 from pathlib import Path
@@ -44,7 +45,7 @@ from kvbench.cli.options import (
     given_flags,
     option,
 )
-from kvbench.cli.screen import FAILED, INTERRUPTED, complain, console, print_json, progress
+from kvbench.cli.screen import FAILED, complain, console, print_json, progress, stopping
 from kvbench.errors import UserError
 from kvbench.progress import Reporter, Silent
 
@@ -138,14 +139,12 @@ def run(
     if quiet:
         warnings.simplefilter("ignore")
     told = Silent() if quiet else progress()
-    try:
+    with stopping(told):
         told.busy(f"loading model {', '.join(model or ['reference'])}" if not config else "loading")
         # With --json nothing else may appear on stdout, not even what a user's policy prints.
         with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
             grid = _grid(config, given_flags(context, *_OF_RUN))
             done = _execute(grid, told, fresh=fresh, dry_run=dry_run)
-    finally:
-        told.stop()
     if done is None:
         return
     if as_json:
@@ -178,15 +177,12 @@ def _execute(grid: Grid, told: Reporter, *, fresh: bool, dry_run: bool) -> Run |
         for line in lines:
             print(line)
         return None
-    try:
+    kept = (
+        f"completed responses are kept in {grid.path}, and the same command (without --fresh) "
+        "continues from there"
+    )
+    with stopping(told, kept):
         return execute(grid, reporter=told, fresh=fresh)
-    except KeyboardInterrupt:
-        told.stop()
-        complain(
-            f"stopped; completed responses are kept in {grid.path}, and the same command (without "
-            "--fresh) continues from there"
-        )
-        raise typer.Exit(INTERRUPTED) from None
 
 
 def _show(done: Run, *, quiet: bool) -> None:
@@ -213,8 +209,6 @@ def _as_json(done: Run) -> dict[str, Any]:
 
 def _rows(frame: Any) -> list[dict[str, Any]]:
     """The rows of a data frame as JSON can hold them: what is not a finite number is null."""
-    import json
-
     rows: list[dict[str, Any]] = json.loads(frame.to_json(orient="records", double_precision=15))
     return rows
 

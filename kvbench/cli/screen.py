@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from kvbench import terminal
-from kvbench.progress import Bar, Lines, reporter
+from kvbench.progress import Bar, Lines, Reporter, reporter
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,6 +33,26 @@ def console() -> Console:
 def progress() -> Bar | Lines:
     """Progress on stderr: a bar on a terminal, lines in a log."""
     return reporter(terminal.console(stderr=True))
+
+
+@contextmanager
+def stopping(told: Reporter, kept: str = "") -> Iterator[None]:
+    """Stop the progress at the end of a command's work.
+
+    Args:
+        told: The progress.
+        kept: What Ctrl-C leaves behind, for the user; if empty, nothing is said.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not kept:
+            raise
+        told.stop()
+        complain(f"stopped; {kept}")
+        raise typer.Exit(INTERRUPTED) from None
+    finally:
+        told.stop()
 
 
 def complain(text: str) -> int:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -22,10 +20,7 @@ from kvbench.cli.options import (
     given_flags,
     option,
 )
-from kvbench.cli.screen import INTERRUPTED, complain, progress
-
-if TYPE_CHECKING:
-    from kvbench.progress import Reporter
+from kvbench.cli.screen import progress, stopping
 
 app = typer.Typer(
     help="Train the gates that learned policies score with.",
@@ -195,8 +190,9 @@ def gates(
     if dry_run:
         print("\n".join(planned.lines()))
         return
+    told = progress()
     note = f"checkpoints are kept in {planned.out}, and the same command (without --fresh)"
-    with _progress(f"{note} continues from the last one") as told:
+    with stopping(told, f"{note} continues from the last one"):
         lines = train(planned, told, fresh=not resume)
     for line in lines:
         print(line)
@@ -206,17 +202,3 @@ _OF_THE_COMMAND = (
     "policy", "data", "model", "revision", "device", "dtype", "out", "resume", "dry_run",
     "no_kl", "no_ntp", "no_capacity",
 )  # fmt: skip
-
-
-@contextmanager
-def _progress(note: str) -> Iterator[Reporter]:
-    """Show the progress; after Ctrl-C, tell the user how to continue."""
-    told = progress()
-    try:
-        yield told
-    except KeyboardInterrupt:
-        told.stop()
-        complain(f"stopped; {note}")
-        raise typer.Exit(INTERRUPTED) from None
-    finally:
-        told.stop()

@@ -147,3 +147,14 @@ def test_a_model_that_answers_nothing_has_no_profile(
 def test_there_is_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.call(["profile", "heads", "--help"]) == 0
     assert "ablation" in capsys.readouterr().out
+
+
+def test_ctrl_c_says_what_is_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*given: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvbench.profiles.command.profile_heads", interrupted)
+    assert cli.call(["profile", "heads"]) == 130
+    assert "kvbench: stopped; a profile is written when it is complete" in capsys.readouterr().err
