@@ -10,8 +10,9 @@ import pytest
 
 from kvbench.benchmark import Ask, Benchmark
 from kvbench.errors import UserError
-from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
-from kvbench.harness.protocol import TaskSettings
+from kvbench.harness.lm_eval import LmEvalTask
+
+from ...loading import load_task
 
 YAML = """
 task: style
@@ -42,17 +43,7 @@ def load(folder: Path, tokenizer: Any, **changes: Any) -> LmEvalTask:
     rows = [{"context": f"c{i} ", "question": f"q{i}", "outputs": [f"a{i}"]} for i in range(3)]
     usual = {"metric": "style", "judge": "correct", "ask": ask, "sized": False}
     benchmark = Benchmark("style", ("style",), lambda leaf, **_: rows, folder, **usual | changes)
-    settings = TaskSettings(
-        length=0,
-        samples=3,
-        seed=0,
-        tokenizer=tokenizer,
-        tokenizer_id="test",
-        lexicon="natural",
-        chat_template=False,
-        cache_dir=folder,
-    )
-    return LmEvalHarness().load("style", settings, benchmark)
+    return load_task("style", benchmark, tokenizer, folder)
 
 
 RESPONSES = {("2", 0, 0): "xx", ("0", 0, 1): "y", ("0", 0, 0): "zzz"}

@@ -11,8 +11,9 @@ import pytest
 from kvbench.benchmark import Benchmark, Doc
 from kvbench.errors import UserError
 from kvbench.harness import rows as data
-from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
-from kvbench.harness.protocol import TaskSettings
+from kvbench.harness.lm_eval import LmEvalTask
+
+from ...loading import load_task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -80,20 +81,8 @@ def bench(folder: Path, *rows: Doc, yaml: str = YAML) -> Benchmark:
 
 
 def load(talk: Benchmark, tokenizer: Any, cache: Path, chat: bool, samples: int = 1) -> LmEvalTask:
-    return LmEvalHarness().load(
-        "talk",
-        TaskSettings(
-            length=512,
-            samples=samples,
-            seed=0,
-            tokenizer=tokenizer,
-            tokenizer_id="test",
-            lexicon="natural",
-            chat_template=chat,
-            cache_dir=cache / "cache",
-        ),
-        talk,
-    )
+    settings = {"length": 512, "samples": samples, "chat_template": chat}
+    return load_task("talk", talk, tokenizer, cache / "cache", **settings)
 
 
 @pytest.fixture

@@ -17,9 +17,10 @@ import pytest
 from kvbench.benchmark import Benchmark, Doc
 from kvbench.errors import UserError
 from kvbench.harness import rows as data
-from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
-from kvbench.harness.protocol import TaskSettings
+from kvbench.harness.lm_eval import LmEvalTask
 from kvbench_tasks.ruler import BENCHMARK as RULER
+
+from ...loading import load_task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -81,18 +82,8 @@ def load(
     chat: bool = True,
     **changes: Any,
 ) -> LmEvalTask:
-    options: dict[str, Any] = {"length": 512, "samples": 5, "seed": 0, "lexicon": "natural"}
-    return LmEvalHarness().load(
-        leaf,
-        TaskSettings(
-            tokenizer=tokenizer,
-            tokenizer_id="test",
-            chat_template=chat,
-            cache_dir=cache,
-            **{**options, **changes},
-        ),
-        bench,
-    )
+    settings = {"length": 512, "samples": 5, "chat_template": chat}
+    return load_task(leaf, bench, tokenizer, cache, **settings | changes)
 
 
 def evaluated(task: LmEvalTask, answers: list[str], tokenizer: Any, chat: bool) -> Any:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvbench.errors import UserError
-from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
+from kvbench.harness.lm_eval import LmEvalTask
 from kvbench.harness.own import METRICS, own_benchmark
-from kvbench.harness.protocol import TaskSettings
+
+from ...loading import load_task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,18 +27,9 @@ def write(path: Path, *rows: object) -> Path:
 
 
 def load(path: Path, tokenizer: PreTrainedTokenizerBase, **changes: Any) -> LmEvalTask:
-    options: dict[str, Any] = {"length": 0, "samples": 50, "seed": 0, "chat_template": True}
-    return LmEvalHarness().load(
-        path.stem,
-        TaskSettings(
-            tokenizer=tokenizer,
-            tokenizer_id="test",
-            lexicon="natural",
-            cache_dir=path.parent / "cache",
-            **{**options, **changes},
-        ),
-        own_benchmark(str(path)),
-    )
+    settings = {"samples": 50, "chat_template": True}
+    cache = path.parent / "cache"
+    return load_task(path.stem, own_benchmark(str(path)), tokenizer, cache, **settings | changes)
 
 
 def test_rows_with_one_context_are_questions_of_one_sample(

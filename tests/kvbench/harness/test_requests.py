@@ -15,8 +15,9 @@ from kvbench.decoding import Sampling
 from kvbench.errors import LeftOut, UserError
 from kvbench.harness import catalogue
 from kvbench.harness.encode import split_encode
-from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
-from kvbench.harness.protocol import TaskSettings
+from kvbench.harness.lm_eval import LmEvalTask
+
+from ...loading import load_task
 
 METRIC = """
 import json
@@ -54,20 +55,8 @@ def bench(folder: Path, rows: list[Doc], yaml: str = YAML, **changes: Any) -> Be
 
 
 def load(given: Benchmark, tokenizer: Any, folder: Path, **changes: Any) -> LmEvalTask:
-    usual: dict[str, Any] = {"lexicon": "natural", "chat_template": True, "thinking": None}
-    return LmEvalHarness().load(
-        "toy",
-        TaskSettings(
-            length=512,
-            samples=5,
-            seed=0,
-            tokenizer=tokenizer,
-            tokenizer_id="test",
-            cache_dir=folder,
-            **{**usual, **changes},
-        ),
-        given,
-    )
+    settings = {"length": 512, "samples": 5, "chat_template": True}
+    return load_task("toy", given, tokenizer, folder, **settings | changes)
 
 
 @pytest.fixture

@@ -13,10 +13,11 @@ from transformers import PreTrainedTokenizerFast
 
 from kvbench.errors import UserError
 from kvbench.harness.encode import split_encode
-from kvbench.harness.lm_eval import LmEvalHarness
-from kvbench.harness.protocol import Request, TaskSettings
+from kvbench.harness.protocol import Request
 from kvbench.profiles.needles import find_needles, token_span
 from kvbench.runs.worker import Prompt
+
+from ...loading import load_task
 
 
 def request(context: str, answer: str, question: str = "what?", **extra: str) -> Request:
@@ -54,18 +55,16 @@ class Slow:
 
 
 def loaded(tokenizer: Any, lexicon: str, samples: int, cache: Path, template: bool) -> list[Prompt]:
-    task = LmEvalHarness().load(
+    task = load_task(
         "niah_depth",
-        TaskSettings(
-            length=160 if lexicon == "reference" else 300,
-            samples=samples,
-            seed=3,
-            tokenizer=tokenizer,
-            tokenizer_id="test",
-            lexicon=lexicon,
-            chat_template=template,
-            cache_dir=cache,
-        ),
+        None,
+        tokenizer,
+        cache,
+        length=160 if lexicon == "reference" else 300,
+        samples=samples,
+        seed=3,
+        lexicon=lexicon,
+        chat_template=template,
     )
     return [prompt(tokenizer, r) for r in task.requests]
 

@@ -11,9 +11,10 @@ import pytest
 import kvbench
 from kvbench.data.sources import keep
 from kvbench.errors import NeedsHub
-from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
-from kvbench.harness.protocol import TaskSettings
+from kvbench.harness.lm_eval import LmEvalTask
 from kvbench_tasks.aime import BENCHMARK
+
+from ...loading import load_task
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -31,20 +32,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(leaf: str, tokenizer: Any, cache: Path, chat: bool = False) -> LmEvalTask:
-    return LmEvalHarness().load(
-        leaf,
-        TaskSettings(
-            length=0,
-            samples=30,
-            seed=0,
-            tokenizer=tokenizer,
-            tokenizer_id="test",
-            lexicon="natural",
-            chat_template=chat,
-            cache_dir=cache,
-        ),
-        BENCHMARK,
-    )
+    return load_task(leaf, BENCHMARK, tokenizer, cache, samples=30, chat_template=chat)
 
 
 def test_prompt_is_the_problem_and_the_instruction(bpe_tokenizer: Any, cache: Path) -> None:

@@ -10,10 +10,11 @@ import pytest
 
 import kvbench
 from kvbench.data.sources import keep
-from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
-from kvbench.harness.protocol import TaskSettings
+from kvbench.harness.lm_eval import LmEvalTask
 from kvbench_tasks.coqa import BENCHMARK, SOURCE
 from kvbench_tasks.coqa.metric import scores
+
+from ...loading import load_task
 
 RAW = [
     json.loads(line)
@@ -28,20 +29,7 @@ def task(bpe_tokenizer: Any, tmp_path: Path) -> LmEvalTask:
 
 def load(tokenizer: Any, cache: Path, raw: list[dict[str, Any]]) -> LmEvalTask:
     keep(SOURCE, raw, cache)
-    return LmEvalHarness().load(
-        "coqa",
-        TaskSettings(
-            length=0,
-            samples=9,
-            seed=0,
-            tokenizer=tokenizer,
-            tokenizer_id="test",
-            lexicon="natural",
-            chat_template=True,
-            cache_dir=cache,
-        ),
-        BENCHMARK,
-    )
+    return load_task("coqa", BENCHMARK, tokenizer, cache, chat_template=True)
 
 
 def test_the_last_question_follows_the_conversation(task: LmEvalTask) -> None:

@@ -10,10 +10,12 @@ import pytest
 
 from kvbench.errors import UserError
 from kvbench.harness.encode import split_encode
-from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
-from kvbench.harness.protocol import Request, TaskSettings
+from kvbench.harness.lm_eval import LmEvalTask
+from kvbench.harness.protocol import Request
 from kvbench.reference import grammar
 from kvbench_tasks.dialogue import BENCHMARK, FACTS, TURNS
+
+from ...loading import load_task
 
 WAYS = (("reference", "word", False), ("natural", "bpe", True), ("natural", "bpe", False))
 
@@ -21,19 +23,8 @@ WAYS = (("reference", "word", False), ("natural", "bpe", True), ("natural", "bpe
 def load(
     lexicon: str, tokenizer: Any, cache: Path, chat: bool = False, **changes: Any
 ) -> LmEvalTask:
-    options: dict[str, Any] = {"length": 700, "samples": 3, "seed": 0}
-    return LmEvalHarness().load(
-        "dialogue",
-        TaskSettings(
-            tokenizer=tokenizer,
-            tokenizer_id="test",
-            lexicon=lexicon,
-            chat_template=chat,
-            cache_dir=cache,
-            **{**options, **changes},
-        ),
-        BENCHMARK,
-    )
+    settings = {"length": 700, "samples": 3, "lexicon": lexicon, "chat_template": chat}
+    return load_task("dialogue", BENCHMARK, tokenizer, cache, **settings | changes)
 
 
 @pytest.fixture(params=WAYS, ids=lambda way: f"{way[0]}-{'chat' if way[2] else 'plain'}")

@@ -16,9 +16,10 @@ from lm_eval.tasks._yaml_loader import load_yaml
 import kvbench
 from kvbench.benchmark import Benchmark
 from kvbench.data.sources import keep
-from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
-from kvbench.harness.protocol import TaskSettings
+from kvbench.harness.lm_eval import LmEvalTask
 from kvbench_tasks.gsm8k import BENCHMARK, FEWSHOT, STRICT
+
+from ...loading import load_task
 
 FIXTURES = Path(__file__).parent / "fixtures"
 THEIRS = Path(lm_eval.tasks.__file__).parent / "gsm8k" / "gsm8k.yaml"
@@ -39,20 +40,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def load(
     bench: Benchmark, tokenizer: Any, cache: Path, seed: int = 0, chat: bool = False
 ) -> LmEvalTask:
-    return LmEvalHarness().load(
-        bench.name,
-        TaskSettings(
-            length=0,
-            samples=10,
-            seed=seed,
-            tokenizer=tokenizer,
-            tokenizer_id="test",
-            lexicon="natural",
-            chat_template=chat,
-            cache_dir=cache,
-        ),
-        bench,
-    )
+    return load_task(bench.name, bench, tokenizer, cache, seed=seed, chat_template=chat)
 
 
 def test_zero_shot_asks_for_a_box(bpe_tokenizer: Any, cache: Path) -> None:

@@ -13,9 +13,10 @@ import kvbench
 from kvbench.benchmark import Benchmark
 from kvbench.data.sources import keep
 from kvbench.errors import NeedsHub, UserError
-from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
-from kvbench.harness.protocol import TaskSettings
+from kvbench.harness.lm_eval import LmEvalTask
 from kvbench_tasks.infinitebench import BENCHMARK, KVPRESS, KVPRESS_SETS, SETS, source
+
+from ...loading import load_task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -109,20 +110,8 @@ def raw(name: str) -> list[dict[str, Any]]:
 def load(
     name: str, tokenizer: Any, cache: Path, chat: bool = False, bench: Benchmark = BENCHMARK
 ) -> LmEvalTask:
-    return LmEvalHarness().load(
-        f"infinitebench_{name}",
-        TaskSettings(
-            length=512,
-            samples=9,
-            seed=0,
-            tokenizer=tokenizer,
-            tokenizer_id="test",
-            lexicon="natural",
-            chat_template=chat,
-            cache_dir=cache,
-        ),
-        bench,
-    )
+    leaf = f"infinitebench_{name}"
+    return load_task(leaf, bench, tokenizer, cache, length=512, chat_template=chat)
 
 
 @pytest.mark.parametrize("name", SETS)

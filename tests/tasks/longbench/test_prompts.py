@@ -12,9 +12,10 @@ import pytest
 
 from kvbench.data.sources import keep
 from kvbench.errors import LeftOut, NeedsHub
-from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
-from kvbench.harness.protocol import TaskSettings
+from kvbench.harness.lm_eval import LmEvalTask
 from kvbench_tasks.longbench import BENCHMARK, DOMAINS, SETS, source
+
+from ...loading import load_task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -49,20 +50,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(name: str, tokenizer: Any, cache: Path, **changes: Any) -> LmEvalTask:
-    options: dict[str, Any] = {
-        "length": 512,
-        "samples": 9,
-        "seed": 0,
-        "lexicon": "natural",
-        "chat_template": False,
-    }
-    return LmEvalHarness().load(
-        f"longbench_{name}",
-        TaskSettings(
-            tokenizer=tokenizer, tokenizer_id="test", cache_dir=cache, **{**options, **changes}
-        ),
-        BENCHMARK,
-    )
+    return load_task(f"longbench_{name}", BENCHMARK, tokenizer, cache, **{"length": 512} | changes)
 
 
 def template(name: str) -> str:

@@ -12,10 +12,11 @@ import pytest
 import kvbench
 from kvbench.data.sources import keep
 from kvbench.errors import NeedsHub
-from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
-from kvbench.harness.protocol import TaskSettings
+from kvbench.harness.lm_eval import LmEvalTask
 from kvbench_tasks.longbench_v2 import BENCHMARK, SOURCE
 from kvbench_tasks.longbench_v2.metric import accuracy, letter
+
+from ...loading import load_task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -44,20 +45,7 @@ Format your response as follows: "The correct answer is (insert answer here)".""
 
 
 def load(tokenizer: Any, cache: Path) -> LmEvalTask:
-    return LmEvalHarness().load(
-        "longbench_v2",
-        TaskSettings(
-            length=512,
-            samples=9,
-            seed=0,
-            tokenizer=tokenizer,
-            tokenizer_id="test",
-            lexicon="natural",
-            chat_template=False,
-            cache_dir=cache,
-        ),
-        BENCHMARK,
-    )
+    return load_task("longbench_v2", BENCHMARK, tokenizer, cache, length=512)
 
 
 def test_prompts_are_the_official_ones(

@@ -11,11 +11,12 @@ import pytest
 
 from kvbench.errors import UserError
 from kvbench.harness.encode import split_encode
-from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
-from kvbench.harness.protocol import TaskSettings
+from kvbench.harness.lm_eval import LmEvalTask
 from kvbench.reference import grammar
 from kvbench_tasks.longgen import BENCHMARK
 from kvbench_tasks.longgen.metric import placed
+
+from ...loading import load_task
 
 LEXICONS = ("natural", "reference")
 
@@ -26,19 +27,8 @@ def tokenizer(request: pytest.FixtureRequest) -> Any:
 
 
 def load(leaf: str, lexicon: str, tokenizer: Any, cache: Path, **changes: Any) -> LmEvalTask:
-    options: dict[str, Any] = {"length": 512, "samples": 3, "seed": 0}
-    return LmEvalHarness().load(
-        leaf,
-        TaskSettings(
-            tokenizer=tokenizer,
-            tokenizer_id="test",
-            lexicon=lexicon,
-            chat_template=tokenizer.chat_template is not None,
-            cache_dir=cache,
-            **{**options, **changes},
-        ),
-        BENCHMARK,
-    )
+    settings = {"length": 512, "samples": 3, "chat_template": tokenizer.chat_template is not None}
+    return load_task(leaf, BENCHMARK, tokenizer, cache, lexicon=lexicon, **settings | changes)
 
 
 def used(request: Any, tokenizer: Any) -> int:

@@ -10,12 +10,13 @@ import pytest
 
 import kvbench
 from kvbench.data.sources import keep
-from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
-from kvbench.harness.protocol import TaskSettings
+from kvbench.harness.lm_eval import LmEvalTask
 from kvbench.judge.base import LocalJudge
 from kvbench.judge.rubrics import rubric
 from kvbench_tasks.longmemeval import BENCHMARK, NOTES, SOURCE
 from kvbench_tasks.longmemeval.chats import alternating
+
+from ...loading import load_task
 
 FIXTURE = Path(__file__).parent / "fixtures" / "longmemeval.jsonl"
 RAW = [json.loads(line) for line in FIXTURE.read_text().splitlines()]
@@ -24,20 +25,7 @@ RAW = [json.loads(line) for line in FIXTURE.read_text().splitlines()]
 def load(leaf: str, tokenizer: Any, cache: Path) -> LmEvalTask:
     keep(SOURCE, RAW, cache)
     found = next(b for b in (BENCHMARK, NOTES) if leaf in b.leaves)
-    return LmEvalHarness().load(
-        leaf,
-        TaskSettings(
-            length=0,
-            samples=99,
-            seed=0,
-            tokenizer=tokenizer,
-            tokenizer_id="test",
-            lexicon="natural",
-            chat_template=False,
-            cache_dir=cache,
-        ),
-        found,
-    )
+    return load_task(leaf, found, tokenizer, cache, samples=99)
 
 
 def test_the_prompt_is_the_official_one(bpe_tokenizer: Any, tmp_path: Path) -> None:

@@ -11,9 +11,10 @@ import pytest
 import kvbench
 from kvbench.data.sources import keep
 from kvbench.errors import LeftOut
-from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
-from kvbench.harness.protocol import TaskSettings
+from kvbench.harness.lm_eval import LmEvalTask
 from kvbench_tasks.longproc import BENCHMARK
+
+from ...loading import load_task
 
 FIXTURES = Path(__file__).parent / "fixtures"
 KINDS = {
@@ -40,20 +41,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(name: str, tokenizer: Any, cache: Path) -> LmEvalTask:
-    return LmEvalHarness().load(
-        f"longproc_{name}",
-        TaskSettings(
-            length=0,
-            samples=10,
-            seed=0,
-            tokenizer=tokenizer,
-            tokenizer_id="test",
-            lexicon="natural",
-            chat_template=False,
-            cache_dir=cache,
-        ),
-        BENCHMARK,
-    )
+    return load_task(f"longproc_{name}", BENCHMARK, tokenizer, cache)
 
 
 def test_there_are_the_sixteen_leaves_of_lm_eval() -> None:

@@ -10,9 +10,10 @@ import pytest
 
 import kvbench
 from kvbench.data.sources import keep
-from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
-from kvbench.harness.protocol import TaskSettings
+from kvbench.harness.lm_eval import LmEvalTask
 from kvbench_tasks.math_500 import BENCHMARK
+
+from ...loading import load_task
 
 FIXTURE = Path(__file__).parent / "fixtures" / "test.jsonl"
 ROWS: list[dict[str, Any]] = [json.loads(line) for line in FIXTURE.read_text().splitlines()]
@@ -27,20 +28,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def task(bpe_tokenizer: Any, cache: Path) -> LmEvalTask:
-    return LmEvalHarness().load(
-        "math_500",
-        TaskSettings(
-            length=0,
-            samples=500,
-            seed=0,
-            tokenizer=bpe_tokenizer,
-            tokenizer_id="test",
-            lexicon="natural",
-            chat_template=False,
-            cache_dir=cache,
-        ),
-        BENCHMARK,
-    )
+    return load_task("math_500", BENCHMARK, bpe_tokenizer, cache, samples=500)
 
 
 def test_prompts_and_the_fields_that_reports_group_by(task: LmEvalTask) -> None:

@@ -9,28 +9,17 @@ import pytest
 
 import kvbench
 from kvbench.harness.encode import split_encode
-from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
-from kvbench.harness.protocol import TaskSettings
+from kvbench.harness.lm_eval import LmEvalTask
 from kvbench.reference import grammar
 from kvbench_tasks.niah_hard import ANSWER, BENCHMARK
 
+from ...loading import load_task
 from ..synthetic.oracles import facts, keys_asked
 
 
 def load(lexicon: str, tokenizer: Any, cache: Path, **changes: Any) -> LmEvalTask:
-    options: dict[str, Any] = {"length": 2048, "samples": 8, "seed": 0}
-    return LmEvalHarness().load(
-        "niah_hard",
-        TaskSettings(
-            tokenizer=tokenizer,
-            tokenizer_id="test",
-            lexicon=lexicon,
-            chat_template=False,
-            cache_dir=cache,
-            **{**options, **changes},
-        ),
-        BENCHMARK,
-    )
+    settings = {"length": 2048, "samples": 8, "lexicon": lexicon}
+    return load_task("niah_hard", BENCHMARK, tokenizer, cache, **settings | changes)
 
 
 def test_real_models_are_asked_for_all_keys_at_once(bpe_tokenizer: Any, tmp_path: Path) -> None:

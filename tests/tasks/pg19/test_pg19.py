@@ -13,10 +13,11 @@ import kvbench
 from kvbench.data.sources import keep
 from kvbench.errors import UserError
 from kvbench.harness.encode import count_tokens
-from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
-from kvbench.harness.protocol import TaskSettings
+from kvbench.harness.lm_eval import LmEvalTask
 from kvbench_tasks.pg19 import BENCHMARK, SOURCE, STREAM
 from kvbench_tasks.pg19.metric import nll
+
+from ...loading import load_task
 
 FIXTURE = Path(__file__).parent / "fixtures" / "pg19.jsonl"
 RAW = [json.loads(line) for line in FIXTURE.read_text().splitlines()]
@@ -24,19 +25,9 @@ RAW = [json.loads(line) for line in FIXTURE.read_text().splitlines()]
 
 def load(leaf: str, tokenizer: Any, cache: Path, **changes: Any) -> LmEvalTask:
     keep(SOURCE, RAW, cache)
-    options: dict[str, Any] = {"length": 200, "samples": 4, "seed": 0}
-    return LmEvalHarness().load(
-        leaf,
-        TaskSettings(
-            tokenizer=tokenizer,
-            tokenizer_id="test",
-            lexicon="natural",
-            chat_template=True,
-            cache_dir=cache,
-            **{**options, **changes},
-        ),
-        STREAM if leaf == "pg19_stream" else BENCHMARK,
-    )
+    bench = STREAM if leaf == "pg19_stream" else BENCHMARK
+    settings = {"length": 200, "samples": 4, "chat_template": True}
+    return load_task(leaf, bench, tokenizer, cache, **settings | changes)
 
 
 @pytest.mark.parametrize(("leaf", "prompt"), [("pg19", 150), ("pg19_stream", 25)])

@@ -12,11 +12,12 @@ import pytest
 from kvbench.benchmark import Source
 from kvbench.data import hub_cache
 from kvbench.errors import NeedsHub
-from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
-from kvbench.harness.protocol import TaskSettings
+from kvbench.harness.lm_eval import LmEvalTask
 from kvbench_tasks.ruler import BENCHMARK, qa
 from kvbench_tasks.synthetic.essays import essays
 from kvbench_tasks.synthetic.ruler_words import release
+
+from ...loading import load_task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -59,18 +60,8 @@ ESSAYS = [
 
 
 def load(leaf: str, tokenizer: Any, cache: Path, **changes: Any) -> LmEvalTask:
-    options: dict[str, Any] = {"length": 512, "samples": 6, "seed": 0, "lexicon": "natural"}
-    return LmEvalHarness().load(
-        leaf,
-        TaskSettings(
-            tokenizer=tokenizer,
-            tokenizer_id="test",
-            chat_template=True,
-            cache_dir=cache,
-            **{**options, **changes},
-        ),
-        BENCHMARK,
-    )
+    settings = {"length": 512, "samples": 6, "chat_template": True}
+    return load_task(leaf, BENCHMARK, tokenizer, cache, **settings | changes)
 
 
 @pytest.fixture

@@ -12,12 +12,12 @@ import pytest
 from kvbench.errors import LeftOut, UserError
 from kvbench.harness.catalogue import resolve_task
 from kvbench.harness.encode import split_encode
-from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
-from kvbench.harness.protocol import TaskSettings
+from kvbench.harness.lm_eval import LmEvalTask
 from kvbench_tasks.ruler import BENCHMARK
 from kvbench_tasks.synthetic.natural import prompts
 from kvbench_tasks.synthetic.ruler_words import adjectives, all_words, nouns
 
+from ...loading import load_task
 from ..synthetic.oracles import facts, listed
 
 # constants.py and variable_tracking.py, word for word.
@@ -33,18 +33,8 @@ NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. The
 
 
 def load(leaf: str, tokenizer: Any, cache: Path, **changes: Any) -> LmEvalTask:
-    options: dict[str, Any] = {"length": 4096, "samples": 3, "seed": 0, "chat_template": False}
-    return LmEvalHarness().load(
-        leaf,
-        TaskSettings(
-            tokenizer=tokenizer,
-            tokenizer_id="test",
-            lexicon="natural",
-            cache_dir=cache,
-            **{**options, **changes},
-        ),
-        BENCHMARK,
-    )
+    settings = {"length": 4096, "samples": 3}
+    return load_task(leaf, BENCHMARK, tokenizer, cache, **settings | changes)
 
 
 def rulers_prompt(lines: list[str]) -> tuple[str, list[str]]:

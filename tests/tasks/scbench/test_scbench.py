@@ -11,9 +11,11 @@ import pytest
 import kvbench
 from kvbench.data.sources import keep
 from kvbench.errors import UserError
-from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
-from kvbench.harness.protocol import Request, TaskSettings
+from kvbench.harness.lm_eval import LmEvalTask
+from kvbench.harness.protocol import Request
 from kvbench_tasks.scbench import BENCHMARK, NAMES, REQUESTS, SOURCES
+
+from ...loading import load_task
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -32,18 +34,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(leaf: str, tokenizer: Any, cache: Path, chat: bool = False, **changes: Any) -> LmEvalTask:
-    options: dict[str, Any] = {"length": 0, "samples": 9, "seed": 0, "lexicon": "natural"}
-    return LmEvalHarness().load(
-        leaf,
-        TaskSettings(
-            tokenizer=tokenizer,
-            tokenizer_id="test",
-            chat_template=chat,
-            cache_dir=cache,
-            **{**options, **changes},
-        ),
-        BENCHMARK if leaf in BENCHMARK.leaves else REQUESTS,
-    )
+    bench = BENCHMARK if leaf in BENCHMARK.leaves else REQUESTS
+    settings = {"samples": 9, "chat_template": chat}
+    return load_task(leaf, bench, tokenizer, cache, **settings | changes)
 
 
 def whole(request: Request) -> str:

@@ -14,14 +14,14 @@ import pytest
 from kvbench.benchmark import Benchmark
 from kvbench.errors import UserError
 from kvbench.harness.encode import split_encode
-from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
-from kvbench.harness.protocol import TaskSettings
+from kvbench.harness.lm_eval import LmEvalTask
 from kvbench.reference import grammar
 from kvbench_tasks.niah import BENCHMARK as NIAH
 from kvbench_tasks.niah import DEPTHS
 from kvbench_tasks.ruler import BENCHMARK as RULER
 from kvbench_tasks.synthetic import ruler_words
 
+from ...loading import load_task
 from .oracles import facts, keys_asked, listed, solve
 
 if TYPE_CHECKING:
@@ -39,19 +39,12 @@ def tokenizer(request: pytest.FixtureRequest) -> Any:
 
 def load(leaf: str, lexicon: str, tokenizer: Any, cache: Path, **changes: Any) -> LmEvalTask:
     bench: Benchmark = NIAH if leaf in NIAH.leaves else RULER
-    options: dict[str, Any] = {"length": LENGTH, "samples": 4, "seed": 0}
-    return LmEvalHarness().load(
-        leaf,
-        TaskSettings(
-            tokenizer=tokenizer,
-            tokenizer_id="test",
-            lexicon=lexicon,
-            chat_template=tokenizer.chat_template is not None,
-            cache_dir=cache,
-            **{**options, **changes},
-        ),
-        bench,
-    )
+    settings = {
+        "length": LENGTH,
+        "samples": 4,
+        "chat_template": tokenizer.chat_template is not None,
+    }
+    return load_task(leaf, bench, tokenizer, cache, lexicon=lexicon, **settings | changes)
 
 
 def used(request: Any, tokenizer: Any) -> int:

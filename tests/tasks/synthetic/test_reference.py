@@ -9,8 +9,8 @@ from transformers import AutoTokenizer
 
 from kvbench import reference
 from kvbench.harness.catalogue import resolve_task
-from kvbench.harness.lm_eval import LmEvalHarness
-from kvbench.harness.protocol import TaskSettings
+
+from ...loading import load_task
 
 # Version and data hash at 512 tokens, seed 0, as recorded with kvbench 0.1.0. A
 # change here makes all results of the leaf incomparable: raise its version for that lexicon.
@@ -38,18 +38,13 @@ RECORDED = {
 @pytest.mark.parametrize("leaf", RECORDED)
 def test_versions_and_data_hashes_are_those_on_record(leaf: str, tmp_path: Path) -> None:
     [(_, bench)] = resolve_task(leaf)
-    task = LmEvalHarness().load(
+    task = load_task(
         leaf,
-        TaskSettings(
-            length=512,
-            samples=3,
-            seed=0,
-            tokenizer=AutoTokenizer.from_pretrained(reference.path()),
-            tokenizer_id="reference",
-            lexicon="reference",
-            chat_template=False,
-            cache_dir=tmp_path,
-        ),
         bench,
+        AutoTokenizer.from_pretrained(reference.path()),
+        tmp_path,
+        length=512,
+        samples=3,
+        lexicon="reference",
     )
     assert (task.version, task.data_hash) == RECORDED[leaf]

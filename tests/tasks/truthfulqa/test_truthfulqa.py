@@ -10,10 +10,11 @@ import pytest
 
 import kvbench
 from kvbench.data.sources import keep
-from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
-from kvbench.harness.protocol import TaskSettings
+from kvbench.harness.lm_eval import LmEvalTask
 from kvbench_tasks.truthfulqa import BENCHMARK, SOURCE
 from kvbench_tasks.truthfulqa.metric import scores
+
+from ...loading import load_task
 
 FIXTURE = Path(__file__).parent / "fixtures" / "truthful_qa.jsonl"
 RAW = [json.loads(line) for line in FIXTURE.read_text().splitlines()]
@@ -22,20 +23,7 @@ RAW = [json.loads(line) for line in FIXTURE.read_text().splitlines()]
 @pytest.fixture
 def task(bpe_tokenizer: Any, tmp_path: Path) -> LmEvalTask:
     keep(SOURCE, RAW, tmp_path)
-    return LmEvalHarness().load(
-        "truthfulqa_gen",
-        TaskSettings(
-            length=0,
-            samples=9,
-            seed=0,
-            tokenizer=bpe_tokenizer,
-            tokenizer_id="test",
-            lexicon="natural",
-            chat_template=True,
-            cache_dir=tmp_path,
-        ),
-        BENCHMARK,
-    )
+    return load_task("truthfulqa_gen", BENCHMARK, bpe_tokenizer, tmp_path, chat_template=True)
 
 
 def test_the_prompt_is_that_of_lm_eval(task: LmEvalTask) -> None:
