@@ -145,7 +145,9 @@ def roco_protection(
     return classes
 
 
-def roco(layer: Layer, b: int, b_std: float = 0.1, window: int = 10, sinks: int = 4) -> Worth:
+def roco(
+    layer: Layer, held: Held, b: int, b_std: float = 0.1, window: int = 10, sinks: int = 4
+) -> Worth:
     mean, std = mean_and_std(layer)
     newest, tokens = layer.tokens - 1, tuple(range(layer.tokens))
     classes = [roco_protection(s, tokens, newest, b, b_std, window, sinks) for s in std]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import pytest
@@ -27,15 +28,11 @@ def of(score: Callable[..., o.Worth], **how: object) -> Score:
     return lambda layer, held, b: score(layer, held, **how)
 
 
-def roco(**how: object) -> Score:
-    return lambda layer, held, b: o.roco(layer, b, **how)  # type: ignore[arg-type]
-
-
 SCORES: dict[str, Score] = {
     "tova": of(o.tova),
-    "roco": roco(),
-    "roco:b_std=0.5:window=3:sinks=0": roco(b_std=0.5, window=3, sinks=0),
-    "roco:b_std=0.29:window=0:sinks=9": roco(b_std=0.29, window=0, sinks=9),
+    "roco": o.roco,
+    "roco:b_std=0.5:window=3:sinks=0": partial(o.roco, b_std=0.5, window=3, sinks=0),
+    "roco:b_std=0.29:window=0:sinks=9": partial(o.roco, b_std=0.29, window=0, sinks=9),
     "obcache": of(o.obcache),
     "obcache:window=1": of(o.obcache, window=1),
     "obcache:window=8:variant=value": of(o.obcache, window=8, variant="value"),
@@ -306,7 +303,8 @@ def test_obcache_does_not_depend_on_its_blocks(
     (view,) = made.views(chosen, [5, 5])
     whole = chosen.score.score(view).value  # type: ignore[union-attr]
     monkeypatch.setattr(obcache, "_BLOCK", 5 * 2 * 2 * 8)
-    torch.testing.assert_close(chosen.score.score(view).value, whole)  # type: ignore[union-attr]
+    again = chosen.score.score(view).value  # type: ignore[union-attr]
+    torch.testing.assert_close(again, whole, rtol=1e-4, atol=1e-5)  # squares cancel
 
 
 def test_rkv_spares_the_most_recent_of_those_that_say_the_same() -> None:
