@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from kvbench.engine.cache import RaggedCache
-from kvbench.engine.decide import Cut, row_seeds
+from kvbench.engine.decide import Cut
 from kvbench.engine.decode import Stop, greedy
+from kvbench.engine.draw import row_seeds
 from kvbench.engine.driver import engine
 from kvbench.engine.loading import load_model
 from kvbench.engine.models import model_info

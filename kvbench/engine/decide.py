@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.cache import RaggedCache
+from kvbench.engine.changes import Changes, versions
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.upkeep import goes_on
 from kvbench.errors import BudgetError
@@ -70,23 +70,6 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def row_seeds(cache: RaggedCache, seed: int) -> Tensor:
-    """Noise seeds of the sequences, int64 `[B]`, from the run's seed and the sequence's tokens.
-
-    Padding does not count, so that a sequence has the same noise in every batch.
-    """
-    assert cache.valid is not None
-    if cache.ids is None:
-        return torch.full((cache.batch,), seed, device=cache.valid.device)
-    ids = torch.cat([i.to(cache.valid.device) for i in cache.ids], 1)
-    out = []
-    for row, valid in zip(ids.cpu(), cache.valid.cpu(), strict=True):
-        text = ",".join(map(str, row[valid].tolist()))
-        digest = hashlib.blake2b(f"{seed}|{text}".encode(), digest_size=4).digest()
-        out.append(int.from_bytes(digest, "big"))
-    return torch.tensor(out, device=cache.valid.device)
-
-
 @dataclass
 class Cut:
     """One compression of one cache for one policy.
@@ -126,7 +109,7 @@ class Cut:
         self.mean = torch.tensor(self.budget, device=self.length.device)
         self.total = [b * self.info.layers * self.info.kv_heads for b in self.budget]
         self.by_layer = self.policy.allocate.scope != "model"
-        self._shown: list[tuple[str, Tensor, int]] = []
+        self._changes = Changes()
         self._flags: list[tuple[str, Tensor]] = []
 
     @property
@@ -199,7 +182,8 @@ class Cut:
                 obs[need] = found
         if not layer.packed:  # views of packed layers hold copies
             shown = {"key": key, "value": value, **{f"obs[{need}]": x for need, x in obs.items()}}
-            self._shown += [(name, x, versions(x)[0]) for name, x in shown.items()]
+            for name, x in shown.items():
+                self._changes.show(name, x, *versions(x))
         return View(
             layer=index,
             moment=self.moment,
@@ -232,7 +216,7 @@ class Cut:
             self.shared.made[layer, name] = known
         else:
             self.saved += known[1]
-        self._shown.append((str(name), known[0], versions(known[0])[0]))
+        self._changes.show(str(name), known[0], *versions(known[0]))
         return known[0]
 
     def _observed(
@@ -292,9 +276,8 @@ class Cut:
         scored = [Scored(v, self.policy.select.prepare(v, self._score(v))) for v in views]
         total = torch.tensor(self.total, device=self.length.device)
         shares = self.policy.allocate.allocate(_gathered(scored, total.device), total)
-        decisions = [
-            self._select(v, s, shares[:, i].to(v.col.device)) for i, (v, s) in enumerate(scored)
-        ]
+        parts = zip(scored, shares.unbind(1), strict=True)
+        decisions = [self._select(v, s, share.to(v.col.device)) for (v, s), share in parts]
         self._untouched()
         return decisions
 
@@ -365,7 +348,8 @@ class Cut:
         return found
 
     def _show_scores(self, scores: Scores, marks: tuple[int, ...]) -> None:
-        self._shown += [("scores", scores.value, marks[0]), ("protect", scores.protect, marks[1])]
+        self._changes.show("scores", scores.value, marks[0])
+        self._changes.show("protect", scores.protect, marks[1])
 
     def _select(self, view: View, scores: Scores, share: Tensor) -> Decision:
         keep = self.policy.select.select(view, scores, share)
@@ -396,10 +380,8 @@ class Cut:
         Returns:
             The name of a changed tensor, or an empty string.
         """
-        changed = next((name for name, x, was in self._shown if versions(x) != (was,)), "")
-        # Tensors of inference mode have no version, so nobody can tell.
-        unknown = any(x.is_inference() for _, x, _ in self._shown)
-        self.cache.spoiled |= bool(changed) or unknown
+        changed = self._changes.first()
+        self.cache.spoiled |= bool(changed) or self._changes.unknown
         return changed
 
     def _untouched(self) -> None:
@@ -408,10 +390,10 @@ class Cut:
         Raises:
             BudgetError: The policy changed a tensor of the view in place.
         """
-        if any(versions(x) != (was,) for _, x, was in self._shown):
+        if self._changes.first():
             name = self.note_changes()
             raise BudgetError(f"{self.policy} changed {name} in place; change a copy instead")
-        self._shown.clear()
+        self._changes.forget()
 
 
 def _gathered(scored: list[Scored], device: torch.device) -> list[Scored]:
@@ -430,8 +412,3 @@ def _gathered(scored: list[Scored], device: torch.device) -> list[Scored]:
         moved = Scores(scores.value.to(device), scores.protect.to(device))
         out.append(Scored(near, moved))
     return out
-
-
-def versions(*tensors: Tensor) -> tuple[int, ...]:
-    """How often tensors were written to; 0 (unknown) for tensors of inference mode."""
-    return tuple(0 if x.is_inference() else x._version for x in tensors)

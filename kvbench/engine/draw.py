@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kvbench.decoding import Sampling
+from kvbench.engine.cache import RaggedCache
 
 _WORD = 1 << 64
 
@@ -95,6 +96,23 @@ def choose(logits: Tensor, draws: Sequence[Draw | None], steps: Sequence[int]) -
         for i, token in zip(rows, found, strict=True):
             chosen[i] = token
     return chosen
+
+
+def row_seeds(cache: RaggedCache, seed: int) -> Tensor:
+    """Noise seeds of the sequences, int64 `[B]`, from the run's seed and the sequence's tokens.
+
+    Padding does not count, so that a sequence has the same noise in every batch.
+    """
+    assert cache.valid is not None
+    if cache.ids is None:
+        return torch.full((cache.batch,), seed, device=cache.valid.device)
+    ids = torch.cat([i.to(cache.valid.device) for i in cache.ids], 1)
+    out = []
+    for row, valid in zip(ids.cpu(), cache.valid.cpu(), strict=True):
+        text = ",".join(map(str, row[valid].tolist()))
+        digest = hashlib.blake2b(f"{seed}|{text}".encode(), digest_size=4).digest()
+        out.append(int.from_bytes(digest, "big"))
+    return torch.tensor(out, device=cache.valid.device)
 
 
 def _signed(word: int) -> int:

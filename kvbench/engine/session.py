@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from kvbench.budget import Budget
 from kvbench.engine.attachment import Forward, Step
 from kvbench.engine.cache import RaggedCache
-from kvbench.engine.decide import Cut, row_seeds
+from kvbench.engine.decide import Cut
+from kvbench.engine.draw import row_seeds
 from kvbench.engine.driver import Driver, start_observers
 from kvbench.engine.evict import (
     compress_cache,

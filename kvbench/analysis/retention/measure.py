@@ -20,8 +20,9 @@ from kvbench.analysis.retention.matrices import TokenSums, sparsity
 from kvbench.analysis.retention.options import MOST_HEADS, MOST_LAYERS, Options, chosen
 from kvbench.analysis.retention.survive import InUse, Survival, horizons
 from kvbench.budget import Budget
-from kvbench.engine.decide import Cut, row_seeds
+from kvbench.engine.decide import Cut
 from kvbench.engine.decode import Stop, end_tokens, greedy
+from kvbench.engine.draw import row_seeds
 from kvbench.engine.models import full_layer_ids, model_info
 from kvbench.engine.prefix import Prefix
 from kvbench.errors import PluginError, UserError, plugin_call

@@ -11,7 +11,8 @@ import kvbench
 from kvbench.analysis.common import Bench
 from kvbench.analysis.retention import steps
 from kvbench.budget import Budget
-from kvbench.engine.decide import Cut, row_seeds
+from kvbench.engine.decide import Cut
+from kvbench.engine.draw import row_seeds
 from kvbench.engine.driver import engine
 from kvbench.engine.prefix import Prefix
 from kvbench.progress import Silent

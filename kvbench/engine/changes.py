@@ -1,0 +1,34 @@
+"""Notices whether a policy changes tensors in place that other cells see, too."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def versions(*tensors: Tensor) -> tuple[int, ...]:
+    """How often tensors were written to; 0 (unknown) for tensors of inference mode."""
+    return tuple(0 if x.is_inference() else x._version for x in tensors)
+
+
+class Changes:
+    """The tensors that a policy is shown, and how often each had been written to before."""
+
+    def __init__(self) -> None:
+        self._shown: list[tuple[str, Tensor, int]] = []
+
+    def show(self, name: str, tensor: Tensor, version: int) -> None:
+        """Note a tensor and the version that it had when the policy first saw it."""
+        self._shown.append((name, tensor, version))
+
+    def forget(self) -> None:
+        """Forget all tensors."""
+        self._shown.clear()
+
+    def first(self) -> str:
+        """The name of the first changed tensor, or an empty string."""
+        return next((name for name, x, was in self._shown if versions(x) != (was,)), "")
+
+    @property
+    def unknown(self) -> bool:
+        """Whether a change could go unnoticed: tensors of inference mode have no version."""
+        return any(x.is_inference() for _, x, _ in self._shown)
