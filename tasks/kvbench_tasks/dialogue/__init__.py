@@ -2,45 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from kvbench.benchmark import Benchmark, Doc
-from kvbench_tasks.synthetic.fitting import Plan, Size
 from kvbench_tasks.synthetic.generate import generate
-from kvbench_tasks.synthetic.lexicon import Lexicon
 
 TURNS = 6
 FACTS = 3
 """New facts of each turn."""
 
 
-def docs(
-    leaf: str,
-    *,
-    length: int,
-    samples: int,
-    seed: int,
-    tokenizer: Any,
-    lexicon: str,
-    cache_dir: Path,
-    size: Size,
-) -> list[Doc]:
+def docs(leaf: str, **settings: Any) -> list[Doc]:
     """See `Benchmark.docs`."""
-
-    def plans(words: Lexicon, index: int) -> Sequence[Plan]:
-        return words.dialogue(TURNS, FACTS)
-
-    return generate(
-        leaf,
-        plans,
-        length=length,
-        samples=samples,
-        seed=seed,
-        lexicon_name=lexicon,
-        size=size,
-    )
+    return generate(leaf, lambda words, _: words.dialogue(TURNS, FACTS), **settings)
 
 
 BENCHMARK = Benchmark(

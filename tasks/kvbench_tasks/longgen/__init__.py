@@ -12,17 +12,7 @@ from kvbench_tasks.synthetic.generate import counter, generate
 from kvbench_tasks.synthetic.lexicon import Lexicon
 
 
-def docs(
-    leaf: str,
-    *,
-    length: int,
-    samples: int,
-    seed: int,
-    tokenizer: Any,
-    lexicon: str,
-    cache_dir: Path,
-    size: Size,
-) -> list[Doc]:
+def docs(leaf: str, *, size: Size, **settings: Any) -> list[Doc]:
     """See `Benchmark.docs`."""
     tokens = counter(size)
 
@@ -31,15 +21,7 @@ def docs(
             return words.listing(tokens)
         return words.passage(tokens) if leaf == "longgen_copy" else words.steps(tokens)
 
-    return generate(
-        leaf,
-        plans,
-        length=length,
-        samples=samples,
-        seed=seed,
-        lexicon_name=lexicon,
-        size=size,
-    )
+    return generate(leaf, plans, size=size, **settings)
 
 
 BENCHMARK = Benchmark(

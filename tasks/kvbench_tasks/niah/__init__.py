@@ -8,7 +8,7 @@ from typing import Any
 
 from kvbench.benchmark import Benchmark, Doc
 from kvbench_tasks.synthetic.essays import ESSAYS
-from kvbench_tasks.synthetic.fitting import Plan, Size
+from kvbench_tasks.synthetic.fitting import Plan
 from kvbench_tasks.synthetic.generate import generate
 from kvbench_tasks.synthetic.lexicon import Lexicon, Niah
 
@@ -20,32 +20,13 @@ The order spreads the depths of a run with few samples: neighbours among the fir
 """
 
 
-def docs(
-    leaf: str,
-    *,
-    length: int,
-    samples: int,
-    seed: int,
-    tokenizer: Any,
-    lexicon: str,
-    cache_dir: Path,
-    size: Size,
-) -> list[Doc]:
+def docs(leaf: str, *, cache_dir: Path, **settings: Any) -> list[Doc]:
     """See `Benchmark.docs`."""
 
     def plans(words: Lexicon, index: int) -> Sequence[Plan]:
         return words.niah(Niah("essay"), depths=[DEPTHS[index % len(DEPTHS)] / 100])
 
-    rows = generate(
-        leaf,
-        plans,
-        length=length,
-        samples=samples,
-        seed=seed,
-        lexicon_name=lexicon,
-        size=size,
-        essays_in=cache_dir,
-    )
+    rows = generate(leaf, plans, essays_in=cache_dir, **settings)
     return [{**row, "extra": {"depth": DEPTHS[i % len(DEPTHS)]}} for i, row in enumerate(rows)]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvbench.benchmark import Benchmark, Doc
 from kvbench_tasks.synthetic.essays import ESSAYS
-from kvbench_tasks.synthetic.fitting import Plan, Size
+from kvbench_tasks.synthetic.fitting import Plan
 from kvbench_tasks.synthetic.generate import generate
 from kvbench_tasks.synthetic.lexicon import Lexicon, Niah
 
@@ -19,33 +19,16 @@ ANSWER = 256
 """New tokens: 16 numbers of seven digits do not fit into RULER's 128 where a digit is a token."""
 
 
-def docs(
-    leaf: str,
-    *,
-    length: int,
-    samples: int,
-    seed: int,
-    tokenizer: Any,
-    lexicon: str,
-    cache_dir: Path,
-    size: Size,
-) -> list[Doc]:
+def docs(leaf: str, *, samples: int, lexicon: str, cache_dir: Path, **settings: Any) -> list[Doc]:
     """See `Benchmark.docs`. The reference model is asked for one key at a time, a row each."""
 
     def plans(words: Lexicon, index: int) -> Sequence[Plan]:
         made = words.niah(Niah("essay", keys=KEYS, values=VALUES, queries=QUERIES))
         return made if lexicon == "reference" else [_roomier(plan) for plan in made]
 
-    rows = generate(
-        leaf,
-        plans,
-        length=length,
-        samples=-(-samples // (QUERIES if lexicon == "reference" else 1)),
-        seed=seed,
-        lexicon_name=lexicon,
-        size=size,
-        essays_in=cache_dir,
-    )
+    contexts = -(-samples // (QUERIES if lexicon == "reference" else 1))
+    settings |= {"samples": contexts, "lexicon": lexicon, "essays_in": cache_dir}
+    rows = generate(leaf, plans, **settings)
     return [{**row, **asked} for row in rows for asked in row.pop("each", [{}])][:samples]
 
 

@@ -34,6 +34,7 @@ def qa_rows(
     lexicon: str,
     cache_dir: Path,
     size: Size,
+    **_: Any,
 ) -> list[Doc]:
     """Make the rows of a task; see `Benchmark.docs`. The seed orders the questions."""
     if lexicon != "natural":

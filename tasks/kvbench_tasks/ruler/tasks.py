@@ -24,40 +24,14 @@ _NIAH = {
 _HOPS = 4
 
 
-def rows(
-    leaf: str,
-    *,
-    length: int,
-    samples: int,
-    seed: int,
-    tokenizer: Any,
-    lexicon: str,
-    cache_dir: Path,
-    size: Size,
-) -> list[Doc]:
+def rows(leaf: str, *, cache_dir: Path, size: Size, **settings: Any) -> list[Doc]:
     """Make the rows of a task; see `Benchmark.docs`."""
     if leaf.startswith("qa_"):
-        return qa_rows(
-            leaf,
-            length=length,
-            samples=samples,
-            seed=seed,
-            lexicon=lexicon,
-            cache_dir=cache_dir,
-            size=size,
-        )
+        return qa_rows(leaf, cache_dir=cache_dir, size=size, **settings)
     needles = _NIAH.get(leaf)
     essay = needles is not None and needles.haystack == "essay"
-    return generate(
-        leaf,
-        _plans(leaf, counter(size)),
-        length=length,
-        samples=samples,
-        seed=seed,
-        lexicon_name=lexicon,
-        size=size,
-        essays_in=cache_dir if essay else None,
-    )
+    essays_in = cache_dir if essay else None
+    return generate(leaf, _plans(leaf, counter(size)), size=size, essays_in=essays_in, **settings)
 
 
 def _plans(leaf: str, tokens: Tokens) -> Callable[[Lexicon, int], Sequence[Plan]]:

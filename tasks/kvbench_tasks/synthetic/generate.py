@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from kvbench.errors import UserError
 from kvbench_tasks.synthetic.essays import essays
@@ -25,9 +26,10 @@ def generate(
     length: int,
     samples: int,
     seed: int,
-    lexicon_name: str,
+    lexicon: str,
     size: Size,
     essays_in: Path | None = None,
+    **_: Any,
 ) -> list[Doc]:
     """Generate the first rows of a synthetic task.
 
@@ -37,7 +39,7 @@ def generate(
         length: Most tokens of prompt and answer.
         samples: How many rows.
         seed: Seed of the data.
-        lexicon_name: "natural" or "reference".
+        lexicon: "natural" or "reference".
         size: Counts a prompt's tokens.
         essays_in: Cache folder of the essays, for a natural task over them. Where the hub cannot be
             reached the lexicon writes prose instead; the rows' `variant` says which it is.
@@ -45,16 +47,16 @@ def generate(
     Raises:
         UserError: The lexicon is unknown, or no plan fits into `length`.
     """
-    make = _LEXICONS.get(lexicon_name)
+    make = _LEXICONS.get(lexicon)
     if make is None:
-        raise UserError(f"unknown lexicon {lexicon_name!r}; there are {', '.join(_LEXICONS)}")
-    essay = essays(essays_in) if essays_in is not None and lexicon_name == "natural" else ()
+        raise UserError(f"unknown lexicon {lexicon!r}; there are {', '.join(_LEXICONS)}")
+    essay = essays(essays_in) if essays_in is not None and lexicon == "natural" else ()
     rows = []
     for i in range(samples):
-        streams = Streams(leaf, lexicon_name, length, seed, i)
-        lexicon = make(streams, length, essay or None)
-        row = fit(leaf, plans(lexicon, i), length, size)
-        rows.append({**row, "variant": lexicon.variant} if lexicon.variant else row)
+        streams = Streams(leaf, lexicon, length, seed, i)
+        words = make(streams, length, essay or None)
+        row = fit(leaf, plans(words, i), length, size)
+        rows.append({**row, "variant": words.variant} if words.variant else row)
     return rows
 
 
