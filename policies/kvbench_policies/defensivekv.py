@@ -13,14 +13,12 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import avg_pool1d
 
 from kvbench.parts import best, order_key, rank_entries
 from kvbench.plugin import (
     Need,
     Policy,
     Queries,
-    Score,
     Scores,
     Selector,
     View,
@@ -30,13 +28,14 @@ from kvbench.plugin import (
 from kvbench_policies.adakv import HeadAdaptive
 from kvbench_policies.joint import Global
 from kvbench_policies.kernels.value_norm.op import value_norm
-from kvbench_policies.ranges import check_count, check_odd, check_share
+from kvbench_policies.ranges import check_count, check_share
+from kvbench_policies.windows import WindowScore
 
 _TINY = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True)
-class Defensive(Score):
+class Defensive(WindowScore):
     """The largest attention of a token, floored at the mean, times its share of the value norms.
 
         m_i = max_{g in group, q in window} pooled( A_g[q, .] )_i        for i < T - window
@@ -53,22 +52,11 @@ class Defensive(Score):
 
     name: ClassVar[str] = "defensive"
     nonnegative: ClassVar[bool] = True
-    window: int = 32
     kernel: int = 5
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        check_count("window", self.window, 1)
-        check_odd("kernel", self.kernel)
-
-    @property
-    def needs(self) -> frozenset[Need]:
-        """The last `window` queries."""
-        return frozenset({Queries(self.window)})
 
     def score(self, v: View) -> Scores:
         """Score the entries of one layer, float32 `[B, H, n]`; 0 in the window."""
-        before_window = (v.age >= self.window) & v.valid
+        before_window = self.past(v)
         rows = v.window_attention(self.window).unflatten(1, (-1, v.model.group))
         rows = rows.masked_fill(~before_window[:, :, None, None], 0.0)
         largest = self._pool(rows, before_window).amax((2, 3))
@@ -80,9 +68,8 @@ class Defensive(Score):
 
     def _pool(self, rows: Tensor, before_window: Tensor) -> Tensor:
         """Pool rows `[B, H, G, window, n]` over neighbours, keeping the mass of each row."""
-        flat = rows.flatten(1, 3)
-        pooled = avg_pool1d(flat, self.kernel, stride=1, padding=self.kernel // 2)
-        pooled = pooled.view(rows.shape).masked_fill(~before_window[:, :, None, None], 0.0)
+        pooled = self.pooled(rows.flatten(1, 3), "avg").view(rows.shape)
+        pooled = pooled.masked_fill(~before_window[:, :, None, None], 0.0)
         mass = rows.sum(-1, keepdim=True) / pooled.sum(-1, keepdim=True).clamp(min=_TINY)
         return pooled * mass
 

@@ -13,18 +13,17 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import avg_pool1d, max_pool1d
 
 from kvbench.parts import TopK, Uniform
-from kvbench.plugin import Need, Policy, Queries, Score, Scores, View, protect_window
-from kvbench_policies.ranges import check_count, check_odd
+from kvbench.plugin import Policy, Queries, Scores, View, protect_window
+from kvbench_policies.windows import WindowScore
 
 _BLOCK = 1 << 22
 """Number of elements (query heads x queries x entries) scored at once for each sequence."""
 
 
 @dataclass(frozen=True)
-class OutputAware(Score):
+class OutputAware(WindowScore):
     """Squared change of the window queries' outputs without an entry, to second order.
 
     With scaled logit `z`, attention `A` over all that a query sees, and output `o_q = sum_i A v_i`:
@@ -47,28 +46,15 @@ class OutputAware(Score):
     name: ClassVar[str] = "obcache"
     nonnegative: ClassVar[bool] = True
     variant: Literal["joint", "value", "key"] = "joint"
-    window: int = 32
     kernel: int = 1
     pool: Literal["max", "avg"] = "max"
     group: Literal["sum", "mean", "max"] = "sum"
 
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        check_count("window", self.window, 1)
-        check_odd("kernel", self.kernel)
-
-    @property
-    def needs(self) -> frozenset[Need]:
-        """The last `window` queries."""
-        return frozenset({Queries(self.window)})
-
     def score(self, v: View) -> Scores:
         """Score the entries of one layer, float32 `[B, H, n]`; 0 in the window."""
-        before_window = (v.age >= self.window) & v.valid
+        before_window = self.past(v)
         value = v.grouped(self._lost(v), self.group).masked_fill(~before_window, 0.0)
-        if self.kernel > 1:
-            pool = max_pool1d if self.pool == "max" else avg_pool1d
-            value = pool(value, self.kernel, stride=1, padding=self.kernel // 2)
+        value = self.pooled(value, self.pool)
         return Scores(value.masked_fill(~before_window, 0.0), protect_window(v, self.window))
 
     def _lost(self, v: View) -> Tensor:

@@ -12,11 +12,12 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import max_pool1d, normalize
+from torch.nn.functional import normalize
 
 from kvbench.parts import TopK, Uniform
-from kvbench.plugin import Need, Policy, Queries, Score, Scores, View, protect_window
-from kvbench_policies.ranges import check_count, check_odd, check_share
+from kvbench.plugin import Policy, Queries, Scores, View, protect_window
+from kvbench_policies.ranges import check_share
+from kvbench_policies.windows import WindowScore
 
 _SIMILAR = 0.5
 """Keys with a larger cosine count as similar."""
@@ -26,7 +27,7 @@ _BLOCK = 1 << 22
 
 
 @dataclass(frozen=True)
-class Redundancy(Score):
+class Redundancy(WindowScore):
     """`s_i = lambda * maxpool(a_i) - (1 - lambda) * R_i` over the tokens before the window.
 
     The attention `a` is R-KV's own: the window's logits are reduced over the group, the softmax is
@@ -50,24 +51,17 @@ class Redundancy(Score):
     name: ClassVar[str] = "rkv"
     redundancy: float = 0.9
     window: int = 8
-    kernel: int = 7
     group: Literal["max", "mean"] = "max"
     variant: Literal["paper", "release"] = "paper"
 
     def __post_init__(self) -> None:
         """Check the ranges."""
+        super().__post_init__()
         check_share("redundancy", self.redundancy)
-        check_count("window", self.window, 1)
-        check_odd("kernel", self.kernel)
-
-    @property
-    def needs(self) -> frozenset[Need]:
-        """The last `window` queries."""
-        return frozenset({Queries(self.window)})
 
     def score(self, v: View) -> Scores:
         """Score the entries of one layer, float32 `[B, H, n]`; 0 in the window."""
-        before_window = (v.age >= self.window) & v.valid
+        before_window = self.past(v)
         worth = (1 - self.redundancy) * self._attention(v, before_window)
         if self.variant == "release":
             repeats = repetition(v.key, v.valid, spare_oldest=True)
@@ -87,7 +81,7 @@ class Redundancy(Score):
             ~before_window[:, :, None], float("-inf")
         )
         attention = torch.softmax(logits, -1).nan_to_num(0.0).mean(2)
-        return max_pool1d(attention, self.kernel, stride=1, padding=self.kernel // 2)
+        return self.pooled(attention, "max")
 
 
 def repetition(key: Tensor, among: Tensor, spare_oldest: bool = False) -> Tensor:

@@ -10,16 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from torch import Tensor
-from torch.nn.functional import avg_pool1d, max_pool1d
-
 from kvbench.parts import TopK, Uniform
-from kvbench.plugin import Need, Policy, Queries, Score, Scores, View, protect_window
-from kvbench_policies.ranges import check_count, check_odd
+from kvbench.plugin import Policy, Scores, View, protect_window
+from kvbench_policies.windows import WindowScore
 
 
 @dataclass(frozen=True)
-class WindowAttention(Score):
+class WindowAttention(WindowScore):
     """Attention that the queries of the last `window` tokens give to the tokens before them.
 
         s_i = pool( reduce_{g in group}( mean_{q in window} A_g[q, i] ) )   for i < T - window
@@ -39,32 +36,16 @@ class WindowAttention(Score):
 
     name: ClassVar[str] = "window"
     nonnegative: ClassVar[bool] = True
-    window: int = 32
-    kernel: int = 7
     pool: Literal["max", "avg"] = "max"
     group: Literal["mean", "max", "sum"] = "mean"
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        check_count("window", self.window, 1)
-        check_odd("kernel", self.kernel)
-
-    @property
-    def needs(self) -> frozenset[Need]:
-        """The last `window` queries."""
-        return frozenset({Queries(self.window)})
 
     def score(self, v: View) -> Scores:
         """Score the entries of one layer, float32 `[B, H, n]`; 0 in the window."""
         attention = v.window_attention(self.window).mean(2)
-        before_window = (v.age >= self.window) & v.valid
+        before_window = self.past(v)
         value = v.grouped(attention, self.group).masked_fill(~before_window, 0.0)
-        value = self._pool(value).masked_fill(~before_window, 0.0)
+        value = self.pooled(value, self.pool).masked_fill(~before_window, 0.0)
         return Scores(value, protect_window(v, self.window))
-
-    def _pool(self, value: Tensor) -> Tensor:
-        pool = max_pool1d if self.pool == "max" else avg_pool1d
-        return pool(value, self.kernel, stride=1, padding=self.kernel // 2)
 
 
 SNAPKV = Policy(

@@ -1,0 +1,44 @@
+"""What scores by the queries of the last tokens have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+from torch.nn.functional import avg_pool1d, max_pool1d
+
+from kvbench.plugin import Need, Queries, Score, View
+from kvbench_policies.ranges import check_count, check_odd
+
+
+@dataclass(frozen=True)
+class WindowScore(Score):
+    """Base of scores that look at the past with the queries of the last `window` tokens.
+
+    Attributes:
+        window: Number of observing queries, in tokens; these tokens are protected.
+        kernel: Width of a pooling over the past in entries, odd; 1 turns pooling off.
+    """
+
+    window: int = 32
+    kernel: int = 7
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        check_count("window", self.window, 1)
+        check_odd("kernel", self.kernel)
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """The last `window` queries."""
+        return frozenset({Queries(self.window)})
+
+    def past(self, v: View) -> Tensor:
+        """The entries before the window, bool `[B, H, n]`."""
+        return (v.age >= self.window) & v.valid
+
+    def pooled(self, value: Tensor, pool: Literal["max", "avg"]) -> Tensor:
+        """Pool `[B, K, n]` over neighbours; zeros lie beyond the ends."""
+        reduce = max_pool1d if pool == "max" else avg_pool1d
+        return reduce(value, self.kernel, stride=1, padding=self.kernel // 2)
