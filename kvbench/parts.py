@@ -204,22 +204,42 @@ def fill(weight: Tensor, total: Tensor, most: Tensor, least: Tensor | int = 0) -
     """
     high = most.double()
     low = torch.as_tensor(least, device=weight.device).double().expand_as(high)
-    low = torch.minimum(low, high)
-    fixed = torch.zeros_like(high, dtype=torch.bool)
-    share = low.clone()
-    # Water filling: a round pins at least one share to a bound, or is the last.
-    for _ in range(weight.shape[-1] + 1):
-        left = total.double() - torch.where(fixed, share, 0.0).sum(-1)
-        free = torch.where(fixed, 0.0, weight.double())
+
+    def proportional(left: Tensor, fixed: Tensor) -> Tensor:
+        free = weight.double().masked_fill(fixed, 0.0)
         nothing = free.sum(-1, keepdim=True) <= 0
         free = torch.where(nothing, (~fixed).double(), free)
-        part = left[:, None] * free / free.sum(-1, keepdim=True).clamp(min=1e-300)
+        return left * free / free.sum(-1, keepdim=True).clamp(min=1e-300)
+
+    return water_fill(proportional, total, high, torch.minimum(low, high))
+
+
+def water_fill(
+    propose: Callable[[Tensor, Tensor], Tensor], total: Tensor, high: Tensor, low: Tensor
+) -> Tensor:
+    """Spread totals as proposed; what a bound cuts off or adds is spread over the other shares.
+
+    Args:
+        propose: Spreads what is left, float64 `[B, 1]`, over the shares that are not fixed yet,
+            bool `[B, K]`.
+        total: int64 `[B]`, between the sums of the bounds.
+        high: Upper bounds, float64 `[B, K]`.
+        low: Lower bounds, float64 `[B, K]`, at most `high`.
+
+    Returns:
+        float64 `[B, K]` summing to `total` (up to rounding).
+    """
+    fixed = torch.zeros_like(high, dtype=torch.bool)
+    share = low
+    for _ in range(high.shape[-1] + 1):  # every round but the last pins a share to a bound
+        left = total.double() - share.masked_fill(~fixed, 0.0).sum(-1)
+        part = propose(left[:, None], fixed)
         clipped = torch.minimum(torch.maximum(part, low), high)
         share = torch.where(fixed, share, clipped)
-        off = torch.where(fixed, 0.0, clipped - part)
-        surplus = off.sum(-1, keepdim=True)
+        surplus = (clipped - part).masked_fill(fixed, 0.0).sum(-1, keepdim=True)
         surplus = surplus.masked_fill(surplus.abs() < 1e-9 * total.double()[:, None], 0.0)
-        # As usual in water filling: pin those at the bound whose violations weigh more.
+        # If lower bounds add more than upper bounds cut off, the lower bounds are final, and vice
+        # versa.
         below, above = ~fixed & (part < low), ~fixed & (part > high)
         pinned = torch.where(surplus > 0, below, torch.where(surplus < 0, above, below | above))
         if not bool(pinned.any()):

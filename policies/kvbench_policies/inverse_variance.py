@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvbench.errors import BudgetRefused, UserError
-from kvbench.parts import largest_remainder
+from kvbench.parts import largest_remainder, water_fill
 from kvbench.plugin import Allocator, AttentionMass, Need, Scored
 
 _LEAST_VARIANCE = 1e-12
@@ -38,24 +38,11 @@ def fill_logs(logs: Tensor, total: Tensor, most: Tensor, least: Tensor) -> Tenso
     Returns:
         float64 `[B, K]` summing to `total` (up to rounding).
     """
-    low, high = least.double(), most.double()
-    fixed = torch.zeros_like(low, dtype=torch.bool)
-    share = low
-    for _ in range(logs.shape[-1] + 1):  # every round but the last pins a share to a bound
-        left = total.double() - share.masked_fill(~fixed, 0.0).sum(-1)
-        parts = torch.softmax(logs.masked_fill(fixed, float("-inf")), -1)
-        part = (left[:, None] * parts).masked_fill(fixed, 0.0)
-        clipped = torch.minimum(torch.maximum(part, low), high)
-        share = torch.where(fixed, share, clipped)
-        gained = (clipped - part).masked_fill(fixed, 0.0).sum(-1, keepdim=True)
-        below, above = ~fixed & (part < low), ~fixed & (part > high)
-        # If lower bounds add more than upper bounds cut off, the lower bounds are final, and vice
-        # versa.
-        pinned = torch.where(gained > 0, below, torch.where(gained < 0, above, below | above))
-        if not bool(pinned.any()):
-            break
-        fixed = fixed | pinned
-    return share
+
+    def proportional(left: Tensor, fixed: Tensor) -> Tensor:
+        return left * torch.softmax(logs.masked_fill(fixed, float("-inf")), -1)
+
+    return water_fill(proportional, total, most.double(), least.double())
 
 
 @dataclass(frozen=True)
