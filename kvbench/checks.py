@@ -100,13 +100,9 @@ class _Probe(Score):
     def settle(self) -> None:
         """Compare what the last view showed with what it was."""
         self.found.extend(
-            f"{name} was changed in place" for name, x, was in self.shown if _differ(x, was)
+            f"{name} was changed in place" for name, x, was in self.shown if not torch.equal(x, was)
         )
         self.shown.clear()
-
-
-def _differ(a: Tensor, b: Tensor) -> bool:
-    return not torch.equal(a, b)
 
 
 @functools.cache
@@ -247,9 +243,14 @@ def _odd(p: Policy) -> str:
     return f"{', '.join(map(str, lengths))} tokens"
 
 
-def _padding(p: Policy) -> str:
-    ids = _tokens(len(_LENGTHS), _TOKENS)
+def _padded() -> tuple[Tensor, Tensor]:
+    """Ids and mask of a batch padded on the left, `[B, T]` each."""
     mask = torch.arange(_TOKENS) >= _TOKENS - torch.tensor(_LENGTHS)[:, None]
+    return _tokens(len(_LENGTHS), _TOKENS), mask
+
+
+def _padding(p: Policy) -> str:
+    ids, mask = _padded()
     for name, model in _models().items():
         for budget in dict.fromkeys(("1", "0.2", "13", _small(p))):
             with suppress(BudgetRefused):
@@ -284,7 +285,7 @@ def _deterministic(p: Policy) -> str:
         ids = _tokens(2, _TOKENS)
         first = _keep(model, ids, p, budget)
         _same(_keep(model, ids, p, budget), first, f"{name}, twice the same")
-        seeded |= _differ(_keep(model, ids, p, budget, seed=1), first)
+        seeded |= not torch.equal(_keep(model, ids, p, budget, seed=1), first)
     return "twice the same; another seed " + ("keeps others" if seeded else "changes nothing")
 
 
@@ -306,9 +307,7 @@ def _clean(p: Policy) -> str:
         return "nothing is scored"
     probe = _Probe(p.score)
     watched = replace(p, score=probe, base=None)
-    ids = _tokens(len(_LENGTHS), _TOKENS)
-    mask = torch.arange(_TOKENS) >= _TOKENS - torch.tensor(_LENGTHS)[:, None]
-    budget = _small(p)
+    (ids, mask), budget = _padded(), _small(p)
     for name, model in _models().items():
         _keep(model, ids, watched, budget, mask)
         probe.settle()

@@ -34,18 +34,10 @@ _DEPTH = 4
 def default_folder(
     digest: str, models: Sequence[str], tasks: Sequence[str], policies: Sequence[str]
 ) -> Path:
-    """The folder of a run that is given none.
+    """The folder of a run without `--out`, from the grid's digest, models, tasks and policies.
 
-    Args:
-        digest: Digest of the grid.
-        models: The grid's models.
-        tasks: The grid's tasks.
-        policies: The grid's policies.
-
-    Returns:
-        The folder of an earlier run of the same grid if there is one, whether it is named after the
-        digest alone, as by earlier versions, or ends in the first digits of it. Otherwise
-        `results/MODEL-TASK-POLICY-HASH`.
+    An earlier run of the same grid keeps its folder: that of earlier versions is named after the
+    digest alone, others end in its first digits. Otherwise it is `results/MODEL-TASK-POLICY-HASH`.
     """
     root = Path(RESULTS)
     if (root / digest).is_dir():
@@ -129,11 +121,7 @@ def _folders(root: Path) -> Iterator[Path]:
 
 
 def summarise(folder: Path) -> RunSummary:
-    """What a run's folder holds. A damaged folder is described, never refused.
-
-    Args:
-        folder: The folder.
-    """
+    """What a run's folder holds. A damaged folder is described, never refused."""
     grid, problem = _grid(folder / GRID)
     cells: list[str] = []
     if (folder / CELLS).exists():

@@ -26,9 +26,6 @@ _INT64 = 2**63 - 1
 def read_yaml(path: str | Path) -> tuple[dict[Any, Any], dict[Any, int]]:
     """Read a YAML mapping.
 
-    Args:
-        path: The file.
-
     Returns:
         The mapping, and the line of each key, counted from 1.
 

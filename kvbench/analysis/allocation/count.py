@@ -16,6 +16,8 @@ from kvbench.runs.answers import Prompt
 from kvbench.runs.cell import Cell
 from kvbench.runs.grid import Grid
 
+_LABELS = ("model", "task", "length", "moment", "policy", "budget")
+
 
 @dataclass(frozen=True)
 class Allocation:
@@ -55,7 +57,7 @@ def analyze(grid: Grid, reporter: Reporter) -> Allocation:
                         if cell.cell not in failed:
                             size = sizes[cell.cell]
                             found = torch.stack(counts[cell.cell]).double()
-                            rows += _rows(cell, job.task.length, layers, found, size)
+                            rows += _rows(cell, layers, found, size)
             finally:
                 reporter.stop()
     return Allocation(pd.DataFrame(rows), failed)
@@ -99,9 +101,7 @@ def _count(
             sizes[cell.cell].append(len(prompts[0].context_ids) + len(question))
 
 
-def _rows(
-    cell: Cell, length: int, layers: list[int], counts: Tensor, sizes: list[int]
-) -> list[dict[str, Any]]:
+def _rows(cell: Cell, layers: list[int], counts: Tensor, sizes: list[int]) -> list[dict[str, Any]]:
     """Rows of one cell from its counts `[compressions, L, H]`."""
     even = counts.mean((1, 2), keepdim=True)
     share = (counts / even).mean(0).tolist()
@@ -110,12 +110,7 @@ def _rows(
     return [
         {
             "cell": cell.cell,
-            "model": cell.model,
-            "task": cell.task,
-            "length": length,
-            "moment": cell.labels["moment"],
-            "policy": str(cell.policy),
-            "budget": str(cell.budget),
+            **{name: cell.labels[name] for name in _LABELS},
             "layer": layer,
             "kv_head": head,
             "entries": float(mean[i, head]),

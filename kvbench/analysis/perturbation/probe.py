@@ -118,12 +118,7 @@ def analyze(
                 for job in stage.jobs:
                     probe = Probe(bench, job.cells, query, first_stage)
                     for prompts in contexts(job):
-                        rows.add(
-                            job.task.length,
-                            query,
-                            probe.layer_ids,
-                            probe.context(prompts, job.cells),
-                        )
+                        rows.add(query, probe.layer_ids, probe.context(prompts, job.cells))
                         reporter.advance(len(prompts) * len(job.cells))
             finally:
                 reporter.stop()

@@ -42,13 +42,10 @@ class Rows:
         self._heads: list[dict[str, Any]] = []
         self._layers: list[dict[str, Any]] = []
 
-    def add(
-        self, length: int, query: str, layer_ids: Sequence[int], measured: Iterable[Measured]
-    ) -> None:
+    def add(self, query: str, layer_ids: Sequence[int], measured: Iterable[Measured]) -> None:
         """Add what `kvbench.analysis.perturbation.probe.Probe.context` yields.
 
         Args:
-            length: Length of the task's prompts.
             query: Which query was measured.
             layer_ids: The model's own index of each full-attention layer.
             measured: The numbers.
@@ -57,13 +54,9 @@ class Rows:
             for cell, found, forwarded in cells:
                 where = {
                     "cell": cell.cell,
-                    "model": cell.model,
-                    "task": cell.task,
-                    "length": length,
-                    "moment": cell.labels["moment"],
+                    **{name: cell.labels[name] for name in ("model", "task", "length", "moment")},
                     "query": query,
-                    "policy": str(cell.policy),
-                    "budget": str(cell.budget),
+                    **{name: cell.labels[name] for name in ("policy", "budget")},
                     "sample_id": question.sample_id,
                     "question_id": question.question_id,
                     "context_id": question.context_id,

@@ -284,7 +284,7 @@ def test_a_merger_is_measured_with_its_own_values(folder: str, questions: str) -
     with loaded(stage, wanted, print) as model:
         probe = Probe(Bench(model, Silent()), cells, "answer", 0.5)
         measured = probe.context(contexts(job)[0], cells)
-        rows.add(job.task.length, "answer", probe.layer_ids, measured)
+        rows.add("answer", probe.layer_ids, measured)
     heads = pd.DataFrame(rows.heads())
     found = Perturbation(heads, pd.DataFrame(rows.layers()), {})
     assert heads["bound1"].isna().all() and heads["stage1_mass"].isna().all()
