@@ -21,56 +21,20 @@ from torch.nn.functional import normalize
 
 from kvbench.parts import portion, rank_entries
 from kvbench.plugin import (
-    AttentionMass,
     Merger,
-    Need,
     Policy,
-    Score,
     Scores,
     Selector,
     View,
-    protect_nothing,
     protect_sinks,
 )
+from kvbench_policies.h2o import Accumulated
 from kvbench_policies.inverse_variance import InverseVariance
 from kvbench_policies.merging import pack, put, sum_into, sum_rows_into, take
 from kvbench_policies.ranges import check_count, check_share
 
 _BLOCK = 1 << 25
 """Number of similarities held at once, in float32 (128 MiB)."""
-
-
-@dataclass(frozen=True)
-class Accumulated(Score):
-    """`s_i = sum_q A[q, i]` over all queries; nothing is protected.
-
-    H2O's score `mass` without its window: `important_recent` takes the window from each head's own
-    share.
-
-    Attributes:
-        observe: Number of last queries of a prefill that count; none counts all.
-        group: How the query heads of a KV head are reduced: `mean`, `max` or `sum`.
-    """
-
-    name: ClassVar[str] = "accumulated"
-    nonnegative: ClassVar[bool] = True
-    observe: int | None = None
-    group: Literal["mean", "max", "sum"] = "mean"
-
-    def __post_init__(self) -> None:
-        """Check the range."""
-        if self.observe is not None:
-            check_count("observe", self.observe, 1, "queries, or none")
-
-    @property
-    def needs(self) -> frozenset[Need]:
-        """The attention that every entry received."""
-        return frozenset({AttentionMass(self.observe)})
-
-    def score(self, v: View) -> Scores:
-        """Score the entries of one layer, float32 `[B, H, n]`."""
-        mass = v.grouped(v.obs[AttentionMass(self.observe)], self.group)
-        return Scores(mass, protect_nothing(v))
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,57 @@ for Efficient Generative Inference of Large Language Models, arXiv 2306.14048, A
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from kvbench.parts import TopK, Uniform, portion
-from kvbench.plugin import AttentionMass, Need, Policy, Score, Scores, View, protect_window
+from kvbench.plugin import (
+    AttentionMass,
+    Need,
+    Policy,
+    Score,
+    Scores,
+    View,
+    protect_nothing,
+    protect_window,
+)
 from kvbench_policies.ranges import check_count, check_share
 
 
 @dataclass(frozen=True)
-class AccumulatedAttention(Score):
+class Accumulated(Score):
+    """`s_i = sum_q A[q, i]` over all queries; nothing is protected.
+
+    D2O's score: its selector `important_recent` takes the window from each head's own share.
+
+    Attributes:
+        observe: Number of last queries of a prefill that count; none counts all.
+        group: How the query heads of a KV head are reduced: `mean`, `max` or `sum`.
+    """
+
+    name: ClassVar[str] = "accumulated"
+    nonnegative: ClassVar[bool] = True
+    observe: int | None = None
+    group: Literal["mean", "max", "sum"] = "mean"
+
+    def __post_init__(self) -> None:
+        """Check the range."""
+        if self.observe is not None:
+            check_count("observe", self.observe, 1, "queries, or none")
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """The attention that every entry received."""
+        return frozenset({AttentionMass(self.observe)})
+
+    def score(self, v: View) -> Scores:
+        """Score the entries of one layer, float32 `[B, H, n]`."""
+        mass = v.grouped(v.obs[AttentionMass(self.observe)], self.group)
+        return Scores(mass, protect_nothing(v))
+
+
+@dataclass(frozen=True)
+class AccumulatedAttention(Accumulated):
     """`s_i = sum_q A[q, i]` over all queries, exactly; the most recent tokens are protected.
 
     The sum continues after a cut: attention from new queries is added to it.
@@ -28,26 +69,17 @@ class AccumulatedAttention(Score):
     """
 
     name: ClassVar[str] = "mass"
-    nonnegative: ClassVar[bool] = True
     recent: float = 0.5
-    observe: int | None = None
-    group: Literal["mean", "max", "sum"] = "mean"
 
     def __post_init__(self) -> None:
         """Check the ranges."""
+        super().__post_init__()
         check_share("recent", self.recent)
-        if self.observe is not None:
-            check_count("observe", self.observe, 1, "queries, or none")
-
-    @property
-    def needs(self) -> frozenset[Need]:
-        """The attention that every entry received."""
-        return frozenset({AttentionMass(self.observe)})
 
     def score(self, v: View) -> Scores:
         """Score the entries of one layer, float32 `[B, H, n]`."""
-        value = v.grouped(v.obs[AttentionMass(self.observe)], self.group)
-        return Scores(value, protect_window(v, portion(v.budget, self.recent)))
+        window = protect_window(v, portion(v.budget, self.recent))
+        return replace(super().score(v), protect=window)
 
 
 H2O = Policy(

@@ -19,7 +19,7 @@ from kvbench.plugin import ModelInfo
 from kvbench.runs.grid import Grid
 from kvbench.runs.planning import plan
 from kvbench.spelling import policy
-from kvbench_policies.gates import GateConfig, build, files, load, save
+from kvbench_policies.gates import GateConfig, RetentionGates, files, load, save
 
 from . import oracles_retention as o
 from .drawing import llama
@@ -52,7 +52,7 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, 
 @pytest.mark.parametrize("changes", VARIANTS)
 def test_what_is_saved_is_read_back_to_the_bit(changes: dict[str, Any], tmp_path: Path) -> None:
     config = made(**changes, training={"steps": 3, "data": "none"}, base_revision="abc")
-    gates = build(config)
+    gates = RetentionGates(config)
     folder = save(gates, tmp_path / "deep" / "gates")
     assert sorted(p.name for p in folder.iterdir()) == ["gates.json", "gates.safetensors"]
     again = load(folder, MODEL)
@@ -70,7 +70,7 @@ def test_what_is_saved_is_read_back_to_the_bit(changes: dict[str, Any], tmp_path
 
 @pytest.mark.parametrize("changes", VARIANTS)
 def test_a_gate_is_float32_inside(changes: dict[str, Any]) -> None:
-    gates = build(made(**changes))
+    gates = RetentionGates(made(**changes))
     half = inputs(torch.bfloat16)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = gates.score(1, *half)
@@ -80,7 +80,7 @@ def test_a_gate_is_float32_inside(changes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("changes", [VARIANTS[0], VARIANTS[1], VARIANTS[3], VARIANTS[6]])
 def test_a_gate_is_its_equation(changes: dict[str, Any]) -> None:
-    gates = build(made(**changes))
+    gates = RetentionGates(made(**changes))
     hidden, key, value, qkv = inputs()
     weights = {name: x.numpy() for name, x in gates.state_dict().items()}
     found = gates(2, hidden, key, value, qkv).detach()
@@ -98,7 +98,10 @@ def test_a_gate_is_its_equation(changes: dict[str, Any]) -> None:
 
 def test_the_papers_sizes() -> None:
     shapes = {
-        kind: {n: tuple(x.shape) for n, x in build(GateConfig.of(kind, MODEL)).state_dict().items()}  # type: ignore[arg-type]
+        kind: {
+            n: tuple(x.shape)
+            for n, x in RetentionGates(GateConfig.of(kind, MODEL)).state_dict().items()
+        }  # type: ignore[arg-type]
         for kind in ("trimkv", "dbtrimkv", "locret")
     }
     assert shapes["trimkv"]["layers.0.linear1.weight"] == (512, 24)
@@ -116,7 +119,7 @@ def test_the_papers_sizes() -> None:
 
 def test_gradients_reach_every_parameter() -> None:
     for changes in VARIANTS:
-        gates = build(made(**changes))
+        gates = RetentionGates(made(**changes))
         torch.stack([gates.score(i, *inputs()).sum() for i in range(3)]).sum().backward()
         for name, p in gates.named_parameters():
             assert p.grad is not None, name
@@ -194,7 +197,7 @@ def wrong_tensors(folder: Path, **changes: Tensor | None) -> None:
     ],
 )
 def test_damaged_or_foreign_files_are_one_line(damage: Any, message: str, tmp_path: Path) -> None:
-    folder = save(build(made()), tmp_path)
+    folder = save(RetentionGates(made()), tmp_path)
     damage(folder)
     with pytest.raises(UserError) as error:
         load(folder, MODEL)
@@ -203,7 +206,7 @@ def test_damaged_or_foreign_files_are_one_line(damage: Any, message: str, tmp_pa
 
 
 def test_gates_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
-    gates = build(made())
+    gates = RetentionGates(made())
     with torch.no_grad():
         next(gates.parameters()).fill_(float("nan"))
     with pytest.raises(UserError, match="not finite"):
@@ -219,16 +222,16 @@ def test_named_then_shipped_then_the_users_own(cache: Path, tmp_path: Path) -> N
     with pytest.raises(UserError) as error:
         files.find(name, "trimkv")
     assert "`kvbench train gates --model made/up --policy trimkv`" in str(error.value)
-    own = save(build(made()), files.GATES.user_path(name, "trimkv"))
+    own = save(RetentionGates(made()), files.GATES.user_path(name, "trimkv"))
     assert own.is_relative_to(cache)
     assert files.find(name, "trimkv") == own
-    shipped = save(build(made(base_model=name)), files.GATES.shipped / "up-trimkv")
+    shipped = save(RetentionGates(made(base_model=name)), files.GATES.shipped / "up-trimkv")
     assert files.find(name, "trimkv") == shipped
     assert files.GATES.locate("up-trimkv") == shipped
     other = ModelInfo("other/up", 3, 2, 4, 8, 24, lambda layer: torch.empty(0))
     with pytest.raises(UserError, match="has no trimkv gates"):
         files.find(other.name, "trimkv")
-    named = save(build(made()), tmp_path / "mine")
+    named = save(RetentionGates(made()), tmp_path / "mine")
     assert files.find(name, "trimkv", str(named)) == named
     with pytest.raises(UserError, match="no such folder"):
         files.find(name, "trimkv", str(tmp_path / "none"))
@@ -242,15 +245,15 @@ def test_gates_of_other_weights_are_not_taken(cache: Path, tmp_path: Path) -> No
     from kvbench.named import model_digest
 
     path = files.GATES.user_path(str(folder), "trimkv")
-    save(build(made(base_revision="other")), path)
+    save(RetentionGates(made(base_revision="other")), path)
     with pytest.raises(UserError, match=r"made for other weights .*kvbench train gates"):
         files.find(str(folder), "trimkv")
-    save(build(made(base_revision=model_digest(str(folder)))), path)
+    save(RetentionGates(made(base_revision=model_digest(str(folder)))), path)
     assert files.find(str(folder), "trimkv") == path
 
 
 def test_the_fingerprint_is_that_of_the_content(cache: Path, tmp_path: Path) -> None:
-    one, two = save(build(made()), tmp_path / "1"), tmp_path / "2"
+    one, two = save(RetentionGates(made()), tmp_path / "1"), tmp_path / "2"
     save(load(one), two)
     first = policy("trimkv", gates=str(one)).fingerprint("any/model")
     assert len(first) == 16

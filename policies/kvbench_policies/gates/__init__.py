@@ -7,6 +7,6 @@ checkpoints of other projects. Gates only score: they do not change the model's 
 
 from kvbench_policies.gates.config import GateConfig
 from kvbench_policies.gates.files import find, fingerprint, load, save
-from kvbench_policies.gates.modules import RetentionGates, build
+from kvbench_policies.gates.modules import RetentionGates
 
-__all__ = ["GateConfig", "RetentionGates", "build", "find", "fingerprint", "load", "save"]
+__all__ = ["GateConfig", "RetentionGates", "find", "fingerprint", "load", "save"]

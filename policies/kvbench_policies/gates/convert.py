@@ -33,7 +33,7 @@ from kvbench.named import model_digest
 from kvbench.plugin import ModelInfo
 from kvbench_policies.gates.config import GateConfig, activation_of
 from kvbench_policies.gates.files import save
-from kvbench_policies.gates.modules import RetentionGates, build
+from kvbench_policies.gates.modules import RetentionGates
 
 _NAME = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:.*\.)?retention_gate\.(.+)$")
 _PARTS = ("linear1.weight", "linear1.bias", "linear2.weight", "linear2.bias", "bias")
@@ -108,7 +108,7 @@ def convert(
         training=dict(training or {}),
     )
     with torch.random.fork_rng(devices=[]):
-        gates = build(config)
+        gates = RetentionGates(config)
     state = {}
     for place, (number, tensors) in enumerate(layers.items()):
         odd = sorted(set(tensors) - set(_PARTS))

@@ -18,7 +18,7 @@ from kvbench.errors import UserError
 from kvbench.files import cannot, replacing
 from kvbench.plugin import ModelInfo
 from kvbench_policies.gates.config import GateConfig, Kind
-from kvbench_policies.gates.modules import RetentionGates, build
+from kvbench_policies.gates.modules import RetentionGates
 
 CONFIG = "gates.json"
 WEIGHTS = "gates.safetensors"
@@ -75,7 +75,7 @@ def load(source: str | Path, model: ModelInfo | None = None) -> RetentionGates:
     if wrong:
         raise UserError(f"the gates in {folder} are {wrong}; name gates of that model")
     with torch.random.fork_rng(devices=[]):
-        gates = build(config)
+        gates = RetentionGates(config)
     gates.load_state_dict(_weights(folder / WEIGHTS, gates.state_dict()))
     return gates.eval().requires_grad_(False)
 

@@ -13,7 +13,7 @@ from kvbench.errors import UserError
 from kvbench.plugin import ModelInfo, Need, PerToken, Score, View
 from kvbench_policies.gates.config import GateConfig, Kind
 from kvbench_policies.gates.files import CONFIG, WEIGHTS, find, fingerprint, load, save
-from kvbench_policies.gates.modules import RetentionGates, build
+from kvbench_policies.gates.modules import RetentionGates
 
 _BLOCK = 4096
 """Number of tokens, over all sequences, that pass a gate at once; its input is in float32."""
@@ -142,7 +142,7 @@ def random_gates(kind: Kind, model: ModelInfo, folder: Path) -> Path:
         config = GateConfig.of(kind, model, hidden_dim=16, bias=0.0, base_model="")
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(0)
-            gates = build(config)
+            gates = RetentionGates(config)
             for weight in gates.parameters():
                 if weight.dim() > 1:
                     weight.mul_(4.0)

@@ -19,7 +19,7 @@ from kvbench.plugin import ModelInfo
 from kvbench.training.method import Method
 from kvbench_policies.gates import files
 from kvbench_policies.gates.config import GateConfig, Kind, activation_of
-from kvbench_policies.gates.modules import RetentionGates, build
+from kvbench_policies.gates.modules import RetentionGates
 from kvbench_policies.kernels.capacity_loss.op import capacity_loss
 from kvbench_policies.kernels.retention_attention.op import retention_attention
 
@@ -29,7 +29,7 @@ _CONFIGURED = ("gate", "input", "tied", "bias", "hidden_dim", "gate_dim", "gatin
 def _build(kind: Kind) -> Any:
     def make(info: ModelInfo, config: Any, settings: Mapping[str, Any]) -> RetentionGates:
         given = {key: settings[key] for key in _CONFIGURED if settings.get(key) is not None}
-        return build(GateConfig.of(kind, info, activation=activation_of(config), **given))
+        return RetentionGates(GateConfig.of(kind, info, activation=activation_of(config), **given))
 
     return make
 

@@ -112,12 +112,7 @@ class RetentionGates(nn.Module):
         return torch.cat([key, value], 1).transpose(1, 2).flatten(2)
 
     def log_beta(
-        self,
-        layer: int,
-        hidden: Tensor,
-        key: Tensor | None = None,
-        value: Tensor | None = None,
-        qkv: Tensor | None = None,
+        self, layer: int, hidden: Tensor, key: Tensor | None = None, value: Tensor | None = None
     ) -> Tensor:
         """Log retention of tokens, `logsigmoid` of `forward`: float32 `[B, H, n]`, 0 or less.
 
@@ -128,7 +123,7 @@ class RetentionGates(nn.Module):
         """
         if not self.config.is_retention:
             raise ValueError("the gates of locret predict logits instead of retention; use `score`")
-        return self.score(layer, hidden, key, value, qkv)
+        return self.score(layer, hidden, key, value)
 
     def score(
         self,
@@ -150,8 +145,3 @@ class RetentionGates(nn.Module):
         """
         out: Tensor = self(layer, hidden, key, value, qkv)
         return logsigmoid(out) if self.config.is_retention else out
-
-
-def build(config: GateConfig) -> RetentionGates:
-    """Build untrained gates on the CPU, in float32; they should stay in float32."""
-    return RetentionGates(config)
