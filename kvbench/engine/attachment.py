@@ -36,14 +36,14 @@ class Forward:
         first: Logical column of the first new token.
         n: New columns.
         valid: New columns that are tokens, bool `[B, n]`; None: all.
-        rank: Which of its row's new tokens a column is, int64 `[B, n]`.
-        added: New tokens of every row (CPU).
+        rank: Index of each column among its row's new tokens, int64 `[B, n]`.
+        added: Number of new tokens in each row, on the CPU.
         on_layer: Called after the attention of a layer. It must not hold the forward: a reference
             cycle would keep the cache alive after its use.
         powers: Powers of the attention weights whose sums packed layers return.
-        mask: The attention mask of dense layers, once one has made it.
+        mask: The attention mask of dense layers; the first of them makes it.
         ids: New token ids `[B, n]`; None if embeddings were given.
-        hidden: Final hidden states of the new tokens, once the forward has ended.
+        hidden: Final hidden states of the new tokens, set when the forward ends.
     """
 
     cache: RaggedCache
@@ -254,7 +254,7 @@ def attached(
             position = (cache.valid.long().cumsum(-1) - 1).clamp(min=0)[:, forward.first :]
             kwargs = {**kwargs, "position_ids": position}
         if cache.padded and kwargs.get("attention_mask") is None:
-            # transformers' sliding-window layers do not know of earlier padding.
+            # transformers' sliding-window layers do not know about earlier padding.
             assert cache.valid is not None
             kwargs = {**kwargs, "attention_mask": cache.valid.long()}
         return args, kwargs

@@ -64,7 +64,7 @@ class Shared:
 
 
 def now(device: torch.device) -> float:
-    """Seconds of a clock that waits for the device."""
+    """Return the time in seconds, once the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -158,7 +158,7 @@ class Cut:
             index: Its index among the full-attention layers.
 
         Raises:
-            Exception: The error of a failed observer that the policy needs.
+            Exception: An observer that the policy needs has failed.
         """
         assert layer.key is not None and layer.value is not None and self.cache.valid is not None
         score = self.policy.score
@@ -238,7 +238,7 @@ class Cut:
         return self._own(self.cache.observers[need].read(index))
 
     def _turns_ago(self, col: Tensor) -> Tensor | None:
-        """How many turns before the newest one every entry came."""
+        """How many turns before the newest one each entry was added; None outside dialogues."""
         starts = self.cache.turns
         if not any(starts):
             return None

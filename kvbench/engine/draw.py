@@ -1,4 +1,4 @@
-"""Drawing tokens with temperature, top-k and top-p, and noise that depends on the response only.
+"""Draws tokens with temperature, top-k and top-p, and seeds the noise of draws and policies.
 
 The drawn token is the largest `logit + Gumbel noise`, which is a draw from the softmax of the
 logits (the Gumbel-max trick). The noise is an integer hash of the response's key, step and token.

@@ -82,7 +82,7 @@ def record_counts(cut: Cut, target: RaggedCache) -> None:
 
 
 def start_upkeep(cut: Cut, cache: RaggedCache, budget: list[int]) -> None:
-    """Give a cache that was just packed its state between cuts; free what the prefill needed.
+    """Set up what a newly packed cache needs between cuts; free what only the prefill needed.
 
     Args:
         cut: The first compression.
@@ -128,7 +128,7 @@ def after_forward(cache: RaggedCache, tokens: int) -> None:
 
 
 def restore(cache: RaggedCache, rows: Iterable[int]) -> None:
-    """Cut those of the given sequences back that hold more than their budget."""
+    """Cut back the given sequences that hold more than their budget."""
     upkeep = cache.upkeep
     if upkeep is None:
         return

@@ -1,7 +1,7 @@
 """Converts GGUF files into folders that transformers can load: dequantised, once, into the cache.
 
-A file has two copies there, both under a name that starts with the file's digest: the configuration
-and the tokenizer, which are all that planning needs, and for each dtype a whole model.
+A folder that is named after the file's digest holds two kinds of copies: a description
+(configuration and tokenizer), which is all that planning needs, and a whole model for each dtype.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ PACKAGES = ("gguf", "accelerate")
 """Packages that transformers needs to read a GGUF file."""
 
 OLDEST_TRANSFORMERS = "5.23"
-"""5.17 gets BOS, EOS and leading spaces of byte-level tokenizers wrong; what lies between the two
-versions was not tried."""
+"""5.17 gets BOS, EOS and leading spaces of byte-level tokenizers wrong. Versions between the two
+were not tested."""
 
 _CONVERSION = 1
-"""Version of what this module does to a file; a copy of another version is not used."""
+"""Version of the conversion; copies that another version made are not used."""
 
 _MAGIC = b"GGUF"
 
@@ -45,9 +45,9 @@ _SPARE = 50_000_000
 _DIGIT_SPLITS = frozenset(
     {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
 )
-"""Values of `tokenizer.ggml.pre` that split every digit off before GPT-2's pattern is applied.
+"""Values of `tokenizer.ggml.pre` that separate all digits before GPT-2's pattern is applied.
 
-As `llm_tokenizer_bpe` in llama.cpp (src/llama-vocab.cpp). transformers does not know them and
+See `llm_tokenizer_bpe` in llama.cpp (src/llama-vocab.cpp). transformers does not know them and
 applies GPT-2's pattern alone.
 """
 
@@ -58,8 +58,8 @@ class _Header:
 
     Attributes:
         architecture: Its `general.architecture`.
-        numbers: How many numbers its tensors hold.
-        splits_digits: Whether its tokenizer splits digits off; see `_DIGIT_SPLITS`.
+        numbers: Number of values in all its tensors.
+        splits_digits: Whether its tokenizer separates all digits; see `_DIGIT_SPLITS`.
     """
 
     architecture: str
@@ -103,7 +103,7 @@ def described(name: str, file: Path) -> Path:
 
 
 def converted(name: str, file: Path, dtype: torch.dtype) -> Path:
-    """The folder with the whole model of a GGUF file, its weights dequantised.
+    """The folder with the whole model of a GGUF file, with dequantised weights.
 
     Args:
         name: The model as the user named it, for messages.
@@ -111,7 +111,7 @@ def converted(name: str, file: Path, dtype: torch.dtype) -> Path:
         dtype: The dtype of the converted weights. They are dequantised in float32 and rounded once.
 
     Raises:
-        UserError: A package is missing, the disk is too small, or the file cannot be read or
+        UserError: A package is missing, the disk is full, or the file cannot be read or
             converted.
     """
     target = _copies(name, file) / str(dtype).removeprefix("torch.")
@@ -134,7 +134,7 @@ def converted(name: str, file: Path, dtype: torch.dtype) -> Path:
 
 
 def _copies(name: str, file: Path) -> Path:
-    """The folder of all copies of a file that this version of the software makes."""
+    """The folder of the copies of a file that the installed versions of the software make."""
     missing = [package for package in PACKAGES if importlib.util.find_spec(package) is None]
     if missing:
         raise UserError(
@@ -236,14 +236,14 @@ def _conversion(name: str, header: _Header) -> Iterator[None]:
 
 
 def _unquantised(config: Any) -> Any:
-    """Remove what says that the weights are in GGUF blocks, which transformers refuses to save."""
+    """Remove the note that weights are GGUF blocks: transformers does not save such a model."""
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     return config
 
 
 def _plain_model(model: nn.Module) -> Any:
-    """A model with the same weights that transformers does not take for a quantised one."""
+    """A model with the same weights that transformers does not regard as quantised."""
     config = _unquantised(model.config)
     with torch.device("meta"):
         plain: Any = type(model)(config)

@@ -94,7 +94,7 @@ def load_model(
     Args:
         name: A named model, a folder, a GGUF file or a hub id.
         revision: Revision of a hub model.
-        device: Where it goes, unless a device map is given.
+        device: The device to load it to, unless a device map is given.
         dtype: Dtype of everything that is not quantised, and of the cache.
         device_map: As transformers takes it: `auto`, or module names to devices.
         quantization: One of `kvbench.engine.quantization.PACKAGES`, for weights that are not
@@ -128,7 +128,7 @@ def load_model(
         model = model.to(device)
     _check_memory(name, model)
     if is_gguf(source := resolve_model(name)):
-        decoder_of(model).config._name_or_path = source  # by which its gates and profiles are found
+        decoder_of(model).config._name_or_path = source  # gates and profiles are found by it
     found: nn.Module = model.eval().requires_grad_(False)
     return found
 

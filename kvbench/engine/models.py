@@ -1,4 +1,4 @@
-"""What the engine needs of a model: its decoder, its attention modules and its shapes."""
+"""What the engine needs to know about a model: decoder, attention modules and shapes."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def check_single(model: nn.Module, what: str) -> None:
     """Refuse a model that is spread over several devices.
 
     Raises:
-        UserError: It is.
+        UserError: The model is on more than one device.
     """
     found = devices_of(model)
     if len(found) > 1:

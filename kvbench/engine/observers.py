@@ -258,7 +258,7 @@ class SurprisalObserver:
         self._surprisal = out if old is None else torch.cat([old, out], 1)
 
     def read(self, valid: Tensor) -> Tensor:
-        """Return each column's surprisal, float32 `[B, S]`; a first token gets the largest."""
+        """Return each column's surprisal, float32 `[B, S]`; a first token gets the largest one."""
         assert self._surprisal is not None
         known = valid.to(self._surprisal.device) & ~self._surprisal.isnan()
         most = self._surprisal.masked_fill(~known, 0.0).amax(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Quantised weights: the schemes, what transformers is told, and the matrices behind them."""
+"""Quantised weights: schemes, their configurations for transformers, and dequantised matrices."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def plain_weight(module: nn.Module, width: int, dtype: torch.dtype) -> Tensor:
         `[outputs, inputs]`.
 
     Raises:
-        UserError: The matrix cannot be found.
+        UserError: The layer cannot be dequantised.
     """
     weight: Any = getattr(module, "weight", None)
     kind = type(weight)

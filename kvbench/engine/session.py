@@ -33,14 +33,14 @@ from kvbench.view import ModelInfo
 
 
 class AttachedCache(RaggedCache):
-    """The cache that `kvbench.attach` gives: it compresses itself.
+    """The cache that `kvbench.attach` yields; it compresses itself.
 
     Args:
         model: The attached model.
         policy: Chooses the entries.
         budget: How many it keeps.
         moment: When the cache is cut; see `attach`.
-        auto: Whether the first forward is compressed when it ends.
+        auto: Whether to compress the cache when the first forward ends.
         seed: Noise seed.
     """
 
@@ -137,7 +137,7 @@ class _AttachDriver(Driver):
     def before(self, cache: RaggedCache, forward: Forward) -> None:
         """Prepare a forward; refuse any other cache."""
         if cache is not self.cache:
-            raise ValueError("use the cache that this kvbench.attach(...) block gives")
+            raise ValueError("use the cache that this kvbench.attach(...) block yields")
         self.cache.in_forward = True
         packed = any(layer.packed for layer in cache.ragged)
         self.cache.compressing = self.cache.auto and not packed
@@ -153,7 +153,7 @@ class _AttachDriver(Driver):
             pack_layer(cut, step.index, layer, layer, decision)
 
     def after(self, cache: RaggedCache, forward: Forward) -> None:
-        """Compress what this forward has made due."""
+        """Compress the cache if this forward was its prefill."""
         super().after(cache, forward)
         if self.cache.compressing:
             cut = self.cache.prefill_cut()

@@ -1,8 +1,8 @@
 """How many CPU threads a model runs on.
 
-Threads of torch that wait for each other spin. If other work keeps the cores busy (CI, a container
-with a CPU quota), two spinning threads can be many times slower than one, and a small model gains
-nothing from more than one.
+Torch's threads spin while they wait for each other. If other work keeps the cores busy (CI, a
+container with a CPU quota), two spinning threads can be many times slower than one, and a small
+model gains nothing from more than one.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def thread_budget(model: nn.Module, say: Callable[[str], None]) -> Iterator[None
 
     Args:
         model: The model.
-        say: Told of the number of threads if it is not torch's own choice.
+        say: Receives a line if the number of threads differs from torch's own choice.
     """
     before = torch.get_num_threads()
     wanted = before

@@ -15,13 +15,13 @@ _SHOWN = 3
 
 
 def check_weights(name: str, model: nn.Module, report: Any, quantised: str) -> None:
-    """Refuse a checkpoint whose tensors are not exactly those of the model, or are not numbers.
+    """Refuse a checkpoint whose tensors are not exactly the model's, or hold NaN or infinity.
 
     Tied weights are stored once and are not missing. A quantised checkpoint can hold tensors that
-    its quantiser consumes.
+    only its quantiser reads.
 
     Raises:
-        UserError: The first few names of the wrong tensors.
+        UserError: Some tensors are wrong; the message names the first few.
     """
     kinds = {"missing_keys": "lacks weights of the model"}
     if not quantised:

@@ -162,7 +162,7 @@ class Cell:
         """16 hex digits over everything that can change a response: the key for resuming."""
         counted = {key: value for key, value in self.labels.items() if key != "group"}
         counted |= {"chat_template": self.chat_template, "prompts": self.prompts}
-        # A string in the string: so were the cells of the first runs hashed.
+        # JSON inside JSON: the cells of the first runs were hashed in this way.
         counted["versions"] = json.dumps(self.versions, sort_keys=True)
         if self.generation:
             counted["generation"] = self.generation
@@ -170,7 +170,7 @@ class Cell:
 
     @functools.cached_property
     def match(self) -> str:
-        """16 hex digits over the question, not over how it is computed: the key for comparing."""
+        """16 hex digits over what is measured, not over how: the key for comparing cells."""
         keys = ("model", "task", "length", "policy", "budget", "moment", "seed", "data_hash")
         counted = {key: self.labels[key] for key in keys}
         return digest_of(counted | ({"generation": self.generation} if self.generation else {}))
@@ -196,9 +196,9 @@ def versions(policy: Policy, files: str = "", packages: Sequence[str] = ()) -> d
     """What the responses of a policy depend on besides the flags.
 
     Args:
-        policy: The digest of its file, or the package and version that registers it, is part of
-            the answer, and so are those of exchanged parts. Versions of its parts are recorded
-            only above 1, so that the hashes of other cells stay as they are.
+        policy: The result holds the digest of its file, or the package that registers it and that
+            package's version; the same for exchanged parts. Versions of parts are recorded only
+            above 1, so that the hashes of other cells stay the same.
         files: Digest of the files that the policy reads for the model.
         packages: More packages that responses depend on.
 

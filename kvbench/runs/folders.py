@@ -1,4 +1,4 @@
-"""The folders of runs: how one is named, where an earlier one is, and what each holds."""
+"""The folders of runs: how they are named, how earlier ones are found, and what they hold."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvbench.errors import UserError
 from kvbench.runs.store import CELLS, GRID, LOCK, RESPONSES
 
 RESULTS = "results"
-"""Folder of all runs that are given no other."""
+"""The folder that holds the folders of runs without `--out`."""
 
 _HASH = 8
 """Hex digits of a grid's digest in the name of its folder."""
@@ -59,7 +59,7 @@ def _names(spellings: Iterable[str]) -> str:
 
 
 def _name(spelling: str) -> str:
-    """The name in a spelling: `snapkv:window=64` has `snapkv`, `./a.py:Mine` has `Mine`."""
+    """The name in a spelling: `snapkv` in `snapkv:window=64`, `Mine` in `./a.py:Mine`."""
     file, mark, rest = spelling.partition(".py:")
     name = (rest if mark else file).partition(":")[0].rstrip("/")
     name = name.rpartition("/")[2].removesuffix(".jsonl").removesuffix(".py")
@@ -75,7 +75,7 @@ class RunSummary:
 
     Attributes:
         path: Its folder.
-        date: When it was last written, as ISO 8601 without a time zone.
+        date: Time of the last change, as ISO 8601 without a time zone.
         models: Its models.
         policies: Its policies.
         tasks: Its tasks.
@@ -97,7 +97,7 @@ class RunSummary:
 
 
 def find_runs(root: Path) -> list[RunSummary]:
-    """The runs in a folder and in the folders in it, the newest first.
+    """The runs in a folder and its subfolders, the newest first.
 
     Args:
         root: Where to look.
@@ -121,7 +121,7 @@ def _folders(root: Path) -> Iterator[Path]:
 
 
 def summarise(folder: Path) -> RunSummary:
-    """What a run's folder holds. A damaged folder is described, never refused."""
+    """Describe what a run's folder holds, even if it is damaged."""
     grid, problem = _grid(folder / GRID)
     cells: list[str] = []
     if (folder / CELLS).exists():

@@ -37,7 +37,7 @@ _SINGULAR = {
 _NOT_IN_DIGEST = ("samples", "repeats", "out", "batch_size", "device_map", "judge")
 """Fields that extend, move, speed up or score a run without changing a response."""
 _RETIRED = {"attn": "auto"}
-"""Fields of earlier versions: they are in the digest, and a file can still have them."""
+"""Fields of earlier versions. They stay in the digest, and a file may still contain them."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Grid:
         batch_size: Rows decoded together, or "auto".
         revision: Revision of a hub model.
         chat_template: Whether to apply it; None applies it if the tokenizer has one.
-        full: Whether to run the full cache, too.
+        full: Whether to run the full cache as well.
         judge: Who judges responses, for tasks that need it: "auto" (the environment decides),
             "endpoint" or "local".
         temperature: Temperature of drawn answers; 0 is greedy. This and the following fields take

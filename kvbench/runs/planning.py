@@ -111,7 +111,7 @@ def plan(grid: Grid, say: Say) -> Plan:
 
 @dataclass(frozen=True)
 class _Model:
-    """What planning needs to know of a model.
+    """What planning needs to know about a model.
 
     Attributes:
         name: As the user names it.
@@ -304,7 +304,7 @@ class _Planner:
 
     def _generation(self, model: _Model, leaf: str, benchmark: Benchmark, task: LoadedTask) -> str:
         flags = self.grid.generation
-        if leaf in benchmark.plain:  # no template is told whether to think
+        if leaf in benchmark.plain:  # without a template, nothing says whether to think
             flags = replace(flags, thinking=None)
         return flags.record(task.requests[0], model.thinks)
 

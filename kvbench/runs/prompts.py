@@ -27,10 +27,10 @@ class Window:
     tokens: int
 
     def check(self, length: int, what: str, advice: str = "a smaller --length") -> None:
-        """Refuse what does not fit.
+        """Refuse a prompt that does not fit.
 
         Raises:
-            UserError: It does not fit; the message recommends `advice`.
+            UserError: The prompt does not fit; the message recommends `advice`.
         """
         if self.tokens and length > self.tokens:
             raise UserError(

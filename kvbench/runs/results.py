@@ -97,7 +97,7 @@ class _Scorer:
         return row, [self._sample(cell, r, scores) for r in counted]
 
     def _counts(self, response: Response) -> bool:
-        """Whether a response belongs to the task as loaded: a store can hold more repeats, too."""
+        """Whether a response belongs to the loaded task: a store can hold more of them."""
         request = self.requests.get((response.sample_id, response.question_id))
         return request is not None and response.repeat < request.repeats
 
@@ -106,7 +106,7 @@ class _Scorer:
         return {key: self.requests[key[:2]].context_id for key in scores}
 
     def _empty_row(self, cell: Cell, responses: Sequence[Response]) -> dict[str, Any]:
-        """The row of a cell before it is scored, with its error if it cannot be."""
+        """The row of a cell without its scores; with the error if the cell cannot be scored."""
         error = next((r.error for r in responses if r.error), "")
         wanted = sum(r.repeats for r in self.requests.values())
         if not error and len(responses) < wanted:
@@ -153,7 +153,7 @@ class _Scorer:
         except PluginError as failed:
             cause = failed.__cause__
             if isinstance(cause, UserError) and not isinstance(cause, JudgeError):
-                raise cause from None  # the user has to fix it before anything can be scored
+                raise cause from None  # until the user fixes it, nothing can be scored
             raise
         if not all(map(math.isfinite, scores.values())):
             raise PluginError(f"{metric} returned a score that is not a finite number")

@@ -81,12 +81,12 @@ def execute(grid: Grid, reporter: Reporter | None = None, *, fresh: bool = False
 
     Args:
         grid: What to run.
-        reporter: Told of the progress; None: nobody is.
+        reporter: Told of the progress; None reports nothing.
         fresh: Whether to discard what an earlier run left in the same folder.
 
     Raises:
         UserError: Something in the grid is unknown or out of range, and nothing was run; or the
-            memory of the device is not sufficient.
+            device has too little memory.
     """
     reporter = Silent() if reporter is None else reporter
     planned = plan(grid, reporter.message)
@@ -108,7 +108,7 @@ def execute(grid: Grid, reporter: Reporter | None = None, *, fresh: bool = False
 
 
 def _run_stage(stage: Stage, count: int, grid: Grid, store: RunStore, reporter: Reporter) -> None:
-    """Answer everything that is open on one model: `count` responses."""
+    """Generate the `count` missing responses of one model."""
     reporter.message(f"loading model {stage.model}")
     with loaded_model(stage, grid, reporter.message) as model:
         reporter.start(count, stage.model)
@@ -138,7 +138,7 @@ def answer(worker: Worker, prompts: Sequence[Prompt], cells: Sequence[Cell]) -> 
 
 
 def _pending(stage: Stage, store: RunStore | None) -> list[tuple[Job, Cell, Prompt]]:
-    """What has no response yet."""
+    """The responses that are missing."""
     done = store.keys() if store is not None else set()
     return [
         (job, cell, prompt)
@@ -165,7 +165,7 @@ def _check_same_grid(grid: Grid) -> None:
 def describe(grid: Grid, say: Say, *, fresh: bool = False) -> list[str]:
     """What `--dry-run` shows: cells, samples, what exists already, and an estimate.
 
-    The estimate measures a context that is still to do, with all its cells, on the real model.
+    The estimate runs one missing context, with all its cells, on the real model.
 
     Args:
         grid: What would be run.
@@ -200,7 +200,7 @@ def _check_writable(path: Path) -> None:
     """Refuse a folder that cannot be created or written.
 
     Raises:
-        UserError: It cannot.
+        UserError: The folder cannot be created, or not be written to.
     """
     nearest_folder = next(p for p in (path, *path.absolute().parents) if p.exists())
     if not nearest_folder.is_dir():
@@ -212,7 +212,7 @@ def _check_writable(path: Path) -> None:
 def _estimate(
     stage: Stage, grid: Grid, todo: Sequence[tuple[Job, Cell, Prompt]], say: Say
 ) -> float:
-    """Seconds for what is left: measured on one context with all its cells, scaled up."""
+    """Seconds for the missing responses, scaled up from one context with all its cells."""
     job, _, prompt = todo[len(todo) // 2]
     contexts = {(j.task.name, j.task.length, p.context_ids) for j, _, p in todo}
     tokens = sum(len(ids) for _, _, ids in contexts)

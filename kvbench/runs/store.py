@@ -39,10 +39,10 @@ class Response:
         repeat: Index of the answer among the answers to the same question, from 0.
         doc_id: Row of the request.
         context_id: Context of the request.
-        response: The text.
+        response: The text of the answer.
         stop: Why it ended: "eos", "stop" (a stop string) or "length"; "given" if a text of the task
             was measured.
-        error: Empty, or why there is no response; such a request is tried again on resuming.
+        error: Why there is no response, or an empty string; resuming tries such a request again.
         context_tokens: Tokens of the context.
         question_tokens: Tokens of the question.
         generated_tokens: Tokens of the answer.
@@ -133,7 +133,7 @@ class RunStore:
         self._lock = -1
 
     def keys(self) -> set[Key]:
-        """The keys that need not be generated again: all but those that ended in an error."""
+        """The keys of the responses that did not end in an error: they are not generated again."""
         return {key for key, response in self._responses.items() if not response.error}
 
     def responses(self) -> list[Response]:
@@ -173,7 +173,7 @@ class RunStore:
         return [self.path / CELLS, self.path / SAMPLES]
 
     def _check_owner(self) -> None:
-        """Refuse a folder whose results no run of kvbench has left: they would be lost."""
+        """Refuse a folder with results that kvbench did not write: they would be lost."""
         if (self.path / GRID).exists():
             return
         for name in (RESPONSES, CELLS, SAMPLES):
@@ -181,7 +181,7 @@ class RunStore:
             # A run that was killed at its very start leaves an empty journal and no grid.
             if file.exists() and (name != RESPONSES or file.stat().st_size > 0):
                 raise UserError(
-                    f"{self.path} holds {name} but no {GRID}, so kvbench has not written it; "
+                    f"{self.path} holds {name} but no {GRID}, so it was not written by kvbench; "
                     "choose another --out"
                 )
 
@@ -220,8 +220,8 @@ class RunStore:
 def load_frames(paths: str | Path | Iterable[str | Path]) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Read the result tables of one run or of several.
 
-    If several runs have a cell, it is taken from the run with most samples of it, and among these
-    from the run with most responses.
+    If several runs have a cell, it is taken from the run with the most samples of it, and among
+    these from the run with the most responses.
 
     Args:
         paths: Folders of runs.
@@ -274,5 +274,5 @@ def _read(folder: Path, name: str, run: int) -> pd.DataFrame:
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path}: {str(error).splitlines()[0]}") from None
     if "schema" not in frame or (frame["schema"] != SCHEMA_VERSION).any():
-        raise UserError(f"{path} was written with another schema than {SCHEMA_VERSION}")
+        raise UserError(f"{path} was not written with schema {SCHEMA_VERSION}; run it again")
     return frame.assign(_run=run)

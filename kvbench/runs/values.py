@@ -1,4 +1,4 @@
-"""Reads the values of a grid from flags, a caller or a YAML file, and locates errors."""
+"""Reads the values of a grid from flags, Python or a YAML file, and says where an error is."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def read_yaml(path: str | Path) -> tuple[dict[Any, Any], dict[Any, int]]:
         what = getattr(error, "problem", None) or getattr(error, "reason", None)
         raise UserError(f"{path}:{line}: {what or str(error).splitlines()[0]}") from None
     except RecursionError:
-        raise UserError(f"{path}: it is nested too deeply") from None
+        raise UserError(f"{path}: the YAML is nested too deeply") from None
 
 
 def _mapping(loader: yaml.SafeLoader, path: str | Path) -> tuple[dict[Any, Any], dict[Any, int]]:

@@ -167,7 +167,7 @@ def test_a_damaged_line_is_kept_aside(run: Path) -> None:
 
 def test_fresh_throws_away_nothing_but_a_run(tmp_path: Path) -> None:
     (tmp_path / "cells.parquet").write_text("mine")
-    with pytest.raises(UserError, match="kvbench has not written it"):
+    with pytest.raises(UserError, match="not written by kvbench"):
         RunStore(tmp_path, fresh=True)
     assert (tmp_path / "cells.parquet").read_text() == "mine"
 
@@ -380,5 +380,5 @@ def test_another_schema_is_refused(run: Path) -> None:
     pq.read_table(run / "cells.parquet").to_pandas().assign(schema=99).to_parquet(
         run / "cells.parquet"
     )
-    with pytest.raises(UserError, match="another schema than 2"):
+    with pytest.raises(UserError, match="not written with schema 2"):
         load_frames(run)
