@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.cache import RaggedCache
-from kvbench.engine.changes import Changes, versions
 from kvbench.engine.layer import RaggedLayer
+from kvbench.engine.shared import Changes, Known, Shared, versions
 from kvbench.engine.upkeep import goes_on
 from kvbench.errors import BudgetError
 from kvbench.parts import apportion
@@ -24,7 +24,6 @@ from kvbench.plugin import (
     Moment,
     Need,
     Policy,
-    Score,
     Scored,
     Scores,
     View,
@@ -39,28 +38,6 @@ class Decision(NamedTuple):
     extras: dict[str | Need, Tensor]
     key: Tensor | None = None
     value: Tensor | None = None
-
-
-class Known(NamedTuple):
-    """Scores of one layer that later cells can reuse, and the seconds that they took."""
-
-    scores: Scores
-    extras: dict[str, Tensor]
-    versions: tuple[int, ...]
-    seconds: float
-
-
-@dataclass
-class Shared:
-    """What the cells of one prefill share.
-
-    Attributes:
-        scores: Scores by (layer, score).
-        made: What `View.once` has made, and the seconds that it took, by (layer, name).
-    """
-
-    scores: dict[tuple[int, Score], Known] = field(default_factory=dict)
-    made: dict[tuple[int, Hashable], tuple[Tensor, float]] = field(default_factory=dict)
 
 
 def now(device: torch.device) -> float:

@@ -9,11 +9,12 @@ from torch import Tensor, nn
 
 from kvbench.budget import Budget
 from kvbench.engine.cache import RaggedCache
-from kvbench.engine.decide import Cut, Shared, now
+from kvbench.engine.decide import Cut, now
 from kvbench.engine.draw import row_seeds
 from kvbench.engine.driver import forward, start_observers
 from kvbench.engine.evict import compress_cache, start_upkeep
 from kvbench.engine.models import decoder_of, model_info
+from kvbench.engine.shared import Shared
 from kvbench.engine.upkeep import first_budget
 from kvbench.moments import Moment
 from kvbench.plugin import Policy

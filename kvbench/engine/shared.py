@@ -1,8 +1,36 @@
-"""Notices whether a policy changes tensors in place that other cells see, too."""
+"""What the cells of one prefill share, and whether a policy has changed it in place."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
 from torch import Tensor
+
+from kvbench.plugin import Score, Scores
+
+
+class Known(NamedTuple):
+    """Scores of one layer that later cells can reuse, and the seconds that they took."""
+
+    scores: Scores
+    extras: dict[str, Tensor]
+    versions: tuple[int, ...]
+    seconds: float
+
+
+@dataclass
+class Shared:
+    """What the cells of one prefill share.
+
+    Attributes:
+        scores: Scores by (layer, score).
+        made: What `View.once` has made, and the seconds that it took, by (layer, name).
+    """
+
+    scores: dict[tuple[int, Score], Known] = field(default_factory=dict)
+    made: dict[tuple[int, Hashable], tuple[Tensor, float]] = field(default_factory=dict)
 
 
 def versions(*tensors: Tensor) -> tuple[int, ...]:
