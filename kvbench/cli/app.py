@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from kvbench.cli import analyze, complete, data, listing, profile, published, run, train
-from kvbench.cli.options import FLAG
+from kvbench.cli.options import FLAG, option
 from kvbench.cli.screen import CLOSED, FAILED, INTERRUPTED, OK, complain, console, print_json
 from kvbench.errors import UserError
 from kvbench.report.outputs import terminal
@@ -113,9 +113,7 @@ def list_(
             metavar="DIR", help="Where to look for runs. Default: results.", show_default=False
         ),
     ] = Path("results"),
-    as_json: Annotated[
-        bool, typer.Option("--json", metavar=FLAG, help="Print the list as JSON.")
-    ] = False,
+    as_json: Annotated[bool, option(None, FLAG, "Print the list as JSON.", "--json")] = False,
 ) -> None:
     """List policies (paper, parts, parameters), tasks, models or runs."""
     rows, failed = listing.records(kind, folder)

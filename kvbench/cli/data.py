@@ -14,7 +14,7 @@ from rich.text import Text
 from kvbench import terminal
 from kvbench.benchmark import Source
 from kvbench.cli import complete
-from kvbench.cli.options import FLAG
+from kvbench.cli.options import FLAG, option
 from kvbench.cli.screen import FAILED, complain, console, print_json
 from kvbench.data import records
 from kvbench.data.records import Damaged, Record
@@ -44,7 +44,7 @@ def fetch(
         list[str], typer.Argument(metavar="TASK...", help=_TASKS, autocompletion=complete.tasks)
     ],
     fresh: Annotated[
-        bool, typer.Option("--fresh", metavar=FLAG, help="Update data that was fetched before.")
+        bool, option(None, FLAG, "Update data that was fetched before.", "--fresh")
     ] = False,
 ) -> None:
     """Fetch the data of tasks, so that runs work without the hub."""
@@ -107,9 +107,7 @@ def list_(
             metavar="TASK...", help=f"{_TASKS} Default: all.", autocompletion=complete.tasks
         ),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", metavar=FLAG, help="Print the list as JSON.")
-    ] = False,
+    as_json: Annotated[bool, option(None, FLAG, "Print the list as JSON.", "--json")] = False,
 ) -> None:
     """List the tables that tasks read, and which of them are fetched."""
     tables, failed = _tables(task or ["all"])

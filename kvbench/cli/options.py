@@ -18,11 +18,11 @@ FLAG = " "
 Names = list[str] | None
 
 
-def option(panel: str, metavar: str, text: str, *flags: str, **more: Any) -> Any:
+def option(panel: str | None, metavar: str, text: str, *flags: str, **more: Any) -> Any:
     """An option of a command.
 
     Args:
-        panel: Heading in the help.
+        panel: Heading in the help; None for "Options".
         metavar: What the help shows for the value.
         text: What the help says.
         flags: Spellings of the flag; none for the name of the parameter.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvbench.cli import complete
-from kvbench.cli.options import FLAG, OUTPUT, Names
+from kvbench.cli.options import FLAG, OUTPUT, Names, option
 from kvbench.cli.screen import console, print_json
 from kvbench.errors import UserError
 from kvbench.report.outputs import terminal
@@ -41,53 +41,41 @@ def published(
     ] = None,
     policy: Annotated[
         Names,
-        typer.Option(
-            metavar="NAME",
-            help="Only these policies, with commas: kvbench's names, or the paper's.",
+        option(
+            None,
+            "NAME",
+            "Only these policies, with commas: kvbench's names, or the paper's.",
             autocompletion=complete.policies,
         ),
     ] = None,
     task: Annotated[
         Names,
-        typer.Option(
-            metavar="NAME",
-            help="Only these tasks, with commas: kvbench's names (a group stands for its tasks, "
+        option(
+            None,
+            "NAME",
+            "Only these tasks, with commas: kvbench's names (a group stands for its tasks, "
             "too), or the paper's.",
             autocompletion=complete.tasks,
         ),
     ] = None,
     model: Annotated[
         Names,
-        typer.Option(
-            metavar="NAME",
-            help="Only models with this in their name, with commas: llama-3,qwen.",
-        ),
+        option(None, "NAME", "Only models with this in their name, with commas: llama-3,qwen."),
     ] = None,
     check: Annotated[
         bool,
-        typer.Option(
+        option(
+            None,
+            FLAG,
+            "Compute averages and losses again, and compare what is printed twice.",
             "--check",
-            metavar=FLAG,
-            help="Compute averages and losses again, and compare what is printed twice.",
         ),
     ] = False,
     as_csv: Annotated[
-        bool,
-        typer.Option(
-            "--csv",
-            metavar=FLAG,
-            help="Print a line per figure, as CSV.",
-            rich_help_panel=OUTPUT,
-        ),
+        bool, option(OUTPUT, FLAG, "Print a line per figure, as CSV.", "--csv")
     ] = False,
     as_json: Annotated[
-        bool,
-        typer.Option(
-            "--json",
-            metavar=FLAG,
-            help="Print an object per figure, as JSON.",
-            rich_help_panel=OUTPUT,
-        ),
+        bool, option(OUTPUT, FLAG, "Print an object per figure, as JSON.", "--json")
     ] = False,
 ) -> None:
     """Browse the figures that papers print: list them, show a table, filter, check.

@@ -217,37 +217,32 @@ def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.")],
     against: Annotated[
         Names,
-        typer.Option(
-            metavar="NAME",
-            help="Also compare every policy with this one at the same budget, question by "
+        option(
+            None,
+            "NAME",
+            "Also compare every policy with this one at the same budget, question by "
             "question. Takes several, with commas.",
             autocompletion=complete.policies,
         ),
     ] = None,
     with_published: Annotated[
         bool,
-        typer.Option(
-            "--with-published",
-            metavar=FLAG,
-            help="Also lay the scores beside those that papers print for the same policy, task "
+        option(
+            None,
+            FLAG,
+            "Also lay the scores beside those that papers print for the same policy, task "
             "and budget (kvbench published).",
+            "--with-published",
         ),
     ] = False,
     out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", help="Folder of the report. Default: report/ in the first run."
-        ),
+        Path | None, option(None, "DIR", "Folder of the report. Default: report/ in the first run.")
     ] = None,
     quiet: Annotated[
-        bool,
-        typer.Option(
-            "--quiet", metavar=FLAG, help="Print only errors and the path of the summary."
-        ),
+        bool, option(None, FLAG, "Print only errors and the path of the summary.", "--quiet")
     ] = False,
     as_json: Annotated[
-        bool,
-        typer.Option("--json", metavar=FLAG, help="Print cells, means and comparisons as JSON."),
+        bool, option(None, FLAG, "Print cells, means and comparisons as JSON.", "--json")
     ] = False,
 ) -> None:
     """Show the tables of runs; write Pareto fronts and a summary."""

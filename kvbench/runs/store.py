@@ -160,17 +160,12 @@ class RunStore:
         with replacing(self.path / GRID) as part:
             part.write_text(yaml.safe_dump(dict(grid), sort_keys=False), encoding="utf-8")
 
-    def write(self, cells: pd.DataFrame, samples: pd.DataFrame) -> list[Path]:
-        """Write both result tables with the schemas of `kvbench.runs.schema`.
-
-        Returns:
-            The paths of the tables.
-        """
+    def write(self, cells: pd.DataFrame, samples: pd.DataFrame) -> None:
+        """Write both result tables with the schemas of `kvbench.runs.schema`."""
         tables = ((SAMPLES, samples, SAMPLES_SCHEMA), (CELLS, cells, CELLS_SCHEMA))
         for name, frame, schema in tables:
             with replacing(self.path / name) as part:
                 pq.write_table(to_table(frame, schema), part)
-        return [self.path / CELLS, self.path / SAMPLES]
 
     def _check_owner(self) -> None:
         """Refuse a folder with results that kvbench did not write: they would be lost."""
