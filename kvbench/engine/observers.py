@@ -6,8 +6,9 @@ can share all states.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -41,7 +42,19 @@ class _Last(NamedTuple):
     seen: Tensor
 
 
-class QueryObserver:
+class LayerObserver:
+    """Base of observers: forks share the states `_held` of the layers."""
+
+    _held: dict[int, Any]
+
+    def fork(self) -> Self:
+        """Return an observer that can continue without changing this one."""
+        other = copy.copy(self)
+        other._held = dict(self._held)
+        return other
+
+
+class QueryObserver(LayerObserver):
     """Keeps the last `window` queries of every layer.
 
     Args:
@@ -50,7 +63,7 @@ class QueryObserver:
 
     def __init__(self, window: int) -> None:
         self.window = window
-        self._last: dict[int, _Last] = {}
+        self._held: dict[int, _Last] = {}
 
     @torch.no_grad()
     def update(
@@ -65,7 +78,7 @@ class QueryObserver:
     ) -> None:
         """Observe one forward of one layer; see `kvbench.plugin.Observer`."""
         batch, heads, n, dim = q.shape
-        last = self._last.get(layer)
+        last = self._held.get(layer)
         if last is None:
             empty = q.new_zeros(batch, heads, self.window, dim)
             last = _Last(empty, valid.new_zeros(batch, self.window))
@@ -78,31 +91,25 @@ class QueryObserver:
         old = last.query.gather(2, index.clamp(max=self.window - 1))
         new = q.gather(2, (index - self.window).clamp(min=0))
         query = torch.where(index < self.window, old, new)
-        self._last[layer] = _Last(query.masked_fill(~seen[:, None, :, None], 0.0), seen)
-
-    def fork(self) -> Self:
-        """Return an observer that can continue without changing this one."""
-        other = type(self)(self.window)
-        other._last = dict(self._last)
-        return other
+        self._held[layer] = _Last(query.masked_fill(~seen[:, None, :, None], 0.0), seen)
 
     def read(self, layer: int) -> Tensor:
         """Return the last queries, `[B, H_q, window, d]`, newest last; missing ones are zero."""
-        return self._last[layer].query
+        return self._held[layer].query
 
     @classmethod
     def stack(cls, parts: Sequence[Self]) -> Self:
         """Join the sequences of several observers in one batch."""
         out = cls(parts[0].window)
-        for layer in parts[0]._last:
-            held = [p._last[layer] for p in parts]
-            out._last[layer] = _Last(
+        for layer in parts[0]._held:
+            held = [p._held[layer] for p in parts]
+            out._held[layer] = _Last(
                 torch.cat([x.query for x in held]), torch.cat([x.seen for x in held])
             )
         return out
 
 
-class _BesideEntries:
+class _BesideEntries(LayerObserver):
     """Base of per-entry observers: the cache itself keeps and stacks their values once packed."""
 
     @classmethod
@@ -123,7 +130,7 @@ class MassObserver(_BesideEntries):
     def __init__(self, observe: int | None, power: int = 1) -> None:
         self.observe, self.power = observe, power
         self._queries = None if observe is None else QueryObserver(observe)
-        self._mass: dict[int, Tensor] = {}
+        self._held: dict[int, Tensor] = {}
 
     @torch.no_grad()
     def update(
@@ -143,29 +150,28 @@ class MassObserver(_BesideEntries):
             # separately. So the sum over the window is recomputed: `observe` rows, which is less
             # than the chunk's own attention costs.
             self._queries.update(layer, q, k, v, hidden, valid, scale)
-            last = self._queries._last[layer]
+            last = self._queries._held[layer]
             behind = torch.arange(last.seen.shape[1] - 1, -1, -1, device=q.device)
             at = (valid.sum(-1)[:, None] - 1 - behind).masked_fill(~last.seen, -1)
-            self._mass[layer] = column_sums(last.query, k, at, position, scale, self.power)
+            self._held[layer] = column_sums(last.query, k, at, position, scale, self.power)
             return
         at = position[:, position.shape[1] - q.shape[2] :]
         mass = column_sums(q, k, at, position, scale, self.power)
-        before = self._mass.get(layer)
+        before = self._held.get(layer)
         if before is not None:
             mass[..., : before.shape[-1]] += before
-        self._mass[layer] = mass
+        self._held[layer] = mass
 
     def fork(self) -> Self:
         """Return an observer that can continue without changing this one."""
-        other = type(self)(self.observe, self.power)
-        other._mass = dict(self._mass)
+        other = super().fork()
         if self._queries is not None:
             other._queries = self._queries.fork()
         return other
 
     def read(self, layer: int) -> Tensor:
         """Return the attention that every column received, float32 `[B, H_q, S]`."""
-        return self._mass[layer]
+        return self._held[layer]
 
 
 class TokenObserver(_BesideEntries):
@@ -196,12 +202,6 @@ class TokenObserver(_BesideEntries):
         new = self.need.measure(layer, hidden, k[:, :, -n:], v[:, :, -n:], self.model)
         old = self._held.get(layer)
         self._held[layer] = new if old is None else torch.cat([old, new], -1)
-
-    def fork(self) -> Self:
-        """Return an observer that can continue without changing this one."""
-        other = type(self)(self.need, self.model)
-        other._held = dict(self._held)
-        return other
 
     def read(self, layer: int) -> Tensor:
         """Return the numbers of all tokens, float32 `[B, H, S]`."""
@@ -266,9 +266,7 @@ class SurprisalObserver:
 
     def fork(self) -> Self:
         """Return an observer that can continue without changing this one."""
-        other = type(self)()
-        other._surprisal, other._last = self._surprisal, self._last
-        return other
+        return copy.copy(self)
 
     @classmethod
     def stack(cls, parts: Sequence[Self]) -> Self:

@@ -19,6 +19,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from kvbench.engine.observers import LayerObserver
 from kvbench.plugin import ModelInfo, Need, Observer
 
 _BLOCK = 1 << 21
@@ -44,7 +45,7 @@ class InUse(Need):
         return InUseObserver(self.top, self.mass)
 
 
-class InUseObserver:
+class InUseObserver(LayerObserver):
     """Records what `InUse` describes, for sequences without padding.
 
     Args:
@@ -53,7 +54,7 @@ class InUseObserver:
 
     def __init__(self, top: Sequence[int], mass: Sequence[float]) -> None:
         self.top, self.mass = tuple(top), tuple(mass)
-        self._last: dict[int, Tensor] = {}
+        self._held: dict[int, Tensor] = {}
 
     @torch.no_grad()
     def update(
@@ -72,7 +73,7 @@ class InUseObserver:
         first = columns - n
         shape = (len(self.top) + len(self.mass), batch, heads, columns)
         last = torch.full(shape, -1, dtype=torch.int64, device=q.device)
-        before = self._last.get(layer)
+        before = self._held.get(layer)
         if before is not None:
             last[..., : before.shape[-1]] = before
         size = max(1, _BLOCK // (batch * heads * columns))
@@ -88,7 +89,7 @@ class InUseObserver:
             for criterion, count in enumerate(counts):
                 newest = torch.where(rank < count[..., None], at[:, None], -1).amax(-2)
                 last[criterion, ..., :seen] = torch.maximum(last[criterion, ..., :seen], newest)
-        self._last[layer] = last
+        self._held[layer] = last
 
     def _ranked(self, logits: Tensor, at: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Rank every token for every query `[B, H_q, m, S]`, and count what each criterion selects.
@@ -107,27 +108,15 @@ class InUseObserver:
             counts += [torch.minimum((before < p).sum(-1), visible) for p in self.mass]
         return rank, counts
 
-    def fork(self) -> Self:
-        """Give an observer that can continue without changing this one."""
-        other = type(self)(self.top, self.mass)
-        other._last = dict(self._last)
-        return other
-
     def read(self, layer: int) -> Tensor:
         """The newest query that has selected each token of a layer, as `InUse` describes it."""
-        return self._last[layer]
+        return self._held[layer]
 
     @classmethod
     def stack(cls, parts: Sequence[Any]) -> Self:
         """Join the sequences of several observers into one batch; they must be equally long."""
         out = cls(parts[0].top, parts[0].mass)
-        out._last = {i: torch.cat([p._last[i] for p in parts], 1) for i in parts[0]._last}
-        return out
-
-    def take(self, rows: Tensor) -> Self:
-        """Give an observer of some sequences."""
-        out = type(self)(self.top, self.mass)
-        out._last = {i: x[:, rows] for i, x in self._last.items()}
+        out._held = {i: torch.cat([p._held[i] for p in parts], 1) for i in parts[0]._held}
         return out
 
 

@@ -100,6 +100,6 @@ def test_sequences_may_stand_side_by_side() -> None:
     for row in range(2):
         one = InUseObserver(TOP, MASS)
         one.update(0, q[row : row + 1], k[row : row + 1], k, q, valid[:1], 0.3)
-        assert torch.equal(both.take(torch.tensor([row])).read(0), one.read(0))
+        assert torch.equal(both.read(0)[:, [row]], one.read(0))
         alone.append(one)
     assert torch.equal(InUseObserver.stack(alone).read(0), both.read(0))
