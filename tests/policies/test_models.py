@@ -96,7 +96,7 @@ ORACLES: dict[str, Oracle] = {
     "cam": mass(),
     "d2o": d2o,
     "tova": of(attention.tova),
-    "roco": by_worth(lambda layer, held, b: attention.roco(layer, b)),
+    "roco": by_worth(attention.roco),
     "obcache:window=8": of(attention.obcache, window=8),
     "obcache:window=8:variant=value": of(attention.obcache, window=8, variant="value"),
     "obcache:window=8:variant=key": of(attention.obcache, window=8, variant="key"),
