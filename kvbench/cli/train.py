@@ -41,15 +41,16 @@ def gates(
         ),
     ],
     data: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="DATA",
-            help="reference (samples of the tasks of the reference model), a task, FILE.jsonl or a "
-            "data set of the hub. Several, with commas, take turns.",
+            help="chats (made-up conversations), reference (samples of the tasks of the reference "
+            "model), a task, FILE.jsonl or a data set of the hub. Several, with commas, take "
+            "turns. Default: that of the model's recipe.",
             rich_help_panel=WHAT,
             show_default=False,
         ),
-    ] = "reference",
+    ] = None,
     text_column: Annotated[
         str | None,
         typer.Option(
