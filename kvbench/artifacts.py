@@ -117,9 +117,7 @@ class Artifacts:
 
     def shipped_path(self, model: str, kind: str) -> Path | None:
         """The artifact that ships with the package for a model, or None."""
-        local = local_model(model)
-        name = model.rpartition("/")[2] if local is None else _base_name(local)
-        path = self.shipped / self.pattern.format(model=name, kind=kind)
+        path = self.shipped / self.pattern.format(model=shipped_name(model), kind=kind)
         return path if self._exists(path) and self._fits(model, path) else None
 
     def user_path(self, model: str, kind: str) -> Path:
@@ -157,6 +155,12 @@ class Artifacts:
         """Whether an artifact was made for a model, as far as can be told."""
         main = path / self.files[0] if self.files else path
         return _compared(self, model, path, main.stat().st_mtime_ns)
+
+
+def shipped_name(model: str) -> str:
+    """The model's part in the name of an artifact that ships: folder, GGUF file or hub name."""
+    local = local_model(model)
+    return model.rpartition("/")[2] if local is None else _base_name(local)
 
 
 def slug(model: str) -> str:

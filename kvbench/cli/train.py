@@ -43,15 +43,16 @@ def gates(
         option(WHAT, "NAME", "trimkv, dbtrimkv or locret.", autocompletion=complete.trainers),
     ],
     data: Annotated[
-        str,
+        str | None,
         option(
             WHAT,
             "DATA",
-            "reference (samples of the tasks of the reference model), a task, FILE.jsonl or a "
-            "data set of the hub. Several, with commas, take turns.",
+            "chats (made-up conversations), reference (samples of the tasks of the reference "
+            "model), a task, FILE.jsonl or a data set of the hub. Several, with commas, take "
+            "turns. Default: that of the model's recipe.",
             show_default=False,
         ),
-    ] = "reference",
+    ] = None,
     column: Annotated[
         str | None, option(WHAT, "NAME", "Column that holds the text of a row.", "--text-column")
     ] = None,

@@ -43,6 +43,7 @@ from kvbench.training.folder import (
 )
 from kvbench.training.method import Method
 from kvbench.training.plot import draw
+from kvbench.training.recipes import recipe_of
 from kvbench.training.settings import complete
 from kvbench.training.student import Student
 
@@ -121,7 +122,7 @@ class GateTraining:
 def plan(
     model: str,
     policy: str,
-    data: str,
+    data: str | None,
     given: Mapping[str, Any],
     *,
     out: Path | None = None,
@@ -134,11 +135,11 @@ def plan(
     Args:
         model: `reference`, a folder or a hub id.
         policy: Name of a trainer.
-        data: Data, as described in `kvbench.training.data`.
+        data: Data, as described in `kvbench.training.data`; None for that of the model's recipe.
         given: Settings by name; see `kvbench.training.settings.complete`.
         out: The folder; None for the one where the policy looks.
         device: Device, as for a run.
-        dtype: Data type, as for a run.
+        dtype: Data type, as for a run; `auto` is that of the model's recipe, where it names one.
         revision: Revision of a hub model.
 
     Raises:
@@ -148,12 +149,20 @@ def plan(
     config = load_config(model, revision).get_text_config()
     window = int(getattr(config, "max_position_embeddings", 0) or 0)
     settings = complete(method, model, window, given)
+    recipe = recipe_of(model, policy)
+    data = data or recipe.get("data")
+    if data is None:
+        raise UserError(
+            f"there is no recipe for {policy} gates of {model}; name data, such as --data chats"
+        )
     place = pick_device(device)
     if place.type == "cuda" and "LOCAL_RANK" in os.environ:  # torchrun: one GPU per process
         place = pick_device(f"cuda:{os.environ['LOCAL_RANK']}")
     if settings["checkpointing"] is None:  # on a CPU, memory is seldom short: it only takes time
         settings["checkpointing"] = place.type == "cuda"
     folder = (out or method.place(model)).expanduser()
+    if dtype == "auto":
+        dtype = recipe.get("dtype", dtype)
     return GateTraining(
         model, revision, data, method, settings, folder, place, pick_dtype(dtype, place)
     )
@@ -265,8 +274,8 @@ def _write(
     if log:
         draw(log, out / PICTURE, f"{training.title} on {training.data}")
         lines = [f"{lines[0]}, {PICTURE}", describe(log[-1])]
-    method.save(student.gates.cpu(), out, facts)
+    method.save(student.gates.cpu(), out, facts, training.settings["half"])
     shutil.rmtree(out / CHECKPOINTS, ignore_errors=True)
-    if out != method.place(model) or model == "reference":
+    if out != method.place(model) or recipe_of(model, method.name):  # shipped gates go first
         lines.append(f"policies read them with {method.name}:gates={out}")
     return lines

@@ -1,6 +1,7 @@
 """Training data: sequences, and the positions in them that the gates learn from.
 
     reference                   samples of the reference model's own tasks, made on the fly
+    chats                       made-up conversations about a text, made on the fly
     a task, as for --task       prompts of kvbench's tasks, with seeds that no evaluation uses
     ./mine.jsonl                lines with `text`, or with `context`, `question` and `answers`
     organisation/name           a data set of the hub
@@ -10,6 +11,7 @@ Several, separated by commas, take turns. Sequence `i` depends only on the data,
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +33,7 @@ from kvbench.named import lexicon_of
 from kvbench.reference import samples
 from kvbench.runs.grid import Grid
 from kvbench.runs.planning import plan
+from kvbench.training import chats
 
 Item = dict[str, Tensor]
 """`input_ids` int64 `[T]`, and `supervised` bool `[T]`: positions whose next token is learned."""
@@ -139,12 +142,14 @@ def open_streams(
     """
     names = [name.strip() for name in spec.split(",") if name.strip()]
     if not names:
-        raise UserError("--data is empty; use reference, a task, a JSONL file or a hub id")
+        raise UserError("--data is empty; use reference, chats, a task, a JSONL file or a hub id")
     streams = []
     share = -(-count // len(names))
     for name in names:
         if name == "reference":
             streams.append(_reference(tokenizer, model, length, seed))
+        elif name == "chats":
+            streams.append(_chats(tokenizer, length, seed))
         elif name.endswith(".jsonl"):
             rows: Any = [row for _, row in read_rows(Path(name).expanduser())]
             streams.append(_rows(name, rows, tokenizer, length, seed, column))
@@ -197,6 +202,13 @@ def _reference(tokenizer: Any, model: str, length: int, seed: int) -> Stream:
         return {"input_ids": ids, "supervised": torch.tensor([*supervised[1:], False])}
 
     return Stream(get, True, {"data": "reference", "mix": _MIX})
+
+
+def _chats(tokenizer: Any, length: int, seed: int) -> Stream:
+    def get(index: int) -> Item:
+        return chats.sequence(tokenizer, length, random.Random(f"{_RNG_KEY}-{seed}-{index}"))
+
+    return Stream(get, True, chats.facts())
 
 
 # --- kvbench's tasks ------------------------------------------------------------------------------

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 SMOOTH = 0.0025
 """LocRet's weight of the difference between neighbours."""
 
-_BLOCK = 1024
+_BLOCK = 256
 """Positions whose logits are in memory at once."""
 
 
@@ -44,43 +44,93 @@ def quality(
     head: Callable[[Tensor], Tensor],
     terms: Terms,
     block: int = _BLOCK,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Divergence and next-token loss of a student, as means over positions.
 
-    Logits are computed block by block, and again in the backward pass, so that `[K, vocabulary]` is
-    never in memory.
+    Logits are computed once, block by block, and the gradient with them, so that `[K, vocabulary]`
+    is never in memory.
 
     Args:
         student: Final hidden states of the student, `[K, d_model]`.
         teacher: Final hidden states of the teacher, without gradient, `[K, d_model]`.
         target: Next tokens, int64 `[K]`.
-        head: Maps hidden states to logits.
+        head: Maps hidden states to logits; frozen.
         terms: Terms to compute; the others are 0.
         block: Positions per block.
 
     Returns:
-        `KL` and `NTP`, float32 scalars.
+        Float32 scalars: the sum of `KL` and `NTP`, which has the gradient, and both without it.
     """
+    result: tuple[Tensor, Tensor, Tensor] = _Quality.apply(
+        student, teacher, target, head, terms, block
+    )  # type: ignore[no-untyped-call]
+    return result
 
-    def part(hidden: Tensor, taught: Tensor, next_token: Tensor) -> tuple[Tensor, Tensor]:
-        q = F.log_softmax(head(hidden).float(), -1)
-        kl = ntp = q.new_zeros(())
-        if terms.ntp:
-            ntp = F.nll_loss(q, next_token, reduction="sum")
-        if terms.kl:
-            p = F.log_softmax(head(taught).float(), -1)
-            first, second = (q, p) if terms.reverse else (p, q)
-            kl = F.kl_div(second, first, reduction="sum", log_target=True)
-        return kl, ntp
 
-    kl = ntp = student.new_zeros((), dtype=torch.float32)
-    single = len(target) <= block
-    for i in range(0, len(target), block):
-        rows = student[i : i + block], teacher[i : i + block], target[i : i + block]
-        sums = part(*rows) if single else checkpoint(part, *rows, use_reentrant=False)
-        kl, ntp = kl + sums[0], ntp + sums[1]
-    count = max(1, len(target))
-    return kl / count, ntp / count
+class _Quality(torch.autograd.Function):
+    """`quality`; the gradient with regard to the student is ready when the forward pass ends."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        student: Tensor,
+        teacher: Tensor,
+        target: Tensor,
+        head: Callable[[Tensor], Tensor],
+        terms: Terms,
+        block: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        kl = ntp = student.new_zeros((), dtype=torch.float32)
+        slope = torch.empty_like(student)
+        count = max(1, len(target))
+        for i in range(0, len(target), block):
+            rows = slice(i, i + block)
+            with torch.enable_grad():
+                hidden = student[rows].detach().requires_grad_()
+                logits = head(hidden)
+            taught = head(teacher[rows]) if terms.kl else None
+            more_kl, more_ntp, of_logits = _block_quality(
+                logits.detach(), taught, target[rows], terms
+            )
+            kl, ntp = kl + more_kl, ntp + more_ntp
+            of_logits = of_logits.div_(count).to(logits.dtype)
+            (slope[rows],) = torch.autograd.grad(logits, hidden, of_logits)
+        ctx.save_for_backward(slope)
+        kl, ntp = kl / count, ntp / count
+        ctx.mark_non_differentiable(kl, ntp)
+        return kl + ntp, kl, ntp
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (slope,) = ctx.saved_tensors
+        return (grads[0] * slope).to(slope.dtype), None, None, None, None, None
+
+
+def _block_quality(
+    logits: Tensor, taught: Tensor | None, target: Tensor, terms: Terms
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sums of KL and NTP over positions, and the gradient with regard to the student's logits."""
+    log_q = F.log_softmax(logits, -1, dtype=torch.float32)
+    q = log_q.exp()
+    slope = torch.zeros_like(q)
+    kl = ntp = q.new_zeros(())
+    if terms.ntp:
+        own = target[:, None]
+        ntp = -log_q.gather(-1, own).sum()
+        slope += q
+        slope.scatter_add_(-1, own, -torch.ones_like(own, dtype=q.dtype))
+    if taught is not None:
+        log_p = F.log_softmax(taught, -1, dtype=torch.float32)
+        if terms.reverse:  # d/dz sum q (log q - log p) = q (log q - log p - KL)
+            difference = log_q.sub_(log_p)
+            each = (q * difference).sum(-1, keepdim=True)
+            slope.addcmul_(q, difference.sub_(each))
+        else:
+            p = log_p.exp()
+            each = (p * log_p.sub_(log_q)).sum(-1, keepdim=True)
+            slope.add_(q).sub_(p)
+        kl = each.sum()
+    return kl, ntp, slope
 
 
 def retained(log_beta: Tensor, valid: Tensor | None = None) -> Tensor:

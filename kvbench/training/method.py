@@ -80,7 +80,7 @@ class Method:
             `length`, `bias`, `hidden_dim`, `gate`, `input`, `tied`, `gating`, `gate_dim`.
         build: Makes the gates (a module as in `Gates`) from the model's shapes, its configuration
             and all settings.
-        save: Writes gates and facts about their training into a folder.
+        save: Writes gates and facts about their training into a folder, in half precision or not.
         place: Returns the folder in which the policy looks for a model's gates.
         attention: The gated attention; only for `distil`.
         capacity: The capacity loss; only for `distil`.
@@ -91,7 +91,7 @@ class Method:
     scope: str
     defaults: Mapping[str, Any]
     build: Callable[[ModelInfo, Any, Mapping[str, Any]], nn.Module]
-    save: Callable[[nn.Module, Path, Mapping[str, Any]], None]
+    save: Callable[[nn.Module, Path, Mapping[str, Any], bool], None]
     place: Callable[[str], Path]
     attention: Attention | None = None
     capacity: Capacity | None = None

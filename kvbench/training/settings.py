@@ -8,7 +8,7 @@ from typing import Any
 
 from kvbench.errors import UserError, unknown
 from kvbench.training.method import Method
-from kvbench.training.recipes import RECIPES
+from kvbench.training.recipes import OUTSIDE, recipe_of
 
 _DEFAULTS: dict[str, Any] = {
     "steps": None,
@@ -29,6 +29,7 @@ _DEFAULTS: dict[str, Any] = {
     "log_steps": None,
     "save_steps": None,
     "checkpointing": None,
+    "half": False,
 }
 _STEPS = 1000
 _CHOICES = {
@@ -53,7 +54,7 @@ _FLAGS = {"kl": "no-kl", "ntp": "no-ntp", "with_capacity": "no-capacity", "colum
 def complete(method: Method, model: str, window: int, given: Mapping[str, Any]) -> dict[str, Any]:
     """Check the given settings and add the others.
 
-    The others are those of the paper; for the reference model, those of its recipe.
+    The others are those of the model's recipe, where it has one, and otherwise those of the paper.
 
     Args:
         method: What is trained.
@@ -68,7 +69,7 @@ def complete(method: Method, model: str, window: int, given: Mapping[str, Any]) 
         UserError: A setting is unknown or out of range, or two settings contradict each other.
     """
     explicit = {name: value for name, value in given.items() if value is not None}
-    recipe = RECIPES.get(method.name, {}) if model == "reference" else {}
+    recipe = {k: v for k, v in recipe_of(model, method.name).items() if k not in OUTSIDE}
     settings = {**_DEFAULTS, **method.defaults, **recipe, **explicit}
     for name in explicit:
         if name not in {*_DEFAULTS, *method.defaults}:

@@ -158,12 +158,12 @@ class Student(nn.Module):
         parts: dict[str, Tensor] = {}
         if self.terms.kl or self.terms.ntp:
             reference = student.detach() if teacher is None else teacher
-            kl, ntp = losses.quality(
+            quality, kl, ntp = losses.quality(
                 student, reference, ids[:, 1:][rows], head_of(self.base), self.terms
             )
-            parts |= {"kl": kl.detach()} if self.terms.kl else {}
-            parts |= {"ntp": ntp.detach()} if self.terms.ntp else {}
-            loss = loss + kl + ntp
+            parts |= {"kl": kl} if self.terms.kl else {}
+            parts |= {"ntp": ntp} if self.terms.ntp else {}
+            loss = loss + quality
         if self.weight:
             assert self.method.capacity is not None
             capacity = self.method.capacity(

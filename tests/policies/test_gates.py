@@ -205,6 +205,23 @@ def test_damaged_or_foreign_files_are_one_line(damage: Any, message: str, tmp_pa
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("kind", ["trimkv", "dbtrimkv", "locret"])
+def test_half_precision_halves_the_file_and_keeps_the_scores(kind: Any, tmp_path: Path) -> None:
+    gates = build(GateConfig.of(kind, MODEL, hidden_dim=256))
+    whole, half = save(gates, tmp_path / "whole"), save(gates, tmp_path / "half", half=True)
+    sizes = [(folder / "gates.safetensors").stat().st_size for folder in (whole, half)]
+    assert sizes[1] < 0.6 * sizes[0]
+    hidden, key, value, qkv = inputs()
+    again = load(half, MODEL)
+    assert all(p.dtype == torch.float32 for p in again.parameters())
+    torch.testing.assert_close(
+        again.score(1, hidden, key, value, qkv),
+        gates.score(1, hidden, key, value, qkv),
+        rtol=5e-3,
+        atol=5e-3,
+    )
+
+
 def test_gates_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
     gates = RetentionGates(made())
     with torch.no_grad():

@@ -24,12 +24,13 @@ CONFIG = "gates.json"
 WEIGHTS = "gates.safetensors"
 
 
-def save(gates: RetentionGates, folder: str | Path) -> Path:
+def save(gates: RetentionGates, folder: str | Path, *, half: bool = False) -> Path:
     """Write gates into a folder, creating it if it is missing; each file completely or not at all.
 
     Args:
-        gates: The gates, on any device; they are stored in float32.
+        gates: The gates, on any device.
         folder: The folder.
+        half: Whether matrices are stored in float16; everything else is stored in float32.
 
     Returns:
         The folder.
@@ -39,6 +40,8 @@ def save(gates: RetentionGates, folder: str | Path) -> Path:
     """
     folder = Path(folder).expanduser()
     state = {k: v.detach().float().cpu().contiguous() for k, v in gates.state_dict().items()}
+    if half:
+        state = {k: v.half() if v.dim() > 1 else v for k, v in state.items()}
     bad = _not_finite(state)
     if bad:
         raise UserError(f"the gates were not saved, because {bad} is not finite")

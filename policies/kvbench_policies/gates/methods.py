@@ -34,7 +34,7 @@ def _build(kind: Kind) -> Any:
     return make
 
 
-def _save(gates: nn.Module, folder: Path, facts: Mapping[str, Any]) -> None:
+def _save(gates: nn.Module, folder: Path, facts: Mapping[str, Any], half: bool) -> None:
     assert isinstance(gates, RetentionGates)
     gates.config = dataclasses.replace(
         gates.config,
@@ -42,7 +42,7 @@ def _save(gates: nn.Module, folder: Path, facts: Mapping[str, Any]) -> None:
         base_revision=facts["base_revision"],
         training=dict(facts["training"]),
     )
-    files.save(gates, folder)
+    files.save(gates, folder, half=half)
 
 
 def _method(kind: Kind, defaults: Mapping[str, Any], **kwargs: Any) -> Method:

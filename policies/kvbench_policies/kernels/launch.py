@@ -9,6 +9,7 @@ imported.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -118,3 +119,16 @@ TENSOR_CORES = {80: "HMMA", 90: "HGMMA"}
 """The opcode of a dot that runs on the tensor cores of an architecture."""
 ASYNC_COPY = "LDGSTS|UBLKCP|UTMALDG"
 """Opcodes with which a pipelined loop copies operands to shared memory."""
+
+
+def exp_(x: Tensor) -> Tensor:
+    """`x.exp_()` on the torch paths, where `x` is 0 or less: negligible results are exactly 0.
+
+    An entry that a gate forgets has a weight of any smallness. Below the smallest normal number,
+    and at minus infinity, a CPU takes twenty times as long for an exponential. What is below the
+    square root of that number (1e-19 in float32) is lost in every sum with a weight near 1, and
+    without it no product of two weights gets that small.
+    """
+    least = math.log(torch.finfo(x.dtype).tiny) / 2
+    x = x.clamp_(min=least).exp_()
+    return torch.nn.functional.threshold_(x, 2 * math.exp(least), 0.0)

@@ -196,6 +196,7 @@ def test_no_checkpoint_holds_weights_of_the_model(
         ("--policy locret --capacity 5", "--capacity does not apply to locret"),
         ("--policy trimkv --data reference", "which .* does not know"),
         ("--policy trimkv --data nosuch.jsonl", "cannot read nosuch.jsonl"),
+        ("--policy trimkv", "no recipe for trimkv gates .* name data, such as --data chats"),
         ("--policy trimkv --data nosuchtask", "unknown task 'nosuchtask'"),
         ("--policy trimkv --data no/such", "--data no/such cannot be loaded"),
     ],

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
 
 from kvbench.errors import UserError
+from kvbench_policies.kernels.launch import exp_
 from kvbench_policies.kernels.retention_attention import op, ref
 from kvbench_policies.kernels.retention_attention.op import retention_attention
 
@@ -113,6 +116,16 @@ def test_what_is_forgotten_at_once_has_weight_zero_or_logit_zero() -> None:
     before = v.cumsum(2) - v
     count = torch.arange(80)[:, None]
     assert scaled(multiplicative, (before + own * v) / (count + own)) < 1e-5
+
+
+@torch_path
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_negligible_exponentials_are_zero_and_no_others(dtype: torch.dtype) -> None:
+    least = math.log(torch.finfo(dtype).tiny) / 2
+    x = torch.tensor([0.0, -1.0, least / 2, least + 1, least - 1, 3 * least, -torch.inf])
+    got = exp_(x.to(dtype, copy=True))
+    torch.testing.assert_close(got[:4], x[:4].to(dtype).exp(), rtol=1e-4, atol=0.0)
+    assert got[4:].tolist() == [0.0, 0.0, 0.0]
 
 
 @torch_path

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from kvbench.errors import UserError
 
-from ..launch import by_triton, starts
+from ..launch import by_triton, exp_, starts
 from . import factored
 
 BLOCK = 64
@@ -205,10 +205,10 @@ def _sums(log_beta: Tensor, start: Tensor) -> Tensor:
     for c in range(rate.shape[2]):
         x, here = rate[:, :, c, None], inside[:, :, c, None]
         shown = (age >= 0) & here
-        out[:, :, c] += torch.where(shown, age * x, -torch.inf).exp().sum(-1)
+        out[:, :, c] += torch.where(shown, exp_(age.clamp_min(0) * x), 0.0).sum(-1)
         far = (torch.arange(1, rate.shape[2] - c, device=a.device)[:, None] * BLOCK - a) * x
-        weight = far.exp().masked_fill_(~here, 0.0)  # [B, R, later blocks, entries]
-        out[:, :, c + 1 :] += weight @ (a[:, None] * x).exp().mT
+        weight = exp_(far).masked_fill_(~here, 0.0)  # [B, R, later blocks, entries]
+        out[:, :, c + 1 :] += weight @ exp_(a[:, None] * x).mT
     return out.flatten(2)[..., : log_beta.shape[-1]].contiguous()
 
 
@@ -223,12 +223,12 @@ def _backward_direct(grad: Tensor, log_beta: Tensor, start: Tensor) -> Tensor:
     age = (a[:, None] - a).clamp_min(0)
     for c in range(count):
         x = rate[:, :, c, None]
-        out[:, :, c] += (g[:, :, c, :, None] * age * (age * x).exp()).sum(-2)
+        out[:, :, c] += (g[:, :, c, :, None] * age * exp_(age * x)).sum(-2)
         ahead = torch.arange(1, count - c, device=a.device)[:, None] * BLOCK - a
-        near = (a[:, None] * x).exp()
+        near = exp_(a[:, None] * x)
         later = g[:, :, c + 1 :]
         term = ahead * (later @ near) + later @ (a[:, None] * near)
-        out[:, :, c] += ((ahead * x).exp() * term).sum(-2)
+        out[:, :, c] += (exp_(ahead * x) * term).sum(-2)
     out = out.masked_fill_(~inside, 0.0)
     return out.flatten(2)[..., : log_beta.shape[-1]].contiguous()
 
@@ -250,7 +250,7 @@ def _backward_runs(
         n = (closes - begin).clamp_min(0)
         k, a, b = torch.zeros_like(n), torch.zeros_like(out), torch.zeros_like(out)
         for shift in reversed(range(int(n.max()).bit_length())):
-            w = (k * rate).exp()
+            w = exp_(k * rate)
             b = b + w * (k * a + b)
             a = a * (1 + w)
             k = n >> shift
@@ -258,5 +258,5 @@ def _backward_runs(
             b = b + (k - 1) * w
             a = a + w
         age = begin - i
-        out += g * (age * rate).exp() * (age * a + b)
+        out += g * exp_(age * rate) * (age * a + b)
     return out.masked_fill_(~inside, 0.0)

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from kvbench.errors import UserError
 
-from ..launch import by_triton, starts
+from ..launch import by_triton, exp_, starts
 
 BLOCK = 128
 """Number of queries of a block on the torch path."""
@@ -204,7 +204,7 @@ def _blocks(
         product = q[:, :, :, begin:n].flatten(2, 3) @ k[:, :, :n].mT
         product = product.mul_(scale).view(batch, heads, group, n - begin, n)
         faded = (age * log_beta[:, :, None, :n])[:, :, None]
-        fade = faded.exp() if mult else torch.ones_like(faded[..., :1, :1])
+        fade = exp_(faded) if mult else torch.ones_like(faded[..., :1, :1])
         logit = product * fade if mult else product + faded
         logit = logit.masked_fill_(~seen[:, None, None], -torch.inf)
         yield _Block(slice(begin, n), n, age, product, fade, logit)
@@ -219,12 +219,14 @@ def _attend(
     out = torch.empty_like(queries)
     lse = out.new_empty(out.shape[:-1])
     for block in _blocks(queries, keys, log_beta, start, scale, mult):
-        total = block.logit.logsumexp(-1)
-        total = total.masked_fill_(total.isneginf(), 0.0)  # a padded query sees nothing
-        weight = block.logit.sub_(total[..., None]).exp_()
+        most = block.logit.amax(-1, keepdim=True)
+        most = most.masked_fill_(most.isneginf(), 0.0)  # a padded query sees nothing
+        weight = exp_(block.logit.sub_(most))
+        total = weight.sum(-1, keepdim=True)
+        total = total.masked_fill_(total == 0, 1.0)
         mixed = weight.flatten(2, 3) @ values[:, :, : block.n]
-        out[:, :, :, block.rows] = mixed.view_as(out[:, :, :, block.rows])
-        lse[:, :, :, block.rows] = total
+        out[:, :, :, block.rows] = mixed.view_as(out[:, :, :, block.rows]) / total
+        lse[:, :, :, block.rows] = (most + total.log()).squeeze(-1)
     return out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
 
 
@@ -251,7 +253,7 @@ def _backward(
     dk, dv, drate = (torch.zeros_like(x) for x in (keys, values, log_beta))
     for block in _blocks(queries, keys, log_beta, start, scale, mult):
         rows, n = block.rows, block.n
-        weight = block.logit.sub_(total[:, :, :, rows]).exp_()
+        weight = exp_(block.logit.sub_(total[:, :, :, rows]))
         flat = slope[:, :, :, rows].flatten(2, 3)
         dv[:, :, :n] += weight.flatten(2, 3).mT @ flat
         dlogit = (flat @ values[:, :, :n].mT).view_as(weight)

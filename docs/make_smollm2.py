@@ -1,0 +1,150 @@
+"""Write the tables of results/smollm2 into README.md and docs/smollm2.md: `python docs/make_smollm2.py`.
+
+With `--check` the pages are only compared with the results.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+import kvbench
+from kvbench.report.against import differences
+from kvbench.report.overall import group_means
+
+ROOT = Path(__file__).parents[1]
+RUN = ROOT / "results" / "smollm2"
+BUDGETS = ("0.1", "0.2", "0.3", "0.5")
+MOMENTS = {"context": "before the question", "question": "after it"}
+PAIRS = (
+    ("critical_snapkv", "snapkv"),
+    ("criticalkv", "adakv"),
+    ("adakv", "snapkv"),
+    ("d2o", "h2o"),
+    ("cam", "h2o"),
+    ("layer_defensivekv", "defensivekv"),
+    ("defensivekv", "snapkv"),
+)
+"""Each a policy and the one that its paper builds on."""
+LEARNED = ("trimkv", "dbtrimkv", "locret")
+HEURISTIC = "keydiff"
+"""The learned gates are compared with it."""
+
+
+def overview(means: pd.DataFrame) -> Iterator[str]:
+    """The mean of every policy, moment and budget; the best of a column is bold."""
+    scores = {(r.policy, r.moment, r.budget): 100 * r.score for r in means.itertuples()}
+    columns = [(moment, budget) for moment in MOMENTS for budget in BUDGETS]
+    best = {c: max(s for (_, *at), s in scores.items() if tuple(at) == c) for c in columns}
+    names = {name for name, *_ in scores if name != "full"}
+    order = sorted(names, key=lambda n: (-sum(scores.get((n, *c), 0.0) for c in columns), n))
+    heads = [f"{MOMENTS[m]}, {b}" if b == BUDGETS[0] else b for m, b in columns]
+    yield f"| policy | {' | '.join(heads)} |"
+    yield f"| --- |{' --: |' * len(columns)}"
+    for name in order:
+        cells = []
+        for column in columns:
+            score = scores.get((name, *column))
+            text = "–" if score is None else f"{score:.0f}"
+            cells.append(f"**{text}**" if score == best[column] else text)
+        yield f"| `{name}` | {' | '.join(cells)} |"
+
+
+def precise(means: pd.DataFrame, moment: str) -> Iterator[str]:
+    """Means of one moment with their intervals."""
+    part = means[means["moment"] == moment]
+    yield f"| policy | {' | '.join(BUDGETS)} |"
+    yield f"| --- |{' --: |' * len(BUDGETS)}"
+    for name, rows in part.groupby("policy"):
+        found = {r.budget: r for r in rows.itertuples()}
+        cells = [
+            ranged(r.score, r.score_lo, r.score_hi) if (r := found.get(b)) else "–" for b in BUDGETS
+        ]
+        yield f"| `{name}` | {' | '.join(cells)} |"
+
+
+def pairs(cells: pd.DataFrame, samples: pd.DataFrame) -> Iterator[str]:
+    """What a policy gains over the one it builds on, paired by question."""
+    yield f"| moment | policy | against | {' | '.join(BUDGETS)} |"
+    yield f"| --- | --- | --- |{' --: |' * len(BUDGETS)}"
+    run = set(cells["policy"])
+    wanted = [p for p in PAIRS if set(p) <= run]
+    wanted += [(name, HEURISTIC) for name in LEARNED if {name, HEURISTIC} <= run]
+    for moment, words in MOMENTS.items():
+        for policy, base in wanted:
+            part = cells[cells["policy"].isin([policy, base]) & (cells["moment"] == moment)]
+            found = {r.budget: r for r in differences(part, samples, base).itertuples()}
+            said = [
+                ranged(r.diff, r.diff_lo, r.diff_hi, signed=True) if (r := found.get(b)) else "–"
+                for b in BUDGETS
+            ]
+            yield f"| {words} | `{policy}` | `{base}` | {' | '.join(said)} |"
+
+
+def ranged(mean: float, low: float, high: float, signed: bool = False) -> str:
+    """A number in points with its interval; it is bold if the interval of a difference omits 0."""
+    form = "+.0f" if signed else ".0f"
+    mean, low, high = (round(100 * x) + 0.0 for x in (mean, low, high))
+    text = f"{mean:{form}} [{low:{form}}, {high:{form}}]".replace("-", "−")
+    return f"**{text}**" if signed and (low > 0 or high < 0) else text
+
+
+def sizes(cells: pd.DataFrame) -> str:
+    """What was asked, in a sentence."""
+    full = cells[cells["policy"] == "full"]
+    count = {int(n) for n in cells["samples"]}
+    each = f"{min(count)}" if len(count) == 1 else f"{min(count)} to {max(count)}"
+    tasks = ", ".join(f"`{t}`" for t in full["task"])
+    return (
+        f"Tasks: {tasks}, at {full['length'].iloc[0]} tokens in {full['dtype'].iloc[0]}, with "
+        f"{each} questions each; the full cache has "
+        f"{100 * full['score'].mean():.0f} points."
+    )
+
+
+def blocks() -> dict[str, str]:
+    """Every generated block by its name."""
+    cells, samples = kvbench.load(RUN)
+    cells, samples = cells[cells["status"] == "ok"], samples[samples["score"].notna()]
+    means: Any = group_means(cells, samples)
+    made = {
+        "sizes": [sizes(cells)],
+        "overview": overview(means),
+        "context": precise(means, "context"),
+        "question": precise(means, "question"),
+        "pairs": pairs(cells, samples),
+    }
+    return {name: "\n".join(lines) for name, lines in made.items()}
+
+
+def filled(text: str, made: dict[str, str]) -> str:
+    """A page with every block between its two marks written anew."""
+    for name, block in made.items():
+        begin, end = (f"<!-- {edge}: make_smollm2.py {name} -->\n" for edge in ("begin", "end"))
+        before, mark, rest = text.partition(begin)
+        if mark:
+            text = f"{before}{begin}\n{block}\n\n{end}{rest.partition(end)[2]}"
+    return text
+
+
+def main(arguments: list[str]) -> int:
+    """Write the pages, or check that they are up to date."""
+    made = blocks()
+    stale = 0
+    for page in (ROOT / "README.md", ROOT / "docs" / "smollm2.md"):
+        old = page.read_text(encoding="utf-8")
+        new = filled(old, made)
+        if "--check" in arguments and new != old:
+            print(f"{page.name} is out of date; run python docs/make_smollm2.py")
+            stale = 1
+        elif new != old:
+            page.write_text(new, encoding="utf-8")
+    return stale
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
