@@ -15,11 +15,15 @@ most. Differences get the same treatment: their gains and their losses are two s
 square-and-add (Newcombe 1998, Statistics in Medicine 17, 2635). Unbounded scores, such as a
 log-likelihood, get Student's t interval on the clustered standard error if there are
 `len(T) + 1` contexts or fewer.
+
+Whether a difference is there at all is asked of `paired_p`, a test that is exact for any number of
+contexts, where a bootstrap of few contexts is not. `holm` corrects the answers of many tests.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -36,6 +40,11 @@ FEW = 5  # with fewer varying contexts, resamples take too few different values
 Z = 1.959963984540054  # the 97.5% quantile of the normal distribution
 T = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622)
 """The 97.5% quantiles of Student's t with 1, 2, ... degrees of freedom."""
+EXACT = 16
+"""With at most so many contexts that differ, `paired_p` goes through all of their signs."""
+SIGN_DRAWS = 20_000
+_SIGNS = 2_000_000  # how many signs are drawn at a time: 16 MB
+_NORMAL = statistics.NormalDist()
 _CACHED_WEIGHTS = 1_000_000  # at most 8 MB for a matrix that is kept
 
 
@@ -96,11 +105,11 @@ def summary(
         ValueError: No scores, a score that is not finite, or lengths that differ.
     """
     values = _checked(scores, clusters)
-    totals, sizes = _by_cluster(values, clusters)
+    totals, sizes = by_cluster(values, clusters)
     mean = float(totals.sum() / sizes.sum())
     bounded = bool(values.min() >= 0.0 and values.max() <= 1.0)
     lo, hi = _interval(totals, sizes, bounded, signed=False, seed=seed, n=n)
-    se = _clustered_se(totals, sizes, mean)
+    se = clustered_se(totals, sizes)
     if not se > 0.0:
         se = (hi - lo) / (2 * Z)
     return Estimate(mean, se, lo, hi, len(values), len(sizes))
@@ -134,9 +143,88 @@ def paired(
     second = _checked([b[key] for key in keys], names)
     # Bounds are read off the scores: differences in [-1, 1] may also come from unbounded scores.
     bounded = bool(min(first.min(), second.min()) >= 0 and max(first.max(), second.max()) <= 1)
-    totals, sizes = _by_cluster(first - second, names)
+    totals, sizes = by_cluster(first - second, names)
     lo, hi = _interval(totals, sizes, bounded, signed=True, seed=seed, n=n)
     return Difference(float(totals.sum() / sizes.sum()), lo, hi, len(keys))
+
+
+def paired_p(
+    a: Mapping[Key, float],
+    b: Mapping[Key, float],
+    clusters: Mapping[Key, str],
+    *,
+    seed: int = 0,
+    n: int = SIGN_DRAWS,
+) -> float:
+    """Two-sided p-value of the mean of `a - b` over the keys that both have.
+
+    If `a` and `b` are two measurements of the same thing, the sum of a context's differences is as
+    likely to have one sign as the other. So the signs of the contexts are exchanged: p is the share
+    of exchanges whose mean is at least as far from 0 as the one that was seen. This is Fisher's
+    randomization test, and also the wild cluster bootstrap with the null hypothesis imposed
+    (Cameron, Gelbach and Miller 2008, Review of Economics and Statistics 90, 414). With one 0/1
+    score per context it is McNemar's exact test. At most `EXACT` contexts that differ are exchanged
+    in all ways; of more, `n` exchanges are drawn, and the one that was seen is counted with them.
+
+    Args:
+        a: Score by key.
+        b: The scores to compare with.
+        clusters: Context by key; may hold more keys.
+        seed: Seed of the draws.
+        n: Draws. No p is below `1 / (n + 1)` where signs are drawn.
+
+    Returns:
+        The p-value; 1 if nothing differs, NaN if there is no key in common.
+    """
+    keys = [key for key in a if key in b]
+    if not keys:
+        return math.nan
+    names = [clusters[key] for key in keys]
+    totals, _ = by_cluster(
+        _checked([a[key] for key in keys], names) - _checked([b[key] for key in keys], names), names
+    )
+    # A context whose differences are 0 has no sign. What float sums leave over 0 is none either.
+    totals = totals[np.abs(totals) > 1e-9 * np.abs(totals).max()]
+    if not len(totals):
+        return 1.0
+    seen = abs(float(totals.sum())) * (1 - 1e-9)  # an exchange that gives the same sum counts
+    if len(totals) <= EXACT:
+        # The first sign can stay: an exchange and its opposite are equally far from 0.
+        codes = np.arange(2 ** (len(totals) - 1))[:, None] >> np.arange(len(totals))
+        return float(np.mean(np.abs((1.0 - 2.0 * (codes & 1)) @ totals) >= seen))
+    rng = np.random.default_rng([seed, len(totals)])
+    far, left = 0, n
+    while left:
+        rows = min(left, max(1, _SIGNS // len(totals)))
+        signs = rng.integers(0, 2, size=(rows, len(totals)), dtype=np.int8) * 2.0 - 1.0
+        far += int(np.count_nonzero(np.abs(signs @ totals) >= seen))
+        left -= rows
+    return (far + 1) / (n + 1)
+
+
+def least_contexts(alpha: float) -> int:
+    """How many contexts must differ, all in one direction, for `paired_p` to be at most `alpha`."""
+    return math.ceil(math.log2(2.0 / alpha) - 1e-9)
+
+
+def holm(p: Sequence[float]) -> list[float]:
+    """Correct p-values for having looked at all of them (Holm 1979).
+
+    Among the differences whose corrected p is below alpha, the chance that any is false is at most
+    alpha, whatever the tests have to do with each other.
+
+    Args:
+        p: The p-values.
+
+    Returns:
+        The corrected p-values in the same order, at most 1.
+    """
+    corrected = [1.0] * len(p)
+    floor = 0.0
+    for rank, i in enumerate(sorted(range(len(p)), key=lambda i: p[i])):
+        floor = max(floor, min(1.0, (len(p) - rank) * p[i]))
+        corrected[i] = floor
+    return corrected
 
 
 def discriminative(full_lo: float, chance: float) -> bool:
@@ -155,6 +243,11 @@ def wilson(p: float, n: float) -> tuple[float, float]:
     half = Z / shrink * math.sqrt(p * (1 - p) / n + Z * Z / (4 * n * n))
     # At p = 0 and 1 the ends are exact; rounding must not leave the mean outside its interval.
     return (max(0.0, min(p, centre - half)), min(1.0, max(p, centre + half)))
+
+
+def normal_quantile(share: float) -> float:
+    """The number below which a standard normal variable lies with probability `share`."""
+    return _NORMAL.inv_cdf(share)
 
 
 def bootstrap_weights(clusters: int, *, seed: int = 0, n: int = DRAWS, stream: int = 0) -> Floats:
@@ -232,7 +325,7 @@ def _interval(
     if not bounded and len(sizes) <= len(T) + 1:
         # Unbounded scores have no Wilson interval, and a bootstrap of few contexts is too narrow.
         mean = float(totals.sum() / sizes.sum())
-        half = T[len(sizes) - 2] * _clustered_se(totals, sizes, mean)
+        half = T[len(sizes) - 2] * clustered_se(totals, sizes)
         return mean - half, mean + half
     # A resample divides drawn sums by drawn sizes: contexts may differ in their number of scores.
     drawn = bootstrap_weights(len(sizes), seed=seed, n=n)
@@ -240,8 +333,14 @@ def _interval(
     return float(lo), float(hi)
 
 
-def _clustered_se(totals: Floats, sizes: Floats, mean: float) -> float:
-    c = len(sizes)
+def clustered_se(totals: Floats, sizes: Floats) -> float:
+    """Standard error of a mean over all scores, clustered by context; NaN for one context.
+
+    Args:
+        totals: `[C]` sum of the scores of each context.
+        sizes: `[C]` number of scores of each context.
+    """
+    c, mean = len(sizes), totals.sum() / sizes.sum()
     if c == 1:
         return math.nan
     # Residuals are summed within a context before they are squared, so scores that err together
@@ -250,8 +349,16 @@ def _clustered_se(totals: Floats, sizes: Floats, mean: float) -> float:
     return float(np.sqrt(np.square(residual).sum() * c / (c - 1)) / sizes.sum())
 
 
-def _by_cluster(values: Floats, clusters: Sequence[str]) -> tuple[Floats, Floats]:
-    """Sum and number of the values of each context, contexts in sorted order: `[C]`, `[C]`."""
+def by_cluster(values: Floats, clusters: Sequence[str]) -> tuple[Floats, Floats]:
+    """Sum and number of the values of each context, contexts in sorted order.
+
+    Args:
+        values: `[n]`.
+        clusters: `[n]`, the context of each value.
+
+    Returns:
+        `[C]` and `[C]`.
+    """
     _, index = np.unique(np.asarray(clusters, dtype=str), return_inverse=True)
     # Sorted within a context, too: a sum of floats depends on the order of its terms.
     order = np.lexsort((values, index))
