@@ -18,7 +18,7 @@ def kept(v):
     key = torch.nn.functional.normalize(v.key.float(), dim=-1)
     return {sign} (key * key.mean(-2, keepdim=True)).sum(-1)
 """
-"""With a minus it keeps the keys that are least like the others; without, it keeps the wrong end."""
+"""With a minus it keeps the keys that are least like the others; without, the wrong end."""
 
 
 @pytest.fixture
