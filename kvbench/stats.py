@@ -16,8 +16,12 @@ square-and-add (Newcombe 1998, Statistics in Medicine 17, 2635). Unbounded score
 log-likelihood, get Student's t interval on the clustered standard error if there are
 `len(T) + 1` contexts or fewer.
 
-Whether a difference is there at all is asked of `paired_p`, a test that is exact for any number of
-contexts, where a bootstrap of few contexts is not. `holm` corrects the answers of many tests.
+The percentile bootstrap of 10 to 20 contexts is too narrow for differences and unbounded scores: it
+knows neither that a variance was estimated nor from how few contexts. They get the expanded
+percentile interval, whose ends are further out; see `tail`. A mean of scores in [0, 1] reaches its
+level as it is. docs/statistics.md shows the simulation.
+
+Whether a difference is there at all is a question for `kvbench.regression.significance`.
 """
 
 from __future__ import annotations
@@ -40,10 +44,6 @@ FEW = 5  # with fewer varying contexts, resamples take too few different values
 Z = 1.959963984540054  # the 97.5% quantile of the normal distribution
 T = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622)
 """The 97.5% quantiles of Student's t with 1, 2, ... degrees of freedom."""
-EXACT = 16
-"""With at most so many contexts that differ, `paired_p` goes through all of their signs."""
-SIGN_DRAWS = 20_000
-_SIGNS = 2_000_000  # how many signs are drawn at a time: 16 MB
 _NORMAL = statistics.NormalDist()
 _CACHED_WEIGHTS = 1_000_000  # at most 8 MB for a matrix that is kept
 
@@ -104,7 +104,7 @@ def summary(
     Raises:
         ValueError: No scores, a score that is not finite, or lengths that differ.
     """
-    values = _checked(scores, clusters)
+    values = checked(scores, clusters)
     totals, sizes = by_cluster(values, clusters)
     mean = float(totals.sum() / sizes.sum())
     bounded = bool(values.min() >= 0.0 and values.max() <= 1.0)
@@ -139,92 +139,13 @@ def paired(
     if not keys:
         return NO_DIFFERENCE
     names = [clusters[key] for key in keys]
-    first = _checked([a[key] for key in keys], names)
-    second = _checked([b[key] for key in keys], names)
+    first = checked([a[key] for key in keys], names)
+    second = checked([b[key] for key in keys], names)
     # Bounds are read off the scores: differences in [-1, 1] may also come from unbounded scores.
     bounded = bool(min(first.min(), second.min()) >= 0 and max(first.max(), second.max()) <= 1)
     totals, sizes = by_cluster(first - second, names)
     lo, hi = _interval(totals, sizes, bounded, signed=True, seed=seed, n=n)
     return Difference(float(totals.sum() / sizes.sum()), lo, hi, len(keys))
-
-
-def paired_p(
-    a: Mapping[Key, float],
-    b: Mapping[Key, float],
-    clusters: Mapping[Key, str],
-    *,
-    seed: int = 0,
-    n: int = SIGN_DRAWS,
-) -> float:
-    """Two-sided p-value of the mean of `a - b` over the keys that both have.
-
-    If `a` and `b` are two measurements of the same thing, the sum of a context's differences is as
-    likely to have one sign as the other. So the signs of the contexts are exchanged: p is the share
-    of exchanges whose mean is at least as far from 0 as the one that was seen. This is Fisher's
-    randomization test, and also the wild cluster bootstrap with the null hypothesis imposed
-    (Cameron, Gelbach and Miller 2008, Review of Economics and Statistics 90, 414). With one 0/1
-    score per context it is McNemar's exact test. At most `EXACT` contexts that differ are exchanged
-    in all ways; of more, `n` exchanges are drawn, and the one that was seen is counted with them.
-
-    Args:
-        a: Score by key.
-        b: The scores to compare with.
-        clusters: Context by key; may hold more keys.
-        seed: Seed of the draws.
-        n: Draws. No p is below `1 / (n + 1)` where signs are drawn.
-
-    Returns:
-        The p-value; 1 if nothing differs, NaN if there is no key in common.
-    """
-    keys = [key for key in a if key in b]
-    if not keys:
-        return math.nan
-    names = [clusters[key] for key in keys]
-    totals, _ = by_cluster(
-        _checked([a[key] for key in keys], names) - _checked([b[key] for key in keys], names), names
-    )
-    # A context whose differences are 0 has no sign. What float sums leave over 0 is none either.
-    totals = totals[np.abs(totals) > 1e-9 * np.abs(totals).max()]
-    if not len(totals):
-        return 1.0
-    seen = abs(float(totals.sum())) * (1 - 1e-9)  # an exchange that gives the same sum counts
-    if len(totals) <= EXACT:
-        # The first sign can stay: an exchange and its opposite are equally far from 0.
-        codes = np.arange(2 ** (len(totals) - 1))[:, None] >> np.arange(len(totals))
-        return float(np.mean(np.abs((1.0 - 2.0 * (codes & 1)) @ totals) >= seen))
-    rng = np.random.default_rng([seed, len(totals)])
-    far, left = 0, n
-    while left:
-        rows = min(left, max(1, _SIGNS // len(totals)))
-        signs = rng.integers(0, 2, size=(rows, len(totals)), dtype=np.int8) * 2.0 - 1.0
-        far += int(np.count_nonzero(np.abs(signs @ totals) >= seen))
-        left -= rows
-    return (far + 1) / (n + 1)
-
-
-def least_contexts(alpha: float) -> int:
-    """How many contexts must differ, all in one direction, for `paired_p` to be at most `alpha`."""
-    return math.ceil(math.log2(2.0 / alpha) - 1e-9)
-
-
-def holm(p: Sequence[float]) -> list[float]:
-    """Correct p-values for having looked at all of them (Holm 1979).
-
-    Among the differences whose corrected p is below alpha, the chance that any is false is at most
-    alpha, whatever the tests have to do with each other.
-
-    Args:
-        p: The p-values.
-
-    Returns:
-        The corrected p-values in the same order, at most 1.
-    """
-    corrected = [1.0] * len(p)
-    floor = 0.0
-    for rank, i in enumerate(sorted(range(len(p)), key=lambda i: p[i])):
-        floor = max(floor, min(1.0, (len(p) - rank) * p[i]))
-        corrected[i] = floor
-    return corrected
 
 
 def discriminative(full_lo: float, chance: float) -> bool:
@@ -243,6 +164,36 @@ def wilson(p: float, n: float) -> tuple[float, float]:
     half = Z / shrink * math.sqrt(p * (1 - p) / n + Z * Z / (4 * n * n))
     # At p = 0 and 1 the ends are exact; rounding must not leave the mean outside its interval.
     return (max(0.0, min(p, centre - half)), min(1.0, max(p, centre + half)))
+
+
+def tail(contexts: int) -> float:
+    """Share of the resamples beyond each end of an expanded 95% percentile interval.
+
+    Hesterberg 2015, "What Teachers Should Know About the Bootstrap" (The American Statistician 69,
+    371). Resamples have a variance that is too small by (C - 1) / C, and normal tails where those
+    of Student's t are due. The share makes up for both: it is at most 2.5%, and approaches that
+    with more contexts.
+    """
+    df = contexts - 1
+    return _NORMAL.cdf(-math.sqrt(contexts / df) * student_quantile(df))
+
+
+def student_quantile(df: int) -> float:
+    """The 97.5% quantile of Student's t, right to four digits.
+
+    Above the degrees of freedom of `T` it is Fisher's expansion around the normal quantile
+    (Abramowitz and Stegun, 26.7.5).
+    """
+    if df <= len(T):
+        return T[df - 1]
+    z = Z
+    return (
+        z
+        + (z**3 + z) / (4 * df)
+        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * df**2)
+        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * df**3)
+        + (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / (92160 * df**4)
+    )
 
 
 def normal_quantile(share: float) -> float:
@@ -329,7 +280,8 @@ def _interval(
         return mean - half, mean + half
     # A resample divides drawn sums by drawn sizes: contexts may differ in their number of scores.
     drawn = bootstrap_weights(len(sizes), seed=seed, n=n)
-    lo, hi = np.quantile((drawn @ totals) / (drawn @ sizes), [0.025, 0.975])
+    outside = tail(len(sizes)) if signed or not bounded else 0.025
+    lo, hi = np.quantile((drawn @ totals) / (drawn @ sizes), [outside, 1 - outside])
     return float(lo), float(hi)
 
 
@@ -366,7 +318,16 @@ def by_cluster(values: Floats, clusters: Sequence[str]) -> tuple[Floats, Floats]
     return totals, np.bincount(index).astype(np.float64)
 
 
-def _checked(scores: npt.ArrayLike, clusters: Sequence[str]) -> Floats:
+def checked(scores: npt.ArrayLike, clusters: Sequence[str]) -> Floats:
+    """Scores as an array.
+
+    Args:
+        scores: `[n]`.
+        clusters: `[n]`, the context of each score.
+
+    Raises:
+        ValueError: No scores, a score that is not finite, or lengths that differ.
+    """
     values = np.asarray(scores, dtype=np.float64)
     if values.ndim != 1 or not len(values):
         raise ValueError("scores must be one row of at least one number")

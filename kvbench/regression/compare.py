@@ -11,6 +11,7 @@ import numpy as np
 
 from kvbench import stats
 from kvbench.errors import UserError
+from kvbench.regression import significance
 from kvbench.regression.pairs import Frames, Pair, made_differently, pair_cells
 
 POINT = 0.01
@@ -125,7 +126,7 @@ def compare(
     """Compare the cells of a run with those of a baseline that measure the same.
 
     Cells are paired by `match`, responses by sample, question and repeat, on those that both runs
-    have. Intervals are `kvbench.stats.paired`, p-values `paired_p`, corrected by `holm` for all
+    have. Intervals are `kvbench.stats.paired`, p-values `significance.paired_p`, corrected for all
     cells whose scores differ.
 
     Args:
@@ -145,10 +146,10 @@ def compare(
     shared = [pair for pair in pairs if pair.shared]
     # A cell in which nothing differs cannot raise a false alarm, so the correction leaves it out.
     differing = [pair for pair in shared if differs(pair)]
-    draws = max(stats.SIGN_DRAWS, math.ceil(_RESOLUTION * len(differing) / alpha))
+    draws = max(significance.DRAWS, math.ceil(_RESOLUTION * len(differing) / alpha))
     p = [paired_p(pair, min(draws, _MOST_DRAWS)) for pair in differing]
     places = [pair.place for pair in differing]
-    tests = dict(zip(places, zip(p, stats.holm(p), strict=True), strict=True))
+    tests = dict(zip(places, zip(p, significance.holm(p), strict=True), strict=True))
     unit = unit_tasks(shared)
     cells = []
     for pair in pairs:
@@ -179,9 +180,11 @@ def differs(pair: Pair) -> bool:
     return bool(np.any(gap_totals(pair)[0]))
 
 
-def paired_p(pair: Pair, draws: int = stats.SIGN_DRAWS) -> float:
+def paired_p(pair: Pair, draws: int = significance.DRAWS) -> float:
     """P-value of a pair's difference."""
-    return stats.paired_p(pair.run.scores, pair.baseline.scores, pair.baseline.contexts, n=draws)
+    return significance.paired_p(
+        pair.run.scores, pair.baseline.scores, pair.baseline.contexts, n=draws
+    )
 
 
 def smallest_visible(pair: Pair, alpha: float, *, unit: bool) -> float:
@@ -202,7 +205,7 @@ def smallest_visible(pair: Pair, alpha: float, *, unit: bool) -> float:
         and nothing differs, so that nothing is known of their noise.
     """
     totals, sizes = gap_totals(pair)
-    least = stats.least_contexts(alpha)
+    least = significance.least_contexts(alpha)
     if len(sizes) < least:
         return math.inf
     whole = float(np.sort(sizes)[-least:].sum() / sizes.sum()) if unit else math.nan

@@ -1,6 +1,6 @@
 """How many contexts a comparison needs to see a drop, and which drop it sees with those it has.
 
-The test is `kvbench.stats.paired_p`. For many contexts the sum of the differences is normal: with
+The test is `significance.paired_p`. For many contexts the sum of the differences is normal: with
 their own variance under a drop, and around 0 with their mean square under the test's exchanges. For
 one 0/1 score per context this is Connor's formula for McNemar's test (Connor 1987, Biometrics 43,
 207). The test is also discrete. Where scores are in [0, 1], the sum must therefore exceed its bound
@@ -19,6 +19,7 @@ from kvbench import stats
 from kvbench.errors import UserError
 from kvbench.regression.compare import POINT, check_share, differs, gap_totals, unit_tasks
 from kvbench.regression.pairs import Frames, Pair, Place, pair_cells, pair_with_full
+from kvbench.regression.significance import least_contexts
 
 MOST = 10**9
 """More contexts than this are not counted."""
@@ -198,7 +199,7 @@ def contexts_needed(sd: float, drop: float, test: Test, *, unit: bool) -> int:
     # n * drop >= bound * sqrt(n) + step, solved for sqrt(n).
     root = (bound + math.sqrt(bound * bound + 4 * drop * unit)) / (2 * drop)
     many = math.ceil(min(float(MOST), root * root))
-    least = stats.least_contexts(test.level)
+    least = least_contexts(test.level)
     if not unit:
         return max(many, least)
     # At least this share of contexts gets worse: |d| >= d * d for differences in [-1, 1].

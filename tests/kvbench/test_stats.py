@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 
@@ -11,15 +10,14 @@ import pytest
 from scipy import stats as reference
 
 from kvbench.stats import (
-    EXACT,
     FEW,
+    T,
     bootstrap_weights,
     discriminative,
-    holm,
-    least_contexts,
     paired,
-    paired_p,
+    student_quantile,
     summary,
+    tail,
     wilson,
 )
 
@@ -36,7 +34,14 @@ def slow_se(scores, clusters):
     return math.sqrt(total * c / (c - 1)) / n
 
 
-def slow_interval(scores, clusters, seed, draws):
+def slow_tail(contexts):
+    """The share beyond each end of Hesterberg's expanded percentile interval."""
+    return reference.norm.cdf(
+        -math.sqrt(contexts / (contexts - 1)) * reference.t.ppf(0.975, contexts - 1)
+    )
+
+
+def slow_interval(scores, clusters, seed, draws, outside=0.025):
     """The percentile bootstrap one resample and one context at a time."""
     names = sorted(set(clusters))
     members = [[s for s, c in zip(scores, clusters, strict=True) if c == name] for name in names]
@@ -44,7 +49,7 @@ def slow_interval(scores, clusters, seed, draws):
     for row in bootstrap_weights(len(names), seed=seed, n=draws):
         drawn = [s for k, part in zip(row, members, strict=True) for s in part * int(k)]
         means.append(sum(drawn) / len(drawn))
-    return np.percentile(means, 2.5), np.percentile(means, 97.5)
+    return np.quantile(means, outside), np.quantile(means, 1 - outside)
 
 
 @pytest.fixture
@@ -173,8 +178,9 @@ def test_paired_uses_common_keys_only_and_equals_a_loop():
     gaps = [a[k] - b[k] for k in common]
     assert got.n == 60
     assert got.mean == pytest.approx(np.mean(gaps))
-    want = slow_interval(gaps, [clusters[k] for k in common], 2, 200)
-    assert (got.lo, got.hi) == pytest.approx(want, abs=1e-12)
+    names = [clusters[k] for k in common]
+    want = slow_interval(gaps, names, 2, 200, slow_tail(len(set(names))))
+    assert (got.lo, got.hi) == pytest.approx(want, abs=1e-4)
     back = paired(b, a, clusters, seed=2, n=200)
     assert (back.mean, back.lo, back.hi) == pytest.approx((-got.mean, -got.hi, -got.lo))
 
@@ -277,82 +283,20 @@ def test_scores_without_bounds_have_students_interval_where_contexts_are_few() -
         )
 
 
-# --- tests of differences -------------------------------------------------------------------------
+def test_the_tail_of_an_expanded_interval_is_hesterbergs() -> None:
+    for contexts in (2, 6, 11, 20, 50, 1000):
+        assert tail(contexts) == pytest.approx(slow_tail(contexts), rel=2e-4)
+    assert 0.0249 < tail(2000) < 0.025
 
 
-def slow_p(totals: list[float]) -> float:
-    """All exchanges of signs, one at a time."""
-    far = [
-        abs(sum(s * t for s, t in zip(signs, totals, strict=True))) >= abs(sum(totals)) - 1e-12
-        for signs in itertools.product((1, -1), repeat=len(totals))
-    ]
-    return sum(far) / len(far)
+def test_students_quantiles() -> None:
+    for df in (*range(1, len(T) + 3), 30, 1000):
+        assert student_quantile(df) == pytest.approx(reference.t.ppf(0.975, df), abs=6e-5)
 
 
-def gaps_p(gaps: list[float], clusters: list[str], n: int = 20_000) -> float:
-    keys = range(len(gaps))
-    return paired_p(
-        dict(zip(keys, gaps, strict=True)),
-        dict.fromkeys(keys, 0.0),
-        dict(zip(keys, clusters, strict=True)),
-        n=n,
-    )
-
-
-def test_p_goes_through_all_exchanges_of_contexts() -> None:
-    rng = np.random.default_rng(0)
-    for _ in range(20):
-        gaps = rng.integers(-2, 3, 24) / 2
-        names = [f"c{i}" for i in rng.integers(0, 8, 24)]
-        totals = [sum(g for g, c in zip(gaps, names, strict=True) if c == n) for n in set(names)]
-        assert gaps_p(gaps.tolist(), names) == pytest.approx(slow_p(totals))
-
-
-def test_p_of_single_questions_is_mcnemars_exact_test() -> None:
-    for losses, gains in ((6, 0), (5, 1), (10, 3), (7, 7), (40, 20)):
-        gaps = [-1.0] * losses + [1.0] * gains + [0.0] * 30
-        want = reference.binomtest(gains, losses + gains).pvalue
-        drawn = losses + gains > EXACT
-        got = gaps_p(gaps, [str(i) for i in range(len(gaps))])
-        assert got == pytest.approx(want, abs=0.003 if drawn else 1e-12)
-
-
-def test_p_of_no_difference_is_one_and_of_nothing_nan() -> None:
-    assert gaps_p([0.0] * 5, list("abcde")) == 1.0
-    assert gaps_p([0.3, -0.1 - 0.2], ["a", "a"]) == 1.0  # what floats leave over is no difference
-    assert math.isnan(paired_p({"a": 1.0}, {"b": 1.0}, {"a": "a", "b": "b"}))
-
-
-@pytest.mark.parametrize("contexts", [5, 8, 25, 60])
-def test_p_gives_no_more_false_alarms_than_it_says(contexts: int) -> None:
-    """Two runs of one thing: at 5%, at most 5% of 500 pairs; 2 points are two standard errors."""
-    rng = np.random.default_rng(contexts)
-    names = np.repeat([f"{i:02d}" for i in range(contexts)], 3).tolist()
-    alarms = 0
-    for _ in range(500):
-        level = np.repeat(rng.beta(0.6, 0.4, contexts), 3)
-        gaps = (rng.random(3 * contexts) < level) * 1.0 - (rng.random(3 * contexts) < level)
-        alarms += gaps_p(gaps.tolist(), names, n=400) <= 0.05
-    assert alarms / 500 <= 0.07
-
-
-def test_as_many_contexts_as_are_needed_for_a_small_p() -> None:
-    for alpha in (0.05, 0.01, 0.05 / 56, 0.5):
-        least = least_contexts(alpha)
-        names = [str(i) for i in range(least)]
-        assert gaps_p([-1.0] * least, names) <= alpha
-        assert least == 1 or gaps_p([-1.0] * (least - 1), names[1:]) > alpha
-
-
-def test_holms_correction() -> None:
-    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
-    assert holm([0.5, 0.9]) == [1.0, 1.0]
-    assert holm([]) == []
-
-
-def test_holm_bounds_the_chance_of_any_false_alarm() -> None:
-    rng = np.random.default_rng(0)
-    shared, own = rng.standard_normal((2000, 1)), rng.standard_normal((2000, 20))
-    p = 2 * reference.norm.sf(np.abs(np.sqrt(0.5) * shared + np.sqrt(0.5) * own))
-    assert (p.min(axis=1) < 0.05).mean() > 0.3  # without a correction
-    assert np.mean([min(holm(row.tolist())) < 0.05 for row in p]) <= 0.06
+def test_means_of_unbounded_scores_have_an_expanded_interval() -> None:
+    scores = (10 + np.random.default_rng(2).standard_normal(15)).tolist()
+    names = [f"{i:02d}" for i in range(15)]
+    want = slow_interval(scores, names, 0, 400, slow_tail(15))
+    got = summary(scores, names, n=400)
+    assert (got.lo, got.hi) == pytest.approx(want, abs=1e-3)

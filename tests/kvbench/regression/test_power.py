@@ -9,7 +9,7 @@ import pytest
 
 from kvbench.errors import UserError
 from kvbench.regression.power import MOST, Test, assume, contexts_needed, needs, smallest_seen
-from kvbench.stats import paired_p
+from kvbench.regression.significance import paired_p
 
 from .conftest import one_cell, rescored, usual
 
