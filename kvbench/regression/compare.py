@@ -107,7 +107,7 @@ class Regression:
     @property
     def tested(self) -> int:
         """How many cells p-values are corrected for: those whose scores differ."""
-        return sum(differs(cell.pair) for cell in self.compared)
+        return sum(cell.pair.differs for cell in self.compared)
 
     @property
     def failed(self) -> bool:
@@ -126,7 +126,7 @@ def compare(
     """Compare the cells of a run with those of a baseline that measure the same.
 
     Cells are paired by `match`, responses by sample, question and repeat, on those that both runs
-    have. Intervals are `kvbench.stats.paired`, p-values `significance.paired_p`, corrected for all
+    have. Intervals are `kvbench.stats.paired`, p-values `significance.sign_p`, corrected for all
     cells whose scores differ.
 
     Args:
@@ -145,9 +145,9 @@ def compare(
     pairs = pair_cells(baseline, run)
     shared = [pair for pair in pairs if pair.shared]
     # A cell in which nothing differs cannot raise a false alarm, so the correction leaves it out.
-    differing = [pair for pair in shared if differs(pair)]
+    differing = [pair for pair in shared if pair.differs]
     draws = max(significance.DRAWS, math.ceil(_RESOLUTION * len(differing) / alpha))
-    p = [paired_p(pair, min(draws, _MOST_DRAWS)) for pair in differing]
+    p = [significance.sign_p(pair.gaps[0], n=min(draws, _MOST_DRAWS)) for pair in differing]
     places = [pair.place for pair in differing]
     tests = dict(zip(places, zip(p, significance.holm(p), strict=True), strict=True))
     unit = unit_tasks(shared)
@@ -175,18 +175,6 @@ def check_share(option: str, value: float, least: float = 0.0) -> None:
         raise UserError(f"{option} {value:g} is out of range; use a number between {least:g} and 1")
 
 
-def differs(pair: Pair) -> bool:
-    """Whether any context's score differs between the two cells."""
-    return bool(np.any(gap_totals(pair)[0]))
-
-
-def paired_p(pair: Pair, draws: int = significance.DRAWS) -> float:
-    """P-value of a pair's difference."""
-    return significance.paired_p(
-        pair.run.scores, pair.baseline.scores, pair.baseline.contexts, n=draws
-    )
-
-
 def smallest_visible(pair: Pair, alpha: float, *, unit: bool) -> float:
     """The smallest drop that a pair's samples are sure to show as significant.
 
@@ -204,7 +192,7 @@ def smallest_visible(pair: Pair, alpha: float, *, unit: bool) -> float:
         The drop; infinite if there are too few contexts to show any, NaN if scores have no bounds
         and nothing differs, so that nothing is known of their noise.
     """
-    totals, sizes = gap_totals(pair)
+    totals, sizes = pair.gaps
     least = significance.least_contexts(alpha)
     if len(sizes) < least:
         return math.inf
@@ -212,13 +200,6 @@ def smallest_visible(pair: Pair, alpha: float, *, unit: bool) -> float:
     z = stats.normal_quantile(1 - alpha / 2)
     noise = z * stats.clustered_se(totals, sizes) if len(sizes) > 1 else math.nan
     return float(np.fmax(whole, noise)) if noise > 0 else whole
-
-
-def gap_totals(pair: Pair) -> tuple[stats.Floats, stats.Floats]:
-    """Sum and number of the differences of each context, run minus baseline: `[C]`, `[C]`."""
-    keys = pair.shared
-    gaps = np.array([pair.run.scores[key] - pair.baseline.scores[key] for key in keys])
-    return stats.by_cluster(gaps, [pair.baseline.contexts[key] for key in keys])
 
 
 def unit_tasks(pairs: Sequence[Pair]) -> dict[str, bool]:

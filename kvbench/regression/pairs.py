@@ -9,8 +9,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import numpy as np
 import pandas as pd
 
+from kvbench import stats
 from kvbench.errors import UserError
 from kvbench.report.frames import answers, recorded, records
 
@@ -92,6 +94,17 @@ class Pair:
     def shared(self) -> list[Key]:
         """The keys that both have, in the baseline's order."""
         return [key for key in self.baseline.scores if key in self.run.scores]
+
+    @functools.cached_property
+    def gaps(self) -> tuple[stats.Floats, stats.Floats]:
+        """Sum and number of each context's differences, run minus baseline: `[C]`, `[C]`."""
+        gaps = np.array([self.run.scores[key] - self.baseline.scores[key] for key in self.shared])
+        return stats.by_cluster(gaps, [self.baseline.contexts[key] for key in self.shared])
+
+    @property
+    def differs(self) -> bool:
+        """Whether the scores of any context differ."""
+        return bool(np.any(self.gaps[0]))
 
 
 def pair_cells(baseline: Frames, run: Frames) -> list[Pair]:

@@ -1,6 +1,6 @@
 """How many contexts a comparison needs to see a drop, and which drop it sees with those it has.
 
-The test is `significance.paired_p`. For many contexts the sum of the differences is normal: with
+The test is `significance.sign_p`. For many contexts the sum of the differences is normal: with
 their own variance under a drop, and around 0 with their mean square under the test's exchanges. For
 one 0/1 score per context this is Connor's formula for McNemar's test (Connor 1987, Biometrics 43,
 207). The test is also discrete. Where scores are in [0, 1], the sum must therefore exceed its bound
@@ -17,7 +17,7 @@ import numpy as np
 
 from kvbench import stats
 from kvbench.errors import UserError
-from kvbench.regression.compare import POINT, check_share, differs, gap_totals, unit_tasks
+from kvbench.regression.compare import POINT, check_share, unit_tasks
 from kvbench.regression.pairs import Frames, Pair, Place, pair_cells, pair_with_full
 from kvbench.regression.significance import least_contexts
 
@@ -130,7 +130,7 @@ def needs(
             if baseline
             else "the run has no full cache to compare with; run the same grid without --no-full"
         )
-    differing = max(1, sum(map(differs, pairs)))
+    differing = max(1, sum(pair.differs for pair in pairs))
     test = replace(test, cells=differing if cells is None else cells)
     unit = unit_tasks(pairs)
     return test, [_need(pair, test, unit=unit[pair.place.task]) for pair in pairs]
@@ -210,7 +210,7 @@ def contexts_needed(sd: float, drop: float, test: Test, *, unit: bool) -> int:
 
 
 def _need(pair: Pair, test: Test, *, unit: bool) -> Need:
-    totals, sizes = gap_totals(pair)
+    totals, sizes = pair.gaps
     contexts = len(sizes)
     sd = stats.clustered_se(totals, sizes) * math.sqrt(contexts) if contexts > 1 else math.nan
     if math.isnan(sd):

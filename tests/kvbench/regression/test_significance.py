@@ -41,12 +41,29 @@ def test_p_goes_through_all_exchanges_of_contexts() -> None:
 
 
 def test_p_of_single_questions_is_mcnemars_exact_test() -> None:
-    for losses, gains in ((6, 0), (5, 1), (10, 3), (7, 7), (40, 20)):
+    for losses, gains in ((6, 0), (5, 1), (10, 3), (7, 7), (40, 20), (400, 300)):
         gaps = [-1.0] * losses + [1.0] * gains + [0.0] * 30
         want = reference.binomtest(gains, losses + gains).pvalue
-        drawn = losses + gains > EXACT
         got = gaps_p(gaps, [str(i) for i in range(len(gaps))])
-        assert got == pytest.approx(want, abs=0.003 if drawn else 1e-12)
+        assert got == pytest.approx(want, abs=1e-12)
+
+
+def test_p_of_fractions_and_of_other_numbers_is_the_same_share_of_exchanges() -> None:
+    rng = np.random.default_rng(1)
+    for contexts in (3, 9, EXACT, EXACT + 1):
+        names = [str(i) for i in range(contexts)]
+        thirds = rng.integers(-4, 5, contexts) / 3
+        assert gaps_p(thirds.tolist(), names) == pytest.approx(slow_p(thirds.tolist()))
+        odd = rng.standard_normal(contexts).tolist()
+        drawn = contexts > EXACT
+        assert gaps_p(odd, names) == pytest.approx(slow_p(odd), abs=0.03 if drawn else 1e-12)
+
+
+def test_a_drawn_p_is_never_zero_and_can_be_as_small_as_its_draws_allow() -> None:
+    gaps = (1 + np.random.default_rng(0).random(60)).tolist()
+    names = [str(i) for i in range(60)]
+    assert gaps_p(gaps, names, n=5000) == 1 / 5001
+    assert gaps_p([round(gap) for gap in gaps], names) < 1e-15  # whole numbers are counted
 
 
 def test_p_of_no_difference_is_one_and_of_nothing_nan() -> None:
