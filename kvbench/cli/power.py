@@ -109,31 +109,31 @@ def power(
         if baseline is not None:
             raise UserError("--baseline needs a RUN")
         assert rate is not None
-        test = planning.Test(drop, probability, alpha, 1 if cells is None else cells)
+        goal = planning.Goal(drop, probability, alpha, 1 if cells is None else cells)
         plan = planning.assume(
-            test,
+            goal,
             rate,
             discordance,
             1 if questions is None else questions,
             1.0 if icc is None else icc,
         )
         if as_json:
-            print_json(show_power.plan_json(plan, test))
+            print_json(show_power.plan_json(plan, goal))
         else:
-            print(plain_text(show_power.plan_sentence(plan, test)))
+            print(plain_text(show_power.plan_sentence(plan, goal)))
         return
     if assumed:
         raise UserError(
             "--discordance, --questions-per-context and --icc go with --rate, not a RUN"
         )
     before = None if baseline is None else load_frames(baseline)
-    test, needs = planning.needs(
-        load_frames(run), planning.Test(drop, probability, alpha), before, cells
+    goal, needs = planning.needs(
+        load_frames(run), planning.Goal(drop, probability, alpha), before, cells
     )
     if as_json:
-        print_json(show_power.needs_json(needs, test))
+        print_json(show_power.needs_json(needs, goal))
         return
-    for table in show_power.tables(needs, test):
+    for table in show_power.tables(needs, goal):
         console().print(terminal(table))
-    for sentence in show_power.sentences(needs, test):
+    for sentence in show_power.sentences(needs, goal):
         print(plain_text(sentence))

@@ -57,8 +57,8 @@ class Comparison:
         p_corrected: The same after Holm's correction for all cells whose scores differ.
         contexts: Contexts that both have.
         allowed: The drop that is allowed, in the task's own unit.
-        visible: The smallest drop of this cell that would surely have been significant; infinite if
-            none would have been. See `smallest_visible`.
+        visible: The smallest drop of this cell that would have been significant; infinite if none
+            would have been. See `smallest_visible`.
         unit: Whether the task is scored in [0, 1].
     """
 
@@ -176,7 +176,7 @@ def check_share(option: str, value: float, least: float = 0.0) -> None:
 
 
 def smallest_visible(pair: Pair, alpha: float, *, unit: bool) -> float:
-    """The smallest drop that a pair's samples are sure to show as significant.
+    """The smallest drop that a pair's samples show as significant, wherever it strikes.
 
     A drop is hardest to see where it strikes few contexts: a test needs a number of contexts that
     all got worse before it can be significant at all. For scores in [0, 1] that number of contexts,

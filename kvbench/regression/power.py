@@ -26,7 +26,7 @@ MOST = 10**9
 
 
 @dataclass(frozen=True)
-class Test:
+class Goal:
     """What a comparison must achieve.
 
     Attributes:
@@ -106,18 +106,18 @@ class Plan:
 
 
 def needs(
-    run: Frames, test: Test, baseline: Frames | None = None, cells: int | None = None
-) -> tuple[Test, list[Need]]:
+    run: Frames, goal: Goal, baseline: Frames | None = None, cells: int | None = None
+) -> tuple[Goal, list[Need]]:
     """What each cell of a run needs.
 
     Args:
         run: The run.
-        test: What the comparison must achieve.
+        goal: What the comparison must achieve.
         baseline: Differences are those to this run; by default those to the full cache.
         cells: Cells to correct for; by default all whose scores differ.
 
     Returns:
-        The test with its number of cells, and what each cell needs.
+        The goal with its number of cells, and what each cell needs.
 
     Raises:
         UserError: The run has nothing to compare with.
@@ -131,13 +131,13 @@ def needs(
             else "the run has no full cache to compare with; run the same grid without --no-full"
         )
     differing = max(1, sum(pair.differs for pair in pairs))
-    test = replace(test, cells=differing if cells is None else cells)
+    goal = replace(goal, cells=differing if cells is None else cells)
     unit = unit_tasks(pairs)
-    return test, [_need(pair, test, unit=unit[pair.place.task]) for pair in pairs]
+    return goal, [_need(pair, goal, unit=unit[pair.place.task]) for pair in pairs]
 
 
 def assume(
-    test: Test,
+    goal: Goal,
     rate: float,
     discordance: float | None = None,
     questions: int = 1,
@@ -146,7 +146,7 @@ def assume(
     """What a comparison of right and wrong answers needs, from assumptions.
 
     Args:
-        test: What the comparison must achieve.
+        goal: What the comparison must achieve.
         rate: Share of the baseline's answers that are right.
         discordance: Share of answers that are right in one run and wrong in the other. Without it
             the two runs are taken to err independently of each other, which is the worst case.
@@ -162,9 +162,9 @@ def assume(
         raise UserError(f"--questions-per-context {questions} is out of range; use 1 or more")
     if not 0 <= icc <= 1:
         raise UserError(f"--icc {icc:g} is out of range; use a number from 0 to 1")
-    drop = test.drop * POINT
+    drop = goal.drop * POINT
     if drop > rate:
-        raise UserError(f"a --rate of {rate:g} cannot drop by {test.drop:g} points")
+        raise UserError(f"a --rate of {rate:g} cannot drop by {goal.drop:g} points")
     after = rate - drop
     if discordance is None:
         discordance = rate * (1 - after) + after * (1 - rate)
@@ -173,43 +173,43 @@ def assume(
     most = min(2 * rate - drop, 2 * (1 - rate) + drop)
     if not drop - 1e-12 <= discordance <= most + 1e-12:
         raise UserError(
-            f"--discordance {discordance:g} contradicts a drop of {test.drop:g} points from --rate "
+            f"--discordance {discordance:g} contradicts a drop of {goal.drop:g} points from --rate "
             f"{rate:g}; use a number from {drop:g} to {most:g}"
         )
     effect = 1 + (questions - 1) * icc
     sd = math.sqrt(max(0.0, discordance - drop * drop) * effect / questions)
-    contexts = contexts_needed(sd, drop, test, unit=True)
+    contexts = contexts_needed(sd, drop, goal, unit=True)
     return Plan(contexts, questions, discordance, effect, sd)
 
 
-def contexts_needed(sd: float, drop: float, test: Test, *, unit: bool) -> int:
+def contexts_needed(sd: float, drop: float, goal: Goal, *, unit: bool) -> int:
     """The number of contexts with which a drop is significant with the wanted probability.
 
     Args:
         sd: Standard deviation of a context's mean difference.
         drop: The drop, in the scores' unit.
-        test: Level and power.
+        goal: Level and power.
         unit: Whether scores are in [0, 1], so that differences are in [-1, 1]. Then `sd` is at
             least what the drop itself brings about by losing whole contexts.
     """
     if unit:
         sd = max(sd, math.sqrt(drop * max(0.0, 1 - drop)))
-    bound = stats.normal_quantile(1 - test.level / 2) * math.hypot(sd, drop)
-    bound += stats.normal_quantile(test.power) * sd
+    bound = stats.normal_quantile(1 - goal.level / 2) * math.hypot(sd, drop)
+    bound += stats.normal_quantile(goal.power) * sd
     # n * drop >= bound * sqrt(n) + step, solved for sqrt(n).
     root = (bound + math.sqrt(bound * bound + 4 * drop * unit)) / (2 * drop)
     many = math.ceil(min(float(MOST), root * root))
-    least = least_contexts(test.level)
+    least = least_contexts(goal.level)
     if not unit:
         return max(many, least)
     # At least this share of contexts gets worse: |d| >= d * d for differences in [-1, 1].
     worse = min(1.0, (sd * sd + drop * drop + drop) / 2)
-    while many < MOST and _at_least(least, many, worse) < test.power:
+    while many < MOST and _at_least(least, many, worse) < goal.power:
         many += max(1, many // 100)
     return max(many, least)
 
 
-def _need(pair: Pair, test: Test, *, unit: bool) -> Need:
+def _need(pair: Pair, goal: Goal, *, unit: bool) -> Need:
     totals, sizes = pair.gaps
     contexts = len(sizes)
     sd = stats.clustered_se(totals, sizes) * math.sqrt(contexts) if contexts > 1 else math.nan
@@ -222,7 +222,7 @@ def _need(pair: Pair, test: Test, *, unit: bool) -> Need:
     independent = float(np.std(gaps, ddof=1)) / math.sqrt(len(gaps))
     effect = (sd / math.sqrt(contexts) / independent) ** 2 if independent > 0 else math.nan
     scale = 1.0 if unit else abs(float(np.mean(list(pair.baseline.scores.values()))))
-    drop = test.drop * POINT * scale
+    drop = goal.drop * POINT * scale
     return Need(
         pair.place,
         unit,
@@ -230,27 +230,27 @@ def _need(pair: Pair, test: Test, *, unit: bool) -> Need:
         len({key[0] for key in pair.shared}),
         sd,
         effect,
-        contexts_needed(sd, drop, test, unit=unit) if drop > 0 else MOST,
-        smallest_seen(sd, contexts, test, unit=unit),
+        contexts_needed(sd, drop, goal, unit=unit) if drop > 0 else MOST,
+        smallest_seen(sd, contexts, goal, unit=unit),
     )
 
 
-def smallest_seen(sd: float, contexts: int, test: Test, *, unit: bool) -> float:
+def smallest_seen(sd: float, contexts: int, goal: Goal, *, unit: bool) -> float:
     """The smallest drop that a number of contexts sees, to a thousandth; infinite if none.
 
     Args:
         sd: Standard deviation of a context's mean difference.
         contexts: The number of contexts.
-        test: Level and power.
+        goal: Level and power.
         unit: Whether scores are in [0, 1].
     """
     high = 1.0 if unit else 1e6 * max(sd, 1e-12)
-    if contexts_needed(sd, high, test, unit=unit) > contexts:
+    if contexts_needed(sd, high, goal, unit=unit) > contexts:
         return math.inf
     low = 0.0
     while high - low > 1e-3 * high:
         middle = (low + high) / 2
-        if contexts_needed(sd, middle, test, unit=unit) > contexts:
+        if contexts_needed(sd, middle, goal, unit=unit) > contexts:
             low = middle
         else:
             high = middle

@@ -28,7 +28,7 @@ _SAID = {
     Outcome.UNPROVEN: "dropped by more than is allowed, which may be chance",
     Outcome.ALLOWED: "dropped within the allowance",
     Outcome.IMPROVED: "improved significantly",
-    Outcome.HIGHER: "no worse",
+    Outcome.HIGHER: "not worse",
     Outcome.SAME: "unchanged",
 }
 

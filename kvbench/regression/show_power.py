@@ -7,57 +7,57 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from kvbench.regression.power import MOST, Need, Plan, Test
+from kvbench.regression.power import MOST, Goal, Need, Plan
 from kvbench.regression.show import place_columns, points
 from kvbench.report.numbers import Kind, number, score_kind
 from kvbench.report.table import Cell, Column, Name, Phrase, Table, beside
 from kvbench.report.text import counted
 
 
-def tables(needs: Sequence[Need], test: Test) -> list[Table]:
+def tables(needs: Sequence[Need], goal: Goal) -> list[Table]:
     """What each cell needs, a table per model and scale of scores."""
     parts: dict[tuple[str, bool], list[Need]] = {}
     for need in needs:
         parts.setdefault((need.place.model, need.unit), []).append(need)
-    return [_table(model, unit, part, test) for (model, unit), part in parts.items()]
+    return [_table(model, unit, part, goal) for (model, unit), part in parts.items()]
 
 
-def sentences(needs: Sequence[Need], test: Test) -> Iterator[Phrase]:
+def sentences(needs: Sequence[Need], goal: Goal) -> Iterator[Phrase]:
     """What a reader must know besides the tables."""
     most = max(needs, key=lambda need: need.needed_samples)
     if most.needed < MOST:
         yield (
-            f"To see a drop of {points(test.drop)} in every cell, ask ",
+            f"To see a drop of {points(goal.drop)} in every cell, ask ",
             Name(f"--samples {most.needed_samples}"),
             f" ({most.place.task}, {most.place.policy} at {most.place.budget} needs most).",
         )
     yield (
-        f"Seen means: significant in {100 * test.power:g}% of comparisons at alpha {test.alpha:g}, "
-        f"corrected for {counted(test.cells, 'cell')}. sd is the standard deviation of a context's "
+        f"Seen means: significant in {100 * goal.power:g}% of comparisons at alpha {goal.alpha:g}, "
+        f"corrected for {counted(goal.cells, 'cell')}. sd is the standard deviation of a context's "
         "paired difference; the design effect is by how much questions that share a context raise "
         "the variance."
     )
 
 
-def plan_sentence(plan: Plan, test: Test) -> Phrase:
+def plan_sentence(plan: Plan, goal: Goal) -> Phrase:
     """What assumptions need, in a sentence."""
     effect = f", design effect {plan.design_effect:g}" * (plan.questions > 1)
     asked = f" with {plan.questions} questions each" * (plan.questions > 1)
     return (
-        f"{counted(plan.contexts, 'context')}{asked} see a drop of {points(test.drop)} in "
-        f"{100 * test.power:g}% of comparisons (alpha {test.alpha:g}, corrected for "
-        f"{counted(test.cells, 'cell')}; {100 * plan.discordance:g}% of answers differ{effect})."
+        f"{counted(plan.contexts, 'context')}{asked} see a drop of {points(goal.drop)} in "
+        f"{100 * goal.power:g}% of comparisons (alpha {goal.alpha:g}, corrected for "
+        f"{counted(goal.cells, 'cell')}; {100 * plan.discordance:g}% of answers differ{effect})."
     )
 
 
-def plan_json(plan: Plan, test: Test) -> dict[str, Any]:
+def plan_json(plan: Plan, goal: Goal) -> dict[str, Any]:
     """What assumptions need, as JSON."""
-    return asdict(test) | asdict(plan)
+    return asdict(goal) | asdict(plan)
 
 
-def needs_json(needs: Sequence[Need], test: Test) -> dict[str, Any]:
+def needs_json(needs: Sequence[Need], goal: Goal) -> dict[str, Any]:
     """What each cell needs, as JSON; null where a number is not finite."""
-    return asdict(test) | {
+    return asdict(goal) | {
         "needed_cells": [
             asdict(need.place)
             | {
@@ -74,7 +74,7 @@ def needs_json(needs: Sequence[Need], test: Test) -> dict[str, Any]:
     }
 
 
-def _table(model: str, unit: bool, needs: list[Need], test: Test) -> Table:
+def _table(model: str, unit: bool, needs: list[Need], goal: Goal) -> Table:
     kind = score_kind(unit=unit)
     seen: list[Cell] = [need.seen if math.isfinite(need.seen) else "none" for need in needs]
     needed: list[Cell] = [n.needed if n.needed < MOST else "too many" for n in needs]
@@ -89,7 +89,7 @@ def _table(model: str, unit: bool, needs: list[Need], test: Test) -> Table:
         (Column("contexts needed", Kind.COUNT), needed),
         (Column("samples needed", Kind.COUNT), samples),
     ]
-    of = points(test.drop) if unit else f"{number(test.drop, Kind.NUMBER)}%"
+    of = points(goal.drop) if unit else f"{number(goal.drop, Kind.NUMBER)}%"
     return beside((Name(model), f": to see a drop of {of}"), columns)
 
 
