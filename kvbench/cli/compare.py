@@ -1,4 +1,4 @@
-"""`kvbench compare` and `kvbench power`. What is heavy is imported inside the commands."""
+"""`kvbench compare`. What is heavy is imported inside the command."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvbench.cli.options import FLAG, OUTPUT, AsJson
+from kvbench.cli.options import FLAG, OUTPUT, AsJson, option
 from kvbench.cli.screen import FAILED, MISUSE, OK, complain, console, print_json
 from kvbench.files import write_whole
 
@@ -15,10 +15,10 @@ LIMITS = "Limits"
 
 Alpha = Annotated[
     float,
-    typer.Option(
-        metavar="P",
-        help="Chance of a false alarm in the whole comparison. Default: 0.05.",
-        rich_help_panel=LIMITS,
+    option(
+        LIMITS,
+        "P",
+        "Chance of a false alarm in the whole comparison. Default: 0.05.",
         show_default=False,
     ),
 ]
@@ -31,35 +31,22 @@ def compare(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the new run.")],
     max_drop: Annotated[
         float,
-        typer.Option(
-            metavar="POINTS",
-            help="How much a score may drop: points, 0 to 100 (percent of the baseline where "
-            "scores are not in [0, 1]). Default: 1.",
-            rich_help_panel=LIMITS,
+        option(
+            LIMITS,
+            "POINTS",
+            "How much a score may drop: points, 0 to 100 (percent of the baseline where scores are "
+            "not in [0, 1]). Default: 1.",
             show_default=False,
         ),
     ] = 1.0,
     alpha: Alpha = 0.05,
     markdown: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Also write Markdown, for a CI summary.", rich_help_panel=OUTPUT
-        ),
+        Path | None, option(OUTPUT, "FILE", "Also write Markdown, for a CI summary.")
     ] = None,
     junit: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Also write JUnit XML, a test case per cell.",
-            rich_help_panel=OUTPUT,
-        ),
+        Path | None, option(OUTPUT, "FILE", "Also write JUnit XML, a test case per cell.")
     ] = None,
-    quiet: Annotated[
-        bool,
-        typer.Option(
-            "--quiet", metavar=FLAG, help="Print only what is wrong.", rich_help_panel=OUTPUT
-        ),
-    ] = False,
+    quiet: Annotated[bool, option(OUTPUT, FLAG, "Print only what is wrong.", "--quiet")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Fail if a run's scores have dropped significantly below those of a baseline.

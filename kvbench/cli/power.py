@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvbench.cli.compare import LIMITS, Alpha
-from kvbench.cli.options import AsJson
+from kvbench.cli.options import AsJson, option
 from kvbench.cli.screen import console, print_json
 from kvbench.errors import UserError
 
@@ -26,72 +26,58 @@ def power(
     ] = None,
     baseline: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Take the differences to this run, as kvbench compare does. Default: to the full "
+        option(
+            None,
+            "DIR",
+            "Take the differences to this run, as kvbench compare does. Default: to the full "
             "cache.",
         ),
     ] = None,
     drop: Annotated[
-        float,
-        typer.Option(
-            metavar="POINTS",
-            help="The drop to see. Default: 2.",
-            rich_help_panel=LIMITS,
-            show_default=False,
-        ),
+        float, option(LIMITS, "POINTS", "The drop to see. Default: 2.", show_default=False)
     ] = 2.0,
     probability: Annotated[
         float,
-        typer.Option(
-            "--power",
-            metavar="P",
-            help="Probability to see it. Default: 0.8.",
-            rich_help_panel=LIMITS,
-            show_default=False,
-        ),
+        option(LIMITS, "P", "Probability to see it. Default: 0.8.", "--power", show_default=False),
     ] = 0.8,
     alpha: Alpha = 0.05,
     cells: Annotated[
         int | None,
-        typer.Option(
-            metavar="N",
-            help="Cells whose scores differ: p-values are corrected for them. Default: those "
-            "of RUN, or 1.",
-            rich_help_panel=LIMITS,
+        option(
+            LIMITS,
+            "N",
+            "Cells whose scores differ: p-values are corrected for them. Default: those of RUN, "
+            "or 1.",
         ),
     ] = None,
     rate: Annotated[
-        float | None,
-        typer.Option(
-            metavar="P", help="Share of answers that are right.", rich_help_panel=ASSUMPTIONS
-        ),
+        float | None, option(ASSUMPTIONS, "P", "Share of answers that are right.")
     ] = None,
     discordance: Annotated[
         float | None,
-        typer.Option(
-            metavar="P",
-            help="Share of answers that are right in one run and wrong in the other. Default: as "
-            "if the runs had nothing in common, the worst case.",
-            rich_help_panel=ASSUMPTIONS,
+        option(
+            ASSUMPTIONS,
+            "P",
+            "Share of answers that are right in one run and wrong in the other. Default: as if the "
+            "runs had nothing in common, the worst case.",
         ),
     ] = None,
     questions: Annotated[
         int | None,
-        typer.Option(
+        option(
+            ASSUMPTIONS,
+            "N",
+            "Questions about each context. Default: 1.",
             "--questions-per-context",
-            metavar="N",
-            help="Questions about each context. Default: 1.",
-            rich_help_panel=ASSUMPTIONS,
         ),
     ] = None,
     icc: Annotated[
         float | None,
-        typer.Option(
-            metavar="R",
-            help="Correlation of the differences within a context, 0 to 1. Default: 1, more "
-            "questions about a context add nothing.",
-            rich_help_panel=ASSUMPTIONS,
+        option(
+            ASSUMPTIONS,
+            "R",
+            "Correlation of the differences within a context, 0 to 1. Default: 1, more questions "
+            "about a context add nothing.",
         ),
     ] = None,
     as_json: AsJson = False,

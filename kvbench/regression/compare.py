@@ -189,17 +189,23 @@ def smallest_visible(pair: Pair, alpha: float, *, unit: bool) -> float:
         unit: Whether scores are in [0, 1].
 
     Returns:
-        The drop; infinite if there are too few contexts to show any, NaN if scores have no bounds
-        and nothing differs, so that nothing is known of their noise.
+        The drop; infinite if too few contexts can get worse for any drop to show, NaN if scores
+        have no bounds and nothing differs, so that nothing is known of their noise.
     """
     totals, sizes = pair.gaps
     least = significance.least_contexts(alpha)
-    if len(sizes) < least:
-        return math.inf
-    whole = float(np.sort(sizes)[-least:].sum() / sizes.sum()) if unit else math.nan
     z = stats.normal_quantile(1 - alpha / 2)
     noise = z * stats.clustered_se(totals, sizes) if len(sizes) > 1 else math.nan
-    return float(np.fmax(whole, noise)) if noise > 0 else whole
+    if not unit:
+        return math.inf if len(sizes) < least else noise or math.nan
+    scores = np.array([pair.baseline.scores[key] for key in pair.shared])
+    names = [pair.baseline.contexts[key] for key in pair.shared]
+    left, _ = stats.by_cluster(scores if pair.higher_is_better else 1 - scores, names)
+    if np.count_nonzero(left > 0) < least:
+        return math.inf
+    whole = float(np.sort(sizes)[-least:].sum() / sizes.sum())
+    # No drop is larger than what there is to lose, and if all of it is lost, enough contexts are.
+    return float(np.fmax(min(whole, left.sum() / sizes.sum()), noise))
 
 
 def unit_tasks(pairs: Sequence[Pair]) -> dict[str, bool]:

@@ -240,11 +240,10 @@ def _visible(found: Regression) -> Iterator[Phrase]:
     """Which drops the samples could have shown at all: a pass is no evidence against others."""
     blind = [cell for cell in found.compared if math.isinf(cell.visible)]
     if blind:
-        fewest = min(cell.contexts for cell in blind)
         yield (
-            f"{counted(fewest, 'context')} can show no drop of any size: of "
-            f"{counted(len(blind), 'cell')} a pass says nothing. Run more samples (",
-            Name("kvbench power"), " says how many).",
+            f"Of {counted(len(blind), 'cell')} a pass says nothing: too few contexts can get worse "
+            "for any drop to be significant. Use more samples (", Name("kvbench power"),
+            " says how many), or a budget at which more answers are right.",
         )  # fmt: skip
     for unit in (True, False):
         coarse = [

@@ -123,6 +123,17 @@ def test_four_samples_show_nothing() -> None:
     assert found.outcome is Outcome.SAME and found.visible == math.inf
 
 
+def test_a_cell_with_little_to_lose_cannot_show_a_drop() -> None:
+    def visible(scores: list[float], *, higher: bool = True) -> float:
+        return compare(one_cell(scores, higher=higher), one_cell(scores)).cells[0].visible
+
+    low = [1.0] * 5 + [0.0] * 95
+    assert visible(low) == math.inf
+    assert visible(low, higher=False) == pytest.approx(6 / 100)  # a rise has room enough
+    assert visible([1.0] * 6 + [0.0] * 94) == pytest.approx(6 / 100)
+    assert visible([0.2] * 20 + [0.0] * 80) == pytest.approx(0.04)  # all there is to lose
+
+
 def test_noise_hides_drops() -> None:
     rng = np.random.default_rng(0)
     before, after = (rng.random(60).round().tolist() for _ in range(2))

@@ -77,7 +77,7 @@ def test_sentences_say_what_was_not_compared_and_what_can_go_unseen() -> None:
     assert "can go unseen with so few samples" in text
     few = compare(one_cell([1.0] * 4), one_cell([1.0] * 4))
     text = "\n".join(map(plain_text, sentences(few)))
-    assert "4 contexts can show no drop of any size: of 1 cell a pass says nothing" in text
+    assert "Of 1 cell a pass says nothing: too few contexts can get worse" in text
 
 
 def test_fewer_samples_than_the_baseline_has_are_pointed_out() -> None:
