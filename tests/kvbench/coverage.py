@@ -15,15 +15,18 @@ QUESTIONS = 4
 CONTEXTS = (10, 15, 20, 30, 50, 100, 200)
 LEVELS = ((0.5, 0.1), (0.5, 0.5), (0.8, 0.1), (0.8, 0.5), (0.95, 0.5))
 """Mean score, and the correlation of the scores of one context."""
+SINGLE = ((0.5,), (0.8,), (0.95,))
 CHANGES = ((0.1, 0.1), (0.15, 0.05), (0.3, 0.1), (0.2, 0.2), (0.02, 0.02))
 """Share of the answers that are lost, and that are gained; together at most 0.5."""
 
 
-def scores(rng: np.random.Generator, level: float, icc: float, contexts: int) -> Floats:
-    """0/1 scores `[contexts, QUESTIONS]` with that mean and correlation within a context."""
+def scores(
+    rng: np.random.Generator, level: float, icc: float, contexts: int, questions: int = QUESTIONS
+) -> Floats:
+    """0/1 scores `[contexts, questions]` with that mean and correlation within a context."""
     strength = (1 - icc) / icc
     p = rng.beta(level * strength, (1 - level) * strength, contexts)
-    return (rng.random((contexts, QUESTIONS)) < p[:, None]) * 1.0
+    return (rng.random((contexts, questions)) < p[:, None]) * 1.0
 
 
 def changes(
@@ -38,19 +41,26 @@ def changes(
     return before, np.where(is_lost, 0.0, np.where(is_gained, 1.0, fixed))
 
 
-def names(contexts: int) -> list[str]:
+def names(contexts: int, questions: int = QUESTIONS) -> list[str]:
     """The context of every question."""
-    return [f"{i:03d}" for i in range(contexts) for _ in range(QUESTIONS)]
+    return [f"{i:03d}" for i in range(contexts) for _ in range(questions)]
 
 
-def mean_coverage(level: float, icc: float, contexts: int, runs: int) -> float:
+def mean_coverage(
+    level: float, icc: float, contexts: int, runs: int, questions: int = QUESTIONS
+) -> float:
     """Share of the runs whose interval of the mean covers the true one."""
     rng = np.random.default_rng([contexts, int(100 * level), int(100 * icc)])
-    clusters, covered = names(contexts), 0
+    clusters, covered = names(contexts, questions), 0
     for _ in range(runs):
-        found = summary(scores(rng, level, icc, contexts).ravel(), clusters)
+        found = summary(scores(rng, level, icc, contexts, questions).ravel(), clusters)
         covered += found.lo <= level <= found.hi
     return covered / runs
+
+
+def single_coverage(level: float, contexts: int, runs: int) -> float:
+    """`mean_coverage` with one question per context."""
+    return mean_coverage(level, 0.5, contexts, runs, questions=1)
 
 
 def difference_coverage(lost: float, gained: float, contexts: int, runs: int) -> float:
@@ -69,17 +79,18 @@ def difference_coverage(lost: float, gained: float, contexts: int, runs: int) ->
 
 
 def tables(runs: int) -> Iterator[str]:
-    """The two tables in Markdown, in percent."""
+    """The tables in Markdown, in percent."""
     head = " | ".join(map(str, CONTEXTS))
     for title, cases, of in (
         ("mean, correlation", LEVELS, mean_coverage),
         ("lost, gained", CHANGES, difference_coverage),
+        ("mean, one question", SINGLE, single_coverage),
     ):
         yield f"| {title} | {head} |"
         yield f"| --- |{' --: |' * len(CONTEXTS)}"
         for case in cases:
             cells = (f"{100 * of(*case, contexts, runs):.1f}" for contexts in CONTEXTS)
-            yield f"| {case[0]}, {case[1]} | {' | '.join(cells)} |"
+            yield f"| {', '.join(map(str, case))} | {' | '.join(cells)} |"
         yield ""
 
 

@@ -8,7 +8,15 @@ import pytest
 from kvbench.regression.significance import holm, paired_p
 from kvbench.stats import paired, summary
 
-from .coverage import QUESTIONS, changes, difference_coverage, mean_coverage, names, scores
+from .coverage import (
+    QUESTIONS,
+    changes,
+    difference_coverage,
+    mean_coverage,
+    names,
+    scores,
+    single_coverage,
+)
 
 MEANS = ((0.5, 0.1), (0.5, 0.5), (0.8, 0.1))
 DIFFERENCES = ((0.1, 0.1), (0.15, 0.05), (0.3, 0.1), (0.2, 0.2))
@@ -32,6 +40,12 @@ def test_the_interval_of_a_difference_covers_it_in_95_of_100_runs(contexts: int)
 def test_where_few_contexts_vary_the_interval_covers_more() -> None:
     assert mean_coverage(0.95, 0.5, 20, 400) >= 0.97
     assert difference_coverage(0.02, 0.02, 20, 400) >= 0.97
+
+
+def test_single_questions_are_covered_too() -> None:
+    """Coverage moves in steps between contexts; over several numbers of them it is 95%."""
+    covered = [single_coverage(level, n, 200) for level in (0.5, 0.8) for n in (20, 30, 50, 100)]
+    assert 0.93 <= np.mean(covered) <= 0.97
 
 
 def test_questions_taken_for_independent_are_too_sure() -> None:
