@@ -95,6 +95,20 @@ def replacing(path: Path) -> Iterator[Path]:
         part.unlink(missing_ok=True)
 
 
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file and the folders above it; the file appears once everything is on disk.
+
+    Raises:
+        UserError: The file cannot be written; an earlier one is unchanged.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise cannot("write", path, error) from None
+    with replacing(path) as part:
+        part.write_bytes(content)
+
+
 def _sync(path: Path) -> None:
     """Wait until a file's content, or a folder's list of names, is on disk."""
     opened = os.open(path, os.O_RDONLY)

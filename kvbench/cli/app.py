@@ -11,7 +11,18 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from kvbench.cli import analyze, complete, data, listing, profile, published, run, train
+from kvbench.cli import (
+    analyze,
+    compare,
+    complete,
+    data,
+    listing,
+    power,
+    profile,
+    published,
+    run,
+    train,
+)
 from kvbench.cli.options import FLAG, option
 from kvbench.cli.screen import CLOSED, FAILED, INTERRUPTED, OK, complain, console, print_json
 from kvbench.errors import UserError
@@ -27,6 +38,8 @@ app = typer.Typer(
 app.command()(run.run)
 app.command()(run.report)
 app.command()(published.published)
+app.command()(compare.compare)
+app.command()(power.power)
 app.add_typer(profile.app, name="profile")
 app.add_typer(analyze.app, name="analyze")
 app.add_typer(train.app, name="train")

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import pandas as pd
 
 from kvbench.errors import UserError, nearest
-from kvbench.files import cannot, replacing
+from kvbench.files import write_whole
 from kvbench.report.frames import records
 from kvbench.report.numbers import score_kind
 from kvbench.report.outputs import markdown
@@ -84,12 +84,7 @@ def write(found: pd.DataFrame, base: str, path: Path) -> Path:
         UserError: The file cannot be written.
     """
     blocks = [f"# Against {code(base)}", _READING, *map(markdown, tables(found, base))]
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise cannot("write", path, error) from None
-    with replacing(path) as part:
-        part.write_text("\n\n".join(blocks) + "\n", encoding="utf-8")
+    write_whole(path, ("\n\n".join(blocks) + "\n").encode())
     return path
 
 

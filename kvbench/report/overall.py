@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from kvbench.stats import DRAWS, Floats, bootstrap_weights, bounded_interval, few_vary
+from kvbench.stats import DRAWS, Floats, bootstrap_weights, bounded_interval, few_vary, tail
 
 SETTING = ["model", "model_revision", "group", "length", "seed"]
 CONFIG = ["policy", "budget", "moment"]
@@ -163,6 +163,7 @@ class _Strata:
         self.count = 0
         self.mean = np.zeros(columns)
         self.draws = np.zeros((n, columns))
+        self.tail = np.full(columns, 0.025)
         self.below = np.zeros(columns)
         self.above = np.zeros(columns)
 
@@ -206,6 +207,8 @@ class _Strata:
                 draws[:, k] = mean[k]  # its uncertainty is in `below` and `above` already
             elif len(means) == 1:  # one context of an unbounded score says nothing about others
                 self.below[k] = self.above[k] = np.inf
+            elif signed or not bounded:
+                self.tail[k] = tail(len(means))
         self.count += 1
         self.mean += mean
         self.draws += draws
@@ -223,7 +226,9 @@ class _Strata:
         mean, draws = self.mean / self.count, self.draws / self.count
         lo, hi = np.full_like(mean, np.nan), np.full_like(mean, np.nan)
         for k in np.flatnonzero(np.isfinite(mean)):
-            a, b = np.nanquantile(draws[:, k], [0.025, 0.975])
+            # Several tasks have contexts enough that their interval need not be expanded.
+            outside = self.tail[k] if self.count == 1 else 0.025
+            a, b = np.nanquantile(draws[:, k], [outside, 1 - outside])
             lo[k] = mean[k] - math.hypot(
                 max(0.0, mean[k] - a), math.sqrt(self.below[k]) / self.count
             )

@@ -11,10 +11,13 @@ from scipy import stats as reference
 
 from kvbench.stats import (
     FEW,
+    T,
     bootstrap_weights,
     discriminative,
     paired,
+    student_quantile,
     summary,
+    tail,
     wilson,
 )
 
@@ -31,7 +34,14 @@ def slow_se(scores, clusters):
     return math.sqrt(total * c / (c - 1)) / n
 
 
-def slow_interval(scores, clusters, seed, draws):
+def slow_tail(contexts):
+    """The share beyond each end of Hesterberg's expanded percentile interval."""
+    return reference.norm.cdf(
+        -math.sqrt(contexts / (contexts - 1)) * reference.t.ppf(0.975, contexts - 1)
+    )
+
+
+def slow_interval(scores, clusters, seed, draws, outside=0.025):
     """The percentile bootstrap one resample and one context at a time."""
     names = sorted(set(clusters))
     members = [[s for s, c in zip(scores, clusters, strict=True) if c == name] for name in names]
@@ -39,7 +49,7 @@ def slow_interval(scores, clusters, seed, draws):
     for row in bootstrap_weights(len(names), seed=seed, n=draws):
         drawn = [s for k, part in zip(row, members, strict=True) for s in part * int(k)]
         means.append(sum(drawn) / len(drawn))
-    return np.percentile(means, 2.5), np.percentile(means, 97.5)
+    return np.quantile(means, outside), np.quantile(means, 1 - outside)
 
 
 @pytest.fixture
@@ -168,8 +178,9 @@ def test_paired_uses_common_keys_only_and_equals_a_loop():
     gaps = [a[k] - b[k] for k in common]
     assert got.n == 60
     assert got.mean == pytest.approx(np.mean(gaps))
-    want = slow_interval(gaps, [clusters[k] for k in common], 2, 200)
-    assert (got.lo, got.hi) == pytest.approx(want, abs=1e-12)
+    names = [clusters[k] for k in common]
+    want = slow_interval(gaps, names, 2, 200, slow_tail(len(set(names))))
+    assert (got.lo, got.hi) == pytest.approx(want, abs=1e-4)
     back = paired(b, a, clusters, seed=2, n=200)
     assert (back.mean, back.lo, back.hi) == pytest.approx((-got.mean, -got.hi, -got.lo))
 
@@ -270,3 +281,22 @@ def test_scores_without_bounds_have_students_interval_where_contexts_are_few() -
         assert (found.lo, found.hi) == pytest.approx(
             (scores.mean() - half, scores.mean() + half), rel=1e-4
         )
+
+
+def test_the_tail_of_an_expanded_interval_is_hesterbergs() -> None:
+    for contexts in (2, 6, 11, 20, 50, 1000):
+        assert tail(contexts) == pytest.approx(slow_tail(contexts), rel=2e-4)
+    assert 0.0249 < tail(2000) < 0.025
+
+
+def test_students_quantiles() -> None:
+    for df in (*range(1, len(T) + 3), 30, 1000):
+        assert student_quantile(df) == pytest.approx(reference.t.ppf(0.975, df), abs=6e-5)
+
+
+def test_means_of_unbounded_scores_have_an_expanded_interval() -> None:
+    scores = (10 + np.random.default_rng(2).standard_normal(15)).tolist()
+    names = [f"{i:02d}" for i in range(15)]
+    want = slow_interval(scores, names, 0, 400, slow_tail(15))
+    got = summary(scores, names, n=400)
+    assert (got.lo, got.hi) == pytest.approx(want, abs=1e-3)

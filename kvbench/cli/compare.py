@@ -1,0 +1,82 @@
+"""`kvbench compare`. What is heavy is imported inside the command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvbench.cli.options import FLAG, OUTPUT, AsJson, option
+from kvbench.cli.screen import FAILED, MISUSE, OK, complain, console, print_json
+from kvbench.files import write_whole
+
+LIMITS = "Limits"
+
+Alpha = Annotated[
+    float,
+    option(
+        LIMITS,
+        "P",
+        "Chance of a false alarm in the whole comparison. Default: 0.05.",
+        show_default=False,
+    ),
+]
+
+
+def compare(
+    baseline: Annotated[
+        Path, typer.Argument(metavar="BASELINE", help="Folder of the run to compare with.")
+    ],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the new run.")],
+    max_drop: Annotated[
+        float,
+        option(
+            LIMITS,
+            "POINTS",
+            "How much a score may drop: points, 0 to 100 (percent of the baseline where scores are "
+            "not in [0, 1]). Default: 1.",
+            show_default=False,
+        ),
+    ] = 1.0,
+    alpha: Alpha = 0.05,
+    markdown: Annotated[
+        Path | None, option(OUTPUT, "FILE", "Also write Markdown, for a CI summary.")
+    ] = None,
+    junit: Annotated[
+        Path | None, option(OUTPUT, "FILE", "Also write JUnit XML, a test case per cell.")
+    ] = None,
+    quiet: Annotated[bool, option(OUTPUT, FLAG, "Print only what is wrong.", "--quiet")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Fail if a run's scores have dropped significantly below those of a baseline.
+
+    Exit codes: 0, no cell dropped by more than is allowed and significantly; 1, a cell did; 2, a
+    cell of the baseline could not be compared, or the input is wrong.
+    """
+    from kvbench.regression import show
+    from kvbench.regression.compare import compare as compare_runs
+    from kvbench.regression.junit import junit as junit_xml
+    from kvbench.report.outputs import plain_text, terminal
+    from kvbench.runs.store import load_frames
+
+    found = compare_runs(load_frames(baseline), load_frames(run), max_drop=max_drop, alpha=alpha)
+    code = FAILED if found.failed else OK if found.complete else MISUSE
+    if markdown is not None:
+        text = show.markdown_page(found, str(baseline), str(run))
+        write_whole(markdown, text.encode())
+    if junit is not None:
+        write_whole(junit, junit_xml(found, f"kvbench compare {baseline} {run}"))
+    if as_json:
+        print_json(show.as_json(found, code))
+    elif not quiet:
+        screen = console()
+        for table in show.tables(found):
+            screen.print(terminal(table))
+        for sentence in show.sentences(found):
+            print(plain_text(sentence))
+        if code == OK:
+            print(show.verdict(found))
+    if code != OK:
+        complain(show.complaint(found))
+        raise typer.Exit(code)

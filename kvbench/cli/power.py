@@ -1,0 +1,125 @@
+"""`kvbench power`. What is heavy is imported inside the command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvbench.cli.compare import LIMITS, Alpha
+from kvbench.cli.options import AsJson, option
+from kvbench.cli.screen import console, print_json
+from kvbench.errors import UserError
+
+ASSUMPTIONS = "Assumptions, instead of a run"
+
+
+def power(
+    run: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="RUN",
+            help="Folder of a run that shows how much scores vary.",
+            show_default=False,
+        ),
+    ] = None,
+    baseline: Annotated[
+        Path | None,
+        option(
+            None,
+            "DIR",
+            "Take the differences to this run, as kvbench compare does. Default: to the full "
+            "cache.",
+        ),
+    ] = None,
+    drop: Annotated[
+        float, option(LIMITS, "POINTS", "The drop to see. Default: 2.", show_default=False)
+    ] = 2.0,
+    probability: Annotated[
+        float,
+        option(LIMITS, "P", "Probability to see it. Default: 0.8.", "--power", show_default=False),
+    ] = 0.8,
+    alpha: Alpha = 0.05,
+    cells: Annotated[
+        int | None,
+        option(
+            LIMITS,
+            "N",
+            "Cells whose scores differ: p-values are corrected for them. Default: those of RUN, "
+            "or 1.",
+        ),
+    ] = None,
+    rate: Annotated[
+        float | None, option(ASSUMPTIONS, "P", "Share of answers that are right.")
+    ] = None,
+    discordance: Annotated[
+        float | None,
+        option(
+            ASSUMPTIONS,
+            "P",
+            "Share of answers that are right in one run and wrong in the other. Default: as if the "
+            "runs had nothing in common, the worst case.",
+        ),
+    ] = None,
+    questions: Annotated[
+        int | None,
+        option(
+            ASSUMPTIONS,
+            "N",
+            "Questions about each context. Default: 1.",
+            "--questions-per-context",
+        ),
+    ] = None,
+    icc: Annotated[
+        float | None,
+        option(
+            ASSUMPTIONS,
+            "R",
+            "Correlation of the differences within a context, 0 to 1. Default: 1, more questions "
+            "about a context add nothing.",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say how many samples see a drop in score, from a run or from assumptions."""
+    from kvbench.regression import power as planning
+    from kvbench.regression import show_power
+    from kvbench.report.outputs import plain_text, terminal
+    from kvbench.runs.store import load_frames
+
+    assumed = [x for x in (rate, discordance, questions, icc) if x is not None]
+    if (run is None) == (rate is None):
+        raise UserError("give a RUN or --rate, and not both")
+    if run is None:
+        if baseline is not None:
+            raise UserError("--baseline needs a RUN")
+        assert rate is not None
+        goal = planning.Goal(drop, probability, alpha, 1 if cells is None else cells)
+        plan = planning.assume(
+            goal,
+            rate,
+            discordance,
+            1 if questions is None else questions,
+            1.0 if icc is None else icc,
+        )
+        if as_json:
+            print_json(show_power.plan_json(plan, goal))
+        else:
+            print(plain_text(show_power.plan_sentence(plan, goal)))
+        return
+    if assumed:
+        raise UserError(
+            "--discordance, --questions-per-context and --icc go with --rate, not a RUN"
+        )
+    before = None if baseline is None else load_frames(baseline)
+    goal, needs = planning.needs(
+        load_frames(run), planning.Goal(drop, probability, alpha), before, cells
+    )
+    if as_json:
+        print_json(show_power.needs_json(needs, goal))
+        return
+    for table in show_power.tables(needs, goal):
+        console().print(terminal(table))
+    for sentence in show_power.sentences(needs, goal):
+        print(plain_text(sentence))

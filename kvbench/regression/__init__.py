@@ -1,0 +1,1 @@
+"""One run against another: has a score dropped, and how many samples would show that it has?"""

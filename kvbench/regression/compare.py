@@ -1,0 +1,263 @@
+"""Has a score dropped between two runs? Paired differences, cell by cell, and what they prove."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+from kvbench import stats
+from kvbench.errors import UserError
+from kvbench.regression import significance
+from kvbench.regression.pairs import Frames, Pair, made_differently, pair_cells
+
+POINT = 0.01
+LEAST_ALPHA = 1e-4
+_RESOLUTION = 20
+"""Draws per 1 / level: enough that the smallest p that can be drawn is far below the level."""
+_MOST_DRAWS = 1_000_000
+
+
+class Outcome(StrEnum):
+    """What a comparison says about a cell, the gravest first."""
+
+    FAILED = "failed"
+    """It dropped by more than is allowed, and the drop is significant."""
+    NOT_COMPARED = "not compared"
+    """The run lacks it, has no score of it, or has measured something else."""
+    UNPROVEN = "not significant"
+    """It dropped by more than is allowed, but that may be chance."""
+    ALLOWED = "within allowance"
+    """It dropped by no more than is allowed."""
+    IMPROVED = "improved"
+    """It is significantly better."""
+    HIGHER = "not worse"
+    """It is better, but that may be chance; or responses differ and their mean score does not."""
+    SAME = "unchanged"
+    """All responses that both runs have are the same."""
+    NO_BASELINE = "no baseline"
+    """The baseline has no score of it, so nothing is asked."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A cell in two runs. Scores and change are over the samples that both have.
+
+    Attributes:
+        pair: The two cells.
+        outcome: What the comparison says.
+        reason: Why it was not compared, or an empty string.
+        before: Mean score of the baseline.
+        after: Mean score of the run.
+        change: Paired difference, run minus baseline, with its 95% interval.
+        p: Two-sided p-value of the difference.
+        p_corrected: The same after Holm's correction for all cells whose scores differ.
+        contexts: Contexts that both have.
+        allowed: The drop that is allowed, in the task's own unit.
+        visible: The smallest drop of this cell that would have been significant; infinite if none
+            would have been. See `smallest_visible`.
+        unit: Whether the task is scored in [0, 1].
+    """
+
+    pair: Pair
+    outcome: Outcome
+    reason: str = ""
+    before: float = math.nan
+    after: float = math.nan
+    change: stats.Difference = stats.NO_DIFFERENCE
+    p: float = math.nan
+    p_corrected: float = math.nan
+    contexts: int = 0
+    allowed: float = math.nan
+    visible: float = math.nan
+    unit: bool = True
+
+
+@dataclass(frozen=True)
+class Regression:
+    """A run against a baseline.
+
+    Attributes:
+        cells: A comparison per cell of the baseline, in its order.
+        extra: Cells of the run that the baseline lacks.
+        made: What differs in how the compared cells were made: name to baseline and run.
+        max_drop: The drop that is allowed: points, or percent of the baseline's score where a task
+            is not scored in [0, 1].
+        alpha: The chance of a false alarm in the whole comparison.
+    """
+
+    cells: tuple[Comparison, ...]
+    extra: int
+    made: dict[str, tuple[str, str]]
+    max_drop: float
+    alpha: float
+
+    def of(self, *outcomes: Outcome) -> list[Comparison]:
+        """The cells with one of these outcomes."""
+        return [cell for cell in self.cells if cell.outcome in outcomes]
+
+    @property
+    def compared(self) -> list[Comparison]:
+        """The cells that both runs have a score of."""
+        return [cell for cell in self.cells if cell.pair.shared]
+
+    @property
+    def tested(self) -> int:
+        """How many cells p-values are corrected for: those whose scores differ."""
+        return sum(cell.pair.differs for cell in self.compared)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a drop is both larger than allowed and significant."""
+        return bool(self.of(Outcome.FAILED))
+
+    @property
+    def complete(self) -> bool:
+        """Whether everything that the baseline has was compared, and that is not nothing."""
+        return bool(self.compared) and not self.of(Outcome.NOT_COMPARED)
+
+
+def compare(
+    baseline: Frames, run: Frames, *, max_drop: float = 1.0, alpha: float = 0.05
+) -> Regression:
+    """Compare the cells of a run with those of a baseline that measure the same.
+
+    Cells are paired by `match`, responses by sample, question and repeat, on those that both runs
+    have. Intervals are `kvbench.stats.paired`, p-values `significance.sign_p`, corrected for all
+    cells whose scores differ.
+
+    Args:
+        baseline: Cells and samples of the baseline.
+        run: Cells and samples of the run.
+        max_drop: The drop that is allowed: points where scores are in [0, 1], otherwise percent of
+            the baseline's score.
+        alpha: A drop counts if its corrected p-value is below this.
+
+    Raises:
+        UserError: `max_drop` or `alpha` is out of range, or a run measures the same twice.
+    """
+    if not (math.isfinite(max_drop) and max_drop >= 0):
+        raise UserError(f"--max-drop {max_drop:g} is out of range; use points, such as 1.0")
+    check_share("--alpha", alpha, least=LEAST_ALPHA)
+    pairs = pair_cells(baseline, run)
+    shared = [pair for pair in pairs if pair.shared]
+    # A cell in which nothing differs cannot raise a false alarm, so the correction leaves it out.
+    differing = [pair for pair in shared if pair.differs]
+    draws = max(significance.DRAWS, math.ceil(_RESOLUTION * len(differing) / alpha))
+    p = [significance.sign_p(pair.gaps[0], n=min(draws, _MOST_DRAWS)) for pair in differing]
+    places = [pair.place for pair in differing]
+    tests = dict(zip(places, zip(p, significance.holm(p), strict=True), strict=True))
+    unit = unit_tasks(shared)
+    cells = []
+    for pair in pairs:
+        if not pair.shared:
+            outcome = Outcome.NO_BASELINE if pair.settled else Outcome.NOT_COMPARED
+            cells.append(Comparison(pair, outcome, pair.problem))
+            continue
+        # Had a cell dropped in which nothing differs, there would be one test more.
+        level = alpha / (len(tests) + (pair.place not in tests))
+        scale, test = unit[pair.place.task], tests.get(pair.place, (1.0, 1.0))
+        cells.append(_compared(pair, test, max_drop, alpha, level, scale))
+    extra = len(set(run[0]["match"]) - set(baseline[0]["match"]))
+    return Regression(tuple(cells), extra, made_differently(baseline[0], run[0]), max_drop, alpha)
+
+
+def check_share(option: str, value: float, least: float = 0.0) -> None:
+    """Refuse a probability that is out of range.
+
+    Raises:
+        UserError: It is not between 0 and 1, or below the least; the message names the option.
+    """
+    if not (0 < value < 1 and value >= least):
+        raise UserError(f"{option} {value:g} is out of range; use a number between {least:g} and 1")
+
+
+def smallest_visible(pair: Pair, alpha: float, *, unit: bool) -> float:
+    """The smallest drop that a pair's samples show as significant, wherever it strikes.
+
+    A drop is hardest to see where it strikes few contexts: a test needs a number of contexts that
+    all got worse before it can be significant at all. For scores in [0, 1] that number of contexts,
+    each lost from 1 to 0, is the drop that shows if nothing else differs. Where other scores do
+    differ, the drop must also stand out of their noise: it must be `z` standard errors.
+
+    Args:
+        pair: The two cells, with samples in common.
+        alpha: The level, corrected for the number of cells.
+        unit: Whether scores are in [0, 1].
+
+    Returns:
+        The drop; infinite if too few contexts can get worse for any drop to show, NaN if scores
+        have no bounds and nothing differs, so that nothing is known of their noise.
+    """
+    totals, sizes = pair.gaps
+    least = significance.least_contexts(alpha)
+    z = stats.normal_quantile(1 - alpha / 2)
+    noise = z * stats.clustered_se(totals, sizes) if len(sizes) > 1 else math.nan
+    if not unit:
+        return math.inf if len(sizes) < least else noise or math.nan
+    scores = np.array([pair.baseline.scores[key] for key in pair.shared])
+    names = [pair.baseline.contexts[key] for key in pair.shared]
+    left, _ = stats.by_cluster(scores if pair.higher_is_better else 1 - scores, names)
+    if np.count_nonzero(left > 0) < least:
+        return math.inf
+    whole = float(np.sort(sizes)[-least:].sum() / sizes.sum())
+    # No drop is larger than what there is to lose, and if all of it is lost, enough contexts are.
+    return float(np.fmax(min(whole, left.sum() / sizes.sum()), noise))
+
+
+def unit_tasks(pairs: Sequence[Pair]) -> dict[str, bool]:
+    """Whether all scores of a task lie in [0, 1], by task."""
+    unit: dict[str, bool] = {}
+    for pair in pairs:
+        scores = [*pair.baseline.scores.values(), *pair.run.scores.values()]
+        inside = min(scores) >= 0 and max(scores) <= 1
+        unit[pair.place.task] = unit.get(pair.place.task, True) and inside
+    return unit
+
+
+def _identical(pair: Pair) -> bool:
+    one, two = pair.baseline, pair.run
+    return all(
+        one.responses[key] == two.responses[key] and one.scores[key] == two.scores[key]
+        for key in pair.shared
+    )
+
+
+def _compared(
+    pair: Pair, tested: tuple[float, float], max_drop: float, alpha: float, level: float, unit: bool
+) -> Comparison:
+    keys, (p, corrected) = pair.shared, tested
+    before = math.fsum(pair.baseline.scores[key] for key in keys) / len(keys)
+    after = math.fsum(pair.run.scores[key] for key in keys) / len(keys)
+    allowed = max_drop * POINT * (1.0 if unit else abs(before))
+    if _identical(pair):
+        change, outcome = stats.Difference(0.0, 0.0, 0.0, len(keys)), Outcome.SAME
+    else:
+        change = stats.paired(pair.run.scores, pair.baseline.scores, pair.baseline.contexts)
+        gain = change.mean if pair.higher_is_better else -change.mean
+        outcome = _outcome(gain, allowed, significant=corrected < alpha)
+    return Comparison(
+        pair,
+        outcome,
+        before=before,
+        after=after,
+        change=change,
+        p=p,
+        p_corrected=corrected,
+        contexts=len({pair.baseline.contexts[key] for key in keys}),
+        allowed=allowed,
+        visible=smallest_visible(pair, level, unit=unit),
+        unit=unit,
+    )
+
+
+def _outcome(gain: float, allowed: float, *, significant: bool) -> Outcome:
+    slack = 1e-9  # a drop of exactly what is allowed is allowed
+    if gain > -slack:
+        return Outcome.IMPROVED if significant else Outcome.HIGHER
+    if gain >= -allowed - slack:
+        return Outcome.ALLOWED
+    return Outcome.FAILED if significant else Outcome.UNPROVEN

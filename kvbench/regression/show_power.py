@@ -1,0 +1,97 @@
+"""How many samples see a drop, for readers: tables, sentences and JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from kvbench.regression.power import MOST, Goal, Need, Plan
+from kvbench.regression.show import place_columns, points
+from kvbench.report.numbers import Kind, number, score_kind
+from kvbench.report.table import Cell, Column, Name, Phrase, Table, beside
+from kvbench.report.text import counted
+
+
+def tables(needs: Sequence[Need], goal: Goal) -> list[Table]:
+    """What each cell needs, a table per model and scale of scores."""
+    parts: dict[tuple[str, bool], list[Need]] = {}
+    for need in needs:
+        parts.setdefault((need.place.model, need.unit), []).append(need)
+    return [_table(model, unit, part, goal) for (model, unit), part in parts.items()]
+
+
+def sentences(needs: Sequence[Need], goal: Goal) -> Iterator[Phrase]:
+    """What a reader must know besides the tables."""
+    most = max(needs, key=lambda need: need.needed_samples)
+    if most.needed < MOST:
+        yield (
+            f"To see a drop of {points(goal.drop)} in every cell, ask ",
+            Name(f"--samples {most.needed_samples}"),
+            f" ({most.place.task}, {most.place.policy} at {most.place.budget} needs most).",
+        )
+    yield (
+        f"Seen means: significant in {100 * goal.power:g}% of comparisons at alpha {goal.alpha:g}, "
+        f"corrected for {counted(goal.cells, 'cell')}. sd is the standard deviation of a context's "
+        "paired difference; the design effect is by how much questions that share a context raise "
+        "the variance."
+    )
+
+
+def plan_sentence(plan: Plan, goal: Goal) -> Phrase:
+    """What assumptions need, in a sentence."""
+    effect = f", design effect {plan.design_effect:g}" * (plan.questions > 1)
+    asked = f" with {plan.questions} questions each" * (plan.questions > 1)
+    return (
+        f"{counted(plan.contexts, 'context')}{asked} see a drop of {points(goal.drop)} in "
+        f"{100 * goal.power:g}% of comparisons (alpha {goal.alpha:g}, corrected for "
+        f"{counted(goal.cells, 'cell')}; {100 * plan.discordance:g}% of answers differ{effect})."
+    )
+
+
+def plan_json(plan: Plan, goal: Goal) -> dict[str, Any]:
+    """What assumptions need, as JSON."""
+    return asdict(goal) | asdict(plan)
+
+
+def needs_json(needs: Sequence[Need], goal: Goal) -> dict[str, Any]:
+    """What each cell needs, as JSON; null where a number is not finite."""
+    return asdict(goal) | {
+        "needed_cells": [
+            asdict(need.place)
+            | {
+                "contexts": need.contexts,
+                "samples": need.samples,
+                "sd": need.sd,
+                "design_effect": _finite(need.design_effect),
+                "needed_contexts": need.needed if need.needed < MOST else None,
+                "needed_samples": need.needed_samples if need.needed < MOST else None,
+                "seen_drop": _finite(need.seen),
+            }
+            for need in needs
+        ]
+    }
+
+
+def _table(model: str, unit: bool, needs: list[Need], goal: Goal) -> Table:
+    kind = score_kind(unit=unit)
+    seen: list[Cell] = [need.seen if math.isfinite(need.seen) else "none" for need in needs]
+    needed: list[Cell] = [n.needed if n.needed < MOST else "too many" for n in needs]
+    samples: list[Cell] = [n.needed_samples if n.needed < MOST else "too many" for n in needs]
+    effects: list[Cell] = [_finite(need.design_effect) for need in needs]
+    columns: list[tuple[Column, Sequence[Cell]]] = [
+        *place_columns([need.place for need in needs], [need.place for need in needs]),
+        (Column("contexts", Kind.COUNT), [need.contexts for need in needs]),
+        (Column("sees drops from", kind), seen),
+        (Column("sd", kind), [need.sd for need in needs]),
+        (Column("design effect", Kind.TIMES), effects),
+        (Column("contexts needed", Kind.COUNT), needed),
+        (Column("samples needed", Kind.COUNT), samples),
+    ]
+    of = points(goal.drop) if unit else f"{number(goal.drop, Kind.NUMBER)}%"
+    return beside((Name(model), f": to see a drop of {of}"), columns)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
