@@ -122,10 +122,11 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=440)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--policy", nargs="+", default=["trimkv", "dbtrimkv", "locret"])
     args = parser.parse_args()
     dtype = getattr(torch, args.dtype)
     if args.dtype == "float32":
-        for policy in ("trimkv", "dbtrimkv"):
+        for policy in sorted({"trimkv", "dbtrimkv"} & set(args.policy)):
             for bias in (2.0, -1.0):
                 network = load_model(args.model, None, torch.device("cpu"), dtype)
                 off = disagreement(student_of(network, policy, args.model, AGREE_AT, bias))
@@ -137,7 +138,7 @@ def main() -> int:
     )
     print("| policy | gates | learned | forward, s | step, s | forwards a step |")
     print("| --- | --- | --: | --: | --: | --: |")
-    for policy in ("trimkv", "dbtrimkv", "locret"):
+    for policy in args.policy:
         for state, bias in (("fresh", 8.0), ("forgetful", -1.0)):
             if policy == "locret" and state == "forgetful":
                 continue

@@ -15,6 +15,7 @@ import random
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pydoc_data import topics
 from typing import Any
 
 import torch
@@ -134,8 +135,6 @@ def _encode(tokenizer: Any, chat: Chat) -> dict[str, Tensor]:
 @functools.cache
 def _manual() -> tuple[str, ...]:
     """Sentences of Python's manual as every installation has it."""
-    from pydoc_data import topics
-
     found = []
     for name in sorted(topics.topics):
         for paragraph in topics.topics[name].split("\n\n"):
