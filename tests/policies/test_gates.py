@@ -207,7 +207,7 @@ def test_damaged_or_foreign_files_are_one_line(damage: Any, message: str, tmp_pa
 
 @pytest.mark.parametrize("kind", ["trimkv", "dbtrimkv", "locret"])
 def test_half_precision_halves_the_file_and_keeps_the_scores(kind: Any, tmp_path: Path) -> None:
-    gates = build(GateConfig.of(kind, MODEL, hidden_dim=256))
+    gates = RetentionGates(GateConfig.of(kind, MODEL, hidden_dim=256))
     whole, half = save(gates, tmp_path / "whole"), save(gates, tmp_path / "half", half=True)
     sizes = [(folder / "gates.safetensors").stat().st_size for folder in (whole, half)]
     assert sizes[1] < 0.6 * sizes[0]
