@@ -36,8 +36,13 @@ class Scores:
         """Read them; contexts that a policy has not answered are left out."""
         wide = samples.pivot_table("score", "policy", ["task", "context_id"]).loc[list(policies)]
         wide = wide.dropna(axis=1)
-        return cls({str(task): part.to_numpy() for task, part in wide.T.groupby("task", sort=True)
-                    for part in [part.T]})
+        return cls(
+            {
+                str(task): part.to_numpy()
+                for task, part in wide.T.groupby("task", sort=True)
+                for part in [part.T]
+            }
+        )
 
     def means(self, random: np.random.Generator | None = None) -> Floats:
         """The mean over tasks of every policy; with `random`, of contexts drawn again."""

@@ -1,4 +1,4 @@
-"""Write the tables of results/smollm2 into README.md and docs/smollm2.md: `python docs/make_smollm2.py`.
+"""Write the tables of results/smollm2 into the pages: `python docs/make_smollm2.py`.
 
 With `--check` the pages are only compared with the results.
 """

@@ -38,8 +38,8 @@ RECIPES: dict[str, dict[str, Recipe]] = {
         "locret": {**_REFERENCE, "steps": 160},
     },
     "smollm2": {
-        "trimkv": {**_SMOLLM2, "steps": 150, "capacity": 80, "hidden_dim": 96},
-        "dbtrimkv": {**_SMOLLM2, "steps": 100, "capacity": 80, "bias": 8.0, "hidden_dim": 80},
+        "trimkv": {**_SMOLLM2, "steps": 450, "capacity": 80, "hidden_dim": 96},
+        "dbtrimkv": {**_SMOLLM2, "steps": 300, "capacity": 80, "bias": 8.0, "hidden_dim": 80},
         "locret": {**_SMOLLM2, "steps": 150, "hidden_dim": 64},
     },
 }
