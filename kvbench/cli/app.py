@@ -17,6 +17,7 @@ from kvbench.cli import (
     complete,
     data,
     listing,
+    page,
     power,
     profile,
     published,
@@ -37,6 +38,7 @@ app = typer.Typer(
 )
 app.command()(run.run)
 app.command()(run.report)
+app.command()(page.view)
 app.command()(published.published)
 app.command()(compare.compare)
 app.command()(power.power)

@@ -235,6 +235,32 @@ def report(
             "--with-published",
         ),
     ] = False,
+    within: Annotated[
+        float | None,
+        option(
+            None,
+            "POINTS",
+            "Name the cheapest policy and budget within so many points of the full cache. "
+            "Default: 1.",
+            min=0,
+        ),
+    ] = None,
+    batch: Annotated[
+        int | None, option(None, "N", "Say what memory it saves at this batch size.", min=1)
+    ] = None,
+    context: Annotated[
+        int | None,
+        option(
+            None,
+            "TOKENS",
+            "Say what memory it saves at this context. Default: the run's own.",
+            min=1,
+        ),
+    ] = None,
+    html: Annotated[
+        bool,
+        option(None, FLAG, "Also write report.html, a page to filter and browse.", "--html"),
+    ] = False,
     out: Annotated[
         Path | None, option(None, "DIR", "Folder of the report. Default: report/ in the first run.")
     ] = None,
@@ -247,7 +273,8 @@ def report(
 ) -> None:
     """Show the tables of runs; write Pareto fronts and a summary."""
     from kvbench.report import against as pairs
-    from kvbench.report import render
+    from kvbench.report import choosing, render
+    from kvbench.report.frames import prepare
     from kvbench.report.outputs import terminal
     from kvbench.report.overall import group_means
     from kvbench.report.terminal import run_table
@@ -260,10 +287,18 @@ def report(
     bases = [name for text in against or [] for name in text.split(",") if name]
     held = [(base, pairs.differences(cells, samples, base)) for base in bases]
     shown = not quiet and not as_json
+    aim = choosing.Aim.of(within, batch, context)
     if shown:
-        console().print(run_table(cells, samples))
+        shown_run = run_table(cells, samples)
+        console().print(shown_run)
+        if any(value is not None for value in (within, batch, context)):
+            console().print(choosing.shown(shown_run.results, aim))
     folder = out or runs[0] / "report"
-    written = render(cells, samples, folder)
+    written = render(cells, samples, folder, aim)
+    if html:
+        from kvbench.report.page import write_page
+
+        written.append(write_page(cells, samples, folder, aim))
     for base, found in held:
         if shown:
             for table in pairs.tables(found, base):
@@ -291,6 +326,7 @@ def report(
                 "cells": _rows(cells),
                 "means": _rows(group_means(cells, samples)),
                 "against": {base: _rows(found) for base, found in held},
+                "cheapest": choosing.as_records(prepare(cells, samples), aim),
             }
             | more
         )

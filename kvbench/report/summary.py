@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pandas as pd
 
-from kvbench.report.frames import Results, records, silent_tasks, unit_scale
-from kvbench.report.numbers import DASH, Kind, interval, number, percent
+from kvbench.report.choosing import (
+    MARKDOWN,
+    NO_VERDICT,
+    WITHIN_A_POINT,
+    Aim,
+    PanelMemory,
+    lines,
+)
+from kvbench.report.frames import Results, records
+from kvbench.report.numbers import DASH
 from kvbench.report.outputs import markdown, markdown_text
 from kvbench.report.panel import Filled, Panel
 from kvbench.report.remarks import remarks
 from kvbench.report.style import Drawn
 from kvbench.report.table import Column, Name, Table, beside
 from kvbench.report.tables import PanelTables
-from kvbench.report.text import code, listed, mean_of, short, span, tokens, word
-from kvbench.report.verdict import Verdict, cheapest
+from kvbench.report.text import code, listed, short, span, tokens, word
 
 _READING = """\
 - **Scores** in [0, 1] are shown in points, 0 to 100; others as they are. Lower is better where a \
 task is marked ↓. Brackets are 95% intervals.
 - **Differences to full are paired:** they compare answers to the same questions, with a bootstrap \
-over contexts (stratified by task for means). The statements about "within 1 point" rest on them.
+over contexts (stratified by task for means). The statements about the cheapest policy rest on them.
 - **Intervals of scores are not paired.** If the intervals of two policies overlap, the policies \
 may still differ. This page does not compare policies with each other; \
 `kvbench report RUN --against POLICY` does.
@@ -34,19 +41,15 @@ certainty. Scores outside [0, 1] get Student's t interval if there are 10 contex
 share of the full cache of the same samples.
 - **The cheapest policy** is picked after seeing the scores, which flatters it slightly. Confirm a \
 choice on fresh samples, with another `--seed`. A cheaper setting cannot be ruled out if it loses \
-more than 1 point on average but its interval includes smaller losses."""
-
-_NO_VERDICT = {
-    "silent": "no statement, because the full cache is not above chance.",
-    "no full": "no statement, because there is no full cache to compare with.",
-    "scale": "no statement, because the scores are not in [0, 1] and a point has no meaning.",
-    "whole": "no setting that was run holds less than the full cache.",
-    "empty": "no policy has a score.",
-}
+more than asked for on average but its interval includes smaller losses."""
 
 
 def summary_text(
-    results: Results, tables: Sequence[PanelTables], figures: Sequence[Drawn], root: Path
+    results: Results,
+    tables: Sequence[PanelTables],
+    figures: Sequence[Drawn],
+    root: Path,
+    aim: Aim = WITHIN_A_POINT,
 ) -> str:
     """Write the summary of a report.
 
@@ -55,16 +58,20 @@ def summary_text(
         tables: Its tables, panel by panel.
         figures: What to show or link to.
         root: The folder that the links start from.
+        aim: What a setting is looked for.
 
     Returns:
         Markdown.
     """
     several = len(results.models) > 1
     blocks = ["# KV-cache eviction: results", *_overview(results)]
-    blocks.append("## Cheapest policy within 1 point of the full cache")
+    blocks.append(f"## Cheapest policy within {aim.points} of the full cache")
     for panel in (part.panel for part in tables):
-        silent = _NO_VERDICT["silent"].capitalize()
-        blocks += [_heading(panel, several), "\n".join(_verdicts(panel)) or silent]
+        said = [f"- {line}" for line in lines(panel, results.samples, aim, MARKDOWN)]
+        silent = NO_VERDICT["silent"].capitalize()
+        blocks += [_heading(panel, several), "\n".join(said) or silent]
+        if aim.serving is not None:
+            blocks.append(PanelMemory.of(panel, results.samples).note(panel, aim.serving))
     blocks.append("## Scores")
     for part in tables:
         blocks += [_heading(part.panel, several), *(markdown(one.table) for one in part.tables)]
@@ -119,56 +126,6 @@ def _codes(column: pd.Series) -> str:
 def _heading(panel: Panel, several: bool) -> str:
     model = (Name(panel.model), ", ") if several else ()
     return f"### {markdown_text((*model, panel.title))}"
-
-
-# --- statements -----------------------------------------------------------------------------------
-
-
-def _verdicts(panel: Panel) -> Iterator[str]:
-    overall = panel.overall
-    if len(panel.tasks) > 1 and len(overall):
-        verdict = cheapest(overall, unit=unit_scale(overall))
-        mean = mean_of(int(overall["tasks"].max())).capitalize()
-        yield f"- **{mean}:** {_sentence(verdict)}"
-    elif len(panel.tasks) > 1 and set(silent_tasks(panel.cells)) == set(panel.tasks):
-        yield "- **Mean:** none, because the full cache is above chance on none of the tasks."
-    for task in panel.tasks:
-        cells = panel.of_task(task)
-        verdict = cheapest(cells, unit=unit_scale(cells))
-        if verdict.kind != "silent":
-            yield f"- {code(task)}: {_sentence(verdict)}"
-
-
-def _sentence(verdict: Verdict) -> str:
-    row = verdict.row
-    if row is None:
-        return _NO_VERDICT[verdict.kind]
-    gap = number(row["diff"], Kind.POINTS, signed=True)
-    ends = interval(row["diff_lo"], row["diff_hi"], Kind.POINTS, signed=True)
-    bytes_held = f"{percent(row['share'])} of the bytes"
-    setting = f"{_setting(row)} ({bytes_held}; {gap} {ends} points from full)"
-    if verdict.kind == "none":
-        text = f"none; {setting} comes closest."
-        if verdict.equal:
-            text += f" Equally close: {_settings(verdict.equal, shares=True)}."
-        return text
-    if verdict.sure:
-        text = f"{setting}. The whole interval is within 1 point."
-    else:
-        text = f"{setting}. **Not certain:** the interval includes losses of more than 1 point."
-    if verdict.equal:
-        text += f" Also within 1 point at the same bytes: {_settings(verdict.equal)}."
-    if verdict.cheaper:
-        text += f" Cheaper settings that this run cannot rule out: {_settings(verdict.cheaper)}."
-    return text
-
-
-def _setting(row: pd.Series) -> str:
-    return f"{code(row['policy'])} at {code(row['budget'])}"
-
-
-def _settings(rows: Iterable[pd.Series], *, shares: bool = False) -> str:
-    return listed([_setting(row) + f" ({percent(row['share'])})" * shares for row in rows], 6)
 
 
 # --- tables ---------------------------------------------------------------------------------------

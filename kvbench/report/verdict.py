@@ -1,7 +1,8 @@
-"""The cheapest policy within one point of full, and how certain that is."""
+"""The cheapest policy within some points of full, and how certain that is."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import pandas as pd
@@ -23,6 +24,10 @@ class Verdict:
         equal: Other rows within a point that hold the same bytes; for "none", rows that are equally
             close.
         cheaper: Rows that hold less and are not within a point, but whose interval is in part.
+        certain: The cheapest row whose whole interval is within a point, if there is one.
+        open: For "none", whether the interval of `row` is within a point in part.
+        resolution: How far the interval of `row` reaches from its difference to a larger loss: a
+            smaller drop cannot be told from none.
     """
 
     kind: str
@@ -30,6 +35,9 @@ class Verdict:
     sure: bool = False
     equal: tuple[pd.Series, ...] = ()
     cheaper: tuple[pd.Series, ...] = ()
+    certain: pd.Series | None = None
+    open: bool = False
+    resolution: float = math.nan
 
 
 def cheapest(rows: pd.DataFrame, *, unit: bool, within: float = POINT) -> Verdict:
@@ -71,7 +79,14 @@ def cheapest(rows: pd.DataFrame, *, unit: bool, within: float = POINT) -> Verdic
     if not len(good):
         closest = ranked[ranked["_gain"] >= ranked["_gain"].max() - 1e-9]
         closest = closest.sort_values("kv_bytes_live", kind="stable")
-        return Verdict("none", closest.iloc[0], equal=tuple(r for _, r in closest[1:].iterrows()))
+        row = closest.iloc[0]
+        return Verdict(
+            "none",
+            row,
+            equal=tuple(r for _, r in closest[1:].iterrows()),
+            open=bool(row["_best"] >= slack),
+            resolution=float(row["_gain"] - row["_worst"]),
+        )
     good = good.sort_values(order, ascending=[True, False], kind="stable")
     row = good.iloc[0]
     equal = good.iloc[1:]
@@ -84,4 +99,6 @@ def cheapest(rows: pd.DataFrame, *, unit: bool, within: float = POINT) -> Verdic
         bool(row["_worst"] >= slack),
         tuple(r for _, r in equal.iterrows()),
         tuple(r for _, r in less.iterrows()),
+        certain=next((r for _, r in good.iterrows() if r["_worst"] >= slack), None),
+        resolution=float(row["_gain"] - row["_worst"]),
     )

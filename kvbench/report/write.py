@@ -9,6 +9,7 @@ import pandas as pd
 
 from kvbench.errors import UserError
 from kvbench.files import cannot, replacing
+from kvbench.report.choosing import WITHIN_A_POINT, Aim
 from kvbench.report.figures import draw_fronts
 from kvbench.report.frames import prepare
 from kvbench.report.heatmap import draw_heatmaps
@@ -17,7 +18,10 @@ from kvbench.report.tables import report_tables, write_tables
 
 
 def render(
-    cells: pd.DataFrame, samples: pd.DataFrame, out_dir: str | os.PathLike[str]
+    cells: pd.DataFrame,
+    samples: pd.DataFrame,
+    out_dir: str | os.PathLike[str],
+    aim: Aim = WITHIN_A_POINT,
 ) -> list[Path]:
     """Write the report of one or several runs.
 
@@ -28,6 +32,7 @@ def render(
         cells: The frame of `cells.parquet`, of several runs one under the other.
         samples: The frame of `samples.parquet`.
         out_dir: Where to write; created if needed. Files of the same names are replaced.
+        aim: What a setting is looked for.
 
     Returns:
         The files written: `summary.md` first, then PNG and SVG of every figure in `figures/`, then
@@ -52,5 +57,5 @@ def render(
     paths += write_tables(tables, folders[1])
     summary = out / "summary.md"
     with replacing(summary) as part:
-        part.write_text(summary_text(results, tables, figures, out), encoding="utf-8")
+        part.write_text(summary_text(results, tables, figures, out, aim), encoding="utf-8")
     return [summary, *paths]

@@ -280,7 +280,7 @@ def test_report_names_what_it_writes(
     from kvbench.runs import store
 
     monkeypatch.setattr(store, "load_frames", lambda runs: (runs, None))
-    monkeypatch.setattr(report, "render", lambda cells, samples, out: [out / "summary.md"])
+    monkeypatch.setattr(report, "render", lambda cells, samples, out, aim: [out / "summary.md"])
     assert cli.call(["report", "a", "b"]) == 0
     assert cli.call(["report", "a", "--out", "c"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from kvbench.report.summary import _sentence
+from kvbench.report.choosing import sentence
 from kvbench.report.verdict import cheapest
 
 
@@ -13,7 +13,9 @@ def points(*rows):
     columns = ["policy", "budget", "kv_bytes_live", "diff", "diff_lo", "diff_hi", "score"]
     frame = pd.DataFrame([("full", "full", 100.0, 0, 0, 0, 0.9), *rows], columns=columns)
     frame = frame.assign(kv_bytes_full=100.0, share=frame["kv_bytes_live"] / 100)
-    return frame.assign(status="ok", discriminative=True, higher_is_better=True, full_score=0.9)
+    return frame.assign(
+        samples=20, status="ok", discriminative=True, higher_is_better=True, full_score=0.9
+    )
 
 
 def test_cheapest_within_a_point():
@@ -65,12 +67,12 @@ def test_ties_are_named_where_none_is_within_a_point():
     )
     verdict = cheapest(rows, unit=True)
     assert verdict.row["policy"] == "b"
-    text = _sentence(verdict)
+    text = sentence(verdict)
     assert text.startswith(
         "none; `b` at `0.2` (20.0% of the bytes; −20.0 [−30.0, −10.0] points from full) comes"
     )
     assert text.endswith("Equally close: `d` at `0.2` (20.0%), `a` at `0.4` (40.0%).")
-    assert "Equally close" not in _sentence(cheapest(rows.iloc[[0, 1, 3]], unit=True))
+    assert "Equally close" not in sentence(cheapest(rows.iloc[[0, 1, 3]], unit=True))
 
 
 def test_cheapest_where_less_is_better():

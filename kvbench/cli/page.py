@@ -1,0 +1,37 @@
+"""`kvbench view`: the page of a run in a browser. What is heavy is imported inside the command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvbench.cli.options import FLAG, option
+from kvbench.cli.screen import complain
+
+
+def view(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
+    opens: Annotated[
+        bool,
+        option(None, FLAG, "Open it in the browser, or only print its path.", "--open/--no-open"),
+    ] = True,
+) -> None:
+    """Open a run in the browser: fronts, maps, table and responses, in one file.
+
+    The page is written first if the run has none, or results that are newer than it.
+    """
+    import webbrowser
+
+    from kvbench.report.page import NAME, write_page
+    from kvbench.runs.store import CELLS, SAMPLES, load_frames
+
+    page = run / "report" / NAME
+    tables = [run / CELLS, run / SAMPLES]
+    made = page.stat().st_mtime_ns if page.is_file() else 0
+    if not all(path.is_file() and path.stat().st_mtime_ns < made for path in tables):
+        page = write_page(*load_frames(run), page.parent)
+    print(page)
+    if opens and not webbrowser.open(page.resolve().as_uri()):
+        complain("no browser could be opened; open the file yourself, or copy it elsewhere")

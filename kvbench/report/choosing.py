@@ -1,0 +1,351 @@
+"""Which setting to choose: the cheapest within some points of full, and what memory it saves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+from rich.text import Text
+
+from kvbench.budget import Budget
+from kvbench.report.frames import Results, silent_tasks, unit_scale
+from kvbench.report.numbers import Kind, interval, number, percent, size
+from kvbench.report.outputs import plain_text
+from kvbench.report.panel import Panel, panels
+from kvbench.report.table import Name
+from kvbench.report.text import code, counted, listed, mean_of, plain, tokens
+from kvbench.report.verdict import POINT, Verdict, cheapest
+
+_OF_SETTING = ("share", "kv_bytes_live", "diff", "diff_lo", "diff_hi")
+_CONTEXT_ONLY = ("", "context")
+"""Moments whose full bytes are those of the context, so that tokens and bytes are of one thing."""
+
+NO_VERDICT = {
+    "silent": "no statement, because the full cache is not above chance.",
+    "no full": "no statement, because there is no full cache to compare with.",
+    "scale": "no statement, because the scores are not in [0, 1] and a point has no meaning.",
+    "whole": "no setting that was run holds less than the full cache.",
+    "empty": "no policy has a score.",
+}
+
+
+@dataclass(frozen=True)
+class Voice:
+    """How names and warnings are written.
+
+    Attributes:
+        name: Writes a policy, a budget or a task.
+        strong: Stresses a warning.
+    """
+
+    name: Callable[[object], str]
+    strong: Callable[[str], str]
+
+
+PLAIN = Voice(plain, str)
+MARKDOWN = Voice(code, "**{}**".format)
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What the memory is told for.
+
+    Attributes:
+        batch: Sequences that are served together.
+        context: Tokens of each; None for as many as the run's contexts have on average.
+    """
+
+    batch: int = 1
+    context: int | None = None
+
+
+@dataclass(frozen=True)
+class Aim:
+    """What a reader looks for.
+
+    Attributes:
+        within: How far from full counts as the same, as a score in [0, 1]: 0.02 is two points.
+        serving: What the memory is told for; None to leave it out.
+    """
+
+    within: float = POINT
+    serving: Serving | None = None
+
+    @classmethod
+    def of(cls, within: float | None, batch: int | None, context: int | None) -> Aim:
+        """Read what a user gave.
+
+        Args:
+            within: Points; by default one.
+            batch: Sequences; by default one, if `context` is given.
+            context: Tokens; by default those of the run, if `batch` is given.
+        """
+        serving = None if batch is context is None else Serving(batch or 1, context)
+        return cls(POINT if within is None else within / 100, serving)
+
+    @property
+    def points(self) -> str:
+        """The distance in words, such as `2 points`."""
+        value = f"{100 * self.within:.4g}"
+        return f"{value} point{'s' * (value != '1')}"
+
+
+WITHIN_A_POINT = Aim()
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of keys and values of a batch: of the full cache, and of a setting."""
+
+    full: float
+    held: float
+
+    @property
+    def saved(self) -> float:
+        """What the setting saves."""
+        return self.full - self.held
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The answer for one task, or for the mean of a panel's tasks.
+
+    Attributes:
+        panel: Where it holds.
+        task: The task; empty for the mean.
+        tasks: How many tasks the mean is over.
+        verdict: What can be said.
+    """
+
+    panel: Panel
+    task: str
+    tasks: int
+    verdict: Verdict
+
+
+def panel_choices(panel: Panel, aim: Aim) -> Iterator[Choice]:
+    """The choices of a panel: the mean first, then every task that tells policies apart."""
+    overall = panel.overall
+    if len(panel.tasks) > 1 and len(overall):
+        verdict = cheapest(overall, unit=unit_scale(overall), within=aim.within)
+        yield Choice(panel, "", int(overall["tasks"].max()), verdict)
+    for task in panel.tasks:
+        cells = panel.of_task(task)
+        verdict = cheapest(cells, unit=unit_scale(cells), within=aim.within)
+        if verdict.kind != "silent":
+            yield Choice(panel, task, 1, verdict)
+
+
+def lines(panel: Panel, samples: pd.DataFrame | None, aim: Aim, voice: Voice) -> Iterator[str]:
+    """A panel's choices in words, a line each."""
+    facts = PanelMemory.of(panel, samples)
+    found = list(panel_choices(panel, aim))
+    if len(panel.tasks) > 1 and set(silent_tasks(panel.cells)) == set(panel.tasks):
+        nothing = "none, because the full cache is above chance on none of the tasks."
+        yield f"{voice.strong('Mean:')} {nothing}"
+    for choice in found:
+        head = voice.name(choice.task) + ":"
+        if not choice.task:
+            head = voice.strong(f"{mean_of(choice.tasks).capitalize()}:")
+        yield f"{head} {sentence(choice.verdict, aim, voice, facts)}"
+
+
+@dataclass(frozen=True)
+class PanelMemory:
+    """What the memory of a panel's model follows from.
+
+    Attributes:
+        token_bytes: Bytes of keys and values of one token, over all layers that are compressed;
+            NaN if the run does not tell.
+        context: Mean tokens of its contexts; NaN if the run does not tell.
+    """
+
+    token_bytes: float
+    context: float
+
+    @classmethod
+    def of(cls, panel: Panel, samples: pd.DataFrame | None) -> PanelMemory:
+        """Read it off the full caches of a panel.
+
+        Layers, KV heads, head size and dtype need not be known: the run has measured the bytes of
+        contexts of known length, and keys and values take the same bytes for every token.
+        """
+        cells = panel.cells
+        told = cells[(cells["status"] == "ok") & cells["moment"].isin(_CONTEXT_ONLY)]
+        if samples is None or not len(told):
+            return cls(math.nan, math.nan)
+        bytes_of = told.set_index("cell")["kv_bytes_full"]
+        mine = samples[samples["cell"].isin(bytes_of.index)]
+        length = mine.groupby("cell")["context_tokens"].mean()
+        return cls(float((bytes_of / length).median()), float(length.median()))
+
+    def tokens_of(self, serving: Serving) -> float:
+        """The context that the memory is told for."""
+        return self.context if serving.context is None else float(serving.context)
+
+    def of_setting(self, row: pd.Series, serving: Serving) -> Memory:
+        """The memory of a setting.
+
+        A share of the context stays the share that was measured; a number of tokens stays the bytes
+        that were measured, whatever the context.
+
+        Args:
+            row: Cell or group mean of the setting.
+            serving: Batch and context.
+        """
+        one = self.token_bytes * self.tokens_of(serving)
+        share = Budget.parse(str(row["budget"])).tokens is None
+        held = row["share"] * one if share else min(one, float(row["kv_bytes_live"]))
+        return Memory(serving.batch * one, serving.batch * held)
+
+    def note(self, panel: Panel, serving: Serving) -> str:
+        """What a reader must know about the memory of a panel."""
+        if math.isnan(self.token_bytes):
+            return "Memory is unknown: the run has no full cache of a context."
+        text = (
+            f"Memory counts keys and values, {size(self.token_bytes)} per token over the layers "
+            "that are compressed, as measured in this run."
+        )
+        length = panel.variant.length or round(self.context)
+        if serving.context is not None and serving.context > length:
+            text += (
+                f" The scores are of {tokens(length)}: this run does not say what a policy loses "
+                f"at {tokens(serving.context)}."
+            )
+        return text
+
+
+def shown(results: Results, aim: Aim) -> Text:
+    """The choices of means over tasks, and of single tasks, for a terminal.
+
+    Args:
+        results: What was run.
+        aim: What a setting is looked for.
+    """
+    text = Text().append(f"Cheapest policy within {aim.points} of the full cache\n", "bold")
+    for panel in panels(results):
+        told = "\n".join(f"  {line}" for line in lines(panel, results.samples, aim, PLAIN))
+        title = plain_text((Name(panel.model), " · ", *panel.title))
+        note = ""
+        if aim.serving is not None:
+            note = f"\n  {PanelMemory.of(panel, results.samples).note(panel, aim.serving)}"
+        text.append(f"{title}\n{told or '  ' + NO_VERDICT['silent']}{note}\n")
+    return text
+
+
+def as_records(results: Results, aim: Aim) -> list[dict[str, Any]]:
+    """The choices as JSON can hold them.
+
+    Returns:
+        An object per choice: the panel (`model`, `group`, `length`, `moment`, `seed`), `task`
+        (empty for the mean of a panel's tasks) and `tasks` (how many), `kind`, `sure` and
+        `open` as in `Verdict`, `said` (the verdict in words) and, where a setting is named,
+        `policy`, `budget`, `share`, `kv_bytes_live`, `samples`, `diff`, `diff_lo`, `diff_hi` and,
+        if a batch or a context was asked for and the run tells the bytes of a token,
+        `memory_full` and `memory_held`.
+    """
+    return [
+        _record(choice, memory, aim)
+        for panel in panels(results)
+        for memory in [PanelMemory.of(panel, results.samples)]
+        for choice in panel_choices(panel, aim)
+    ]
+
+
+def _record(choice: Choice, memory: PanelMemory, aim: Aim) -> dict[str, Any]:
+    verdict, row = choice.verdict, choice.verdict.row
+    record: dict[str, Any] = {
+        "model": choice.panel.model,
+        "group": choice.panel.group,
+        "length": choice.panel.variant.length,
+        "moment": choice.panel.variant.moment,
+        "seed": choice.panel.variant.seed,
+        "task": choice.task,
+        "tasks": choice.tasks,
+        "kind": verdict.kind,
+        "sure": verdict.sure,
+        "open": verdict.open,
+        "said": sentence(verdict, aim, PLAIN, memory),
+    }
+    if row is not None:
+        record |= {"policy": str(row["policy"]), "budget": str(row["budget"])}
+        record |= {name: float(row[name]) for name in _OF_SETTING}
+        record["samples"] = int(row["samples"])
+        if aim.serving is not None and not math.isnan(memory.token_bytes):
+            told = memory.of_setting(row, aim.serving)
+            record |= {"memory_full": told.full, "memory_held": told.held}
+    return record
+
+
+def sentence(
+    verdict: Verdict,
+    aim: Aim = WITHIN_A_POINT,
+    voice: Voice = MARKDOWN,
+    memory: PanelMemory | None = None,
+) -> str:
+    """A verdict in words.
+
+    Args:
+        verdict: What can be said.
+        aim: What it was asked for.
+        voice: How names are written.
+        memory: What the memory follows from, if `aim` asks for it.
+    """
+    row = verdict.row
+    if row is None:
+        return NO_VERDICT[verdict.kind]
+    gap = number(row["diff"], Kind.POINTS, signed=True)
+    ends = interval(row["diff_lo"], row["diff_hi"], Kind.POINTS, signed=True)
+    bytes_held = f"{percent(row['share'])} of the bytes"
+    setting = f"{_setting(row, voice)} ({bytes_held}; {gap} {ends} points from full)"
+    if verdict.kind == "none":
+        text = f"none; {setting} comes closest."
+        if verdict.open:
+            text += f" {voice.strong('Not certain:')} its interval includes losses within "
+            text += f"{aim.points}; {resolution(verdict, row)}."
+        if verdict.equal:
+            text += f" Equally close: {_settings(verdict.equal, voice, shares=True)}."
+        return text
+    if verdict.sure:
+        text = f"{setting}. The whole interval is within {aim.points}."
+    else:
+        text = f"{setting}. {voice.strong('Not certain:')} the interval includes losses of more "
+        text += f"than {aim.points}; {resolution(verdict, row)}."
+    if memory is not None and aim.serving is not None and not math.isnan(memory.token_bytes):
+        text += f" {_saving(memory, row, aim.serving)}"
+    if verdict.certain is not None and not verdict.sure:
+        certain = _settings([verdict.certain], voice, shares=True)
+        text += f" The cheapest whose whole interval is within: {certain}."
+    if verdict.equal:
+        text += f" Also within {aim.points} at the same bytes: {_settings(verdict.equal, voice)}."
+    if verdict.cheaper:
+        cheaper = _settings(verdict.cheaper, voice)
+        text += f" Cheaper settings that this run cannot rule out: {cheaper}."
+    return text
+
+
+def resolution(verdict: Verdict, row: pd.Series) -> str:
+    """How small a drop the samples can show: the distance from a difference to its worse end."""
+    seen = number(verdict.resolution, Kind.POINTS)
+    return (
+        f"{counted(int(row['samples']), 'sample')} can show only drops of more than {seen} points"
+    )
+
+
+def _saving(memory: PanelMemory, row: pd.Series, serving: Serving) -> str:
+    told = memory.of_setting(row, serving)
+    where = f"At batch {serving.batch} and {tokens(round(memory.tokens_of(serving)))}"
+    held = f"it holds {size(told.held)} instead of {size(told.full)}"
+    return f"{where} {held}: {size(told.saved)} saved."
+
+
+def _setting(row: pd.Series, voice: Voice) -> str:
+    return f"{voice.name(row['policy'])} at {voice.name(row['budget'])}"
+
+
+def _settings(rows: Iterable[pd.Series], voice: Voice, *, shares: bool = False) -> str:
+    found = [_setting(row, voice) + f" ({percent(row['share'])})" * shares for row in rows]
+    return listed(found, 6)

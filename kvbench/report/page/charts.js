@@ -1,0 +1,115 @@
+// Pareto fronts and heat maps, drawn by Observable Plot.
+
+const COLOURS = 8;
+const SYMBOLS = ["circle", "square", "triangle", "diamond", "star", "cross", "wye"];
+const TICKS = [1, 2, 5, 10, 20, 30, 50, 70, 100];
+const LOG_FROM = 4.08; // budgets that span more get a logarithmic axis
+
+const colour = (policy) => `var(--c${lookOf.get(policy) % COLOURS})`;
+const symbol = (policy) => SYMBOLS[lookOf.get(policy) % SYMBOLS.length];
+
+function swatch(policy) {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  for (const [name, value] of [["width", 12], ["height", 12], ["viewBox", "-6 -6 12 12"], ["aria-hidden", "true"]])
+    made.setAttribute(name, value);
+  const path = document.createElementNS("http://www.w3.org/2000/svg", "path");
+  const kinds = { circle: d3.symbolCircle, square: d3.symbolSquare, triangle: d3.symbolTriangle,
+    diamond: d3.symbolDiamond, star: d3.symbolStar, wye: d3.symbolWye, cross: d3.symbolCross };
+  path.setAttribute("d", d3.symbol(kinds[symbol(policy)], 62)());
+  path.style.fill = colour(policy);
+  made.append(path);
+  return made;
+}
+
+// The points that no other beats: none is cheaper and as good, or better and as cheap.
+function front(points) {
+  const worth = (row) => (row.higher ? row.score : -row.score);
+  const ordered = [...points].sort((a, b) => a.kv_bytes_live - b.kv_bytes_live || worth(b) - worth(a));
+  const best = [];
+  for (const row of ordered) if (!best.length || worth(row) > worth(best[best.length - 1])) best.push(row);
+  return best;
+}
+
+function told(row) {
+  const lines = [
+    `${row.policy} at ${row.budget}`,
+    [row.task === MEAN ? meanTitle(row) : row.task, row.moment].filter(Boolean).join(", "),
+    `score ${score(row.score, row.unit)} ${interval(row.score_lo, row.score_hi, row.unit)}`,
+  ];
+  if (row.diff !== null)
+    lines.push(`to full ${score(row.diff, row.unit, true)} ${interval(row.diff_lo, row.diff_hi, row.unit, true)}`);
+  lines.push(`KV held ${percent(row.share)}, ${bytes(row.kv_bytes_live)}`, `${row.samples} samples`);
+  return lines.join("\n");
+}
+
+function paretoChart(rows, width) {
+  const full = rows.find((row) => row.policy === "full" && row.score !== null);
+  const points = rows.filter((row) => row.policy !== "full" && row.score !== null && shown(row));
+  if (!points.length) return element("p", { class: "note" }, "Nothing to draw: no setting that is shown has a score.");
+  const scale = rows[0].unit ? 100 : 1;
+  const share = (row) => 100 * row.share;
+  const at = (name) => (row) => scale * row[name];
+  const ends = (full ? [full, ...points] : points).flatMap((row) => [row.score, row.score_lo, row.score_hi])
+    .filter((value) => value !== null).map((value) => scale * value);
+  const [least, most] = d3.extent(points, share);
+  const log = least > 0 && most / least > LOG_FROM;
+  const pad = log ? Math.max(1.06, (most / least) ** 0.06) : Math.max(0.06 * (most - least), 0.06 * most);
+  const domain = log ? [least / pad, most * pad] : [least - pad, most + pad];
+  const ticks = TICKS.filter((tick) => tick >= domain[0] && tick <= domain[1]);
+  const policies = distinct(points.map((row) => row.policy));
+  const [low, high] = d3.extent(ends);
+  const room = 0.04 * (high - low || 1);
+  const best = front(points);
+  const marks = [Plot.ruleY([low - room], { stroke: "var(--soft)" })];
+  if (full) {
+    marks.push(Plot.rect([full], { y1: at("score_lo"), y2: at("score_hi"), fill: "var(--soft)", fillOpacity: 0.13 }));
+    marks.push(Plot.ruleY([full], { y: at("score"), stroke: "var(--soft)", strokeDasharray: "5,3" }));
+  }
+  marks.push(Plot.line([...best, { ...best[best.length - 1], share: domain[1] / 100 }],
+    { x: share, y: at("score"), curve: "step-after", stroke: "currentColor", strokeDasharray: "1.5,3" }));
+  policies.forEach((policy, index) => {
+    const mine = points.filter((row) => row.policy === policy).sort((a, b) => a.share - b.share);
+    const aside = (index - (policies.length - 1) / 2) * Math.min(4, 24 / policies.length); // bars side by side
+    const stroke = colour(policy);
+    marks.push(Plot.line(mine, { x: share, y: at("score"), stroke, strokeOpacity: 0.5 }));
+    marks.push(Plot.ruleX(mine, { x: share, y1: at("score_lo"), y2: at("score_hi"), stroke, strokeOpacity: 0.55, dx: aside }));
+  });
+  for (const policy of policies) {
+    const mine = points.filter((row) => row.policy === policy);
+    marks.push(Plot.dot(mine, { x: share, y: at("score"), symbol: symbol(policy), r: 4.5, fill: colour(policy), stroke: "var(--panel)", strokeWidth: 0.8 }));
+  }
+  marks.push(Plot.tip(points, Plot.pointer({
+    x: share, y: at("score"), fill: "var(--panel)", stroke: "var(--soft)", fontSize: 12, lineHeight: 1.25,
+    title: (row) => points.filter((other) => other.share === row.share && other.score === row.score).slice(0, 4).map(told).join("\n\n"),
+  })));
+  return Plot.plot({
+    width, height: Math.min(460, Math.max(260, 0.55 * width)), marginLeft: 46, marginRight: 16, marginBottom: 40,
+    style: { background: "none", fontSize: "12px" },
+    x: { type: log ? "log" : "linear", domain, ticks: ticks.length > 1 ? ticks : 4, tickFormat: (v) => String(v), label: `KV cache held, % of full${log ? ", log scale" : ""}`, labelAnchor: "center", labelArrow: "none" },
+    y: { domain: [low - room, high + room], grid: true, ticks: 5, label: rows[0].higher ? "score" : "score, lower is better", labelArrow: "none" },
+    marks,
+  });
+}
+
+// --- needles --------------------------------------------------------------------------------------
+
+const mapHeight = (depths) => 54 + 24 * depths.length;
+
+function heatMap(rows, across, lengths, depths, domain, width) {
+  const scale = rows[0].unit ? 100 : 1;
+  const value = (row) => scale * row.score;
+  const bright = (row) => (value(row) - domain[0]) / (domain[1] - domain[0] || 1) > 0.55;
+  return Plot.plot({
+    width, height: mapHeight(depths), marginLeft: 38, marginBottom: 36, marginTop: 6, marginRight: 4,
+    style: { background: "none", fontSize: "12px" },
+    x: { type: "band", domain: lengths, label: across === "length" ? "context, tokens" : "budget", labelAnchor: "center", labelArrow: "none", tickSize: 0, padding: 0.04 },
+    y: { type: "band", domain: depths, label: null, tickSize: 0, tickFormat: (depth) => `${depth}%`, padding: 0.04 },
+    color: { type: "linear", scheme: "cividis", domain },
+    marks: [
+      Plot.cell(rows, { x: across, y: "depth", fill: value, rx: 2 }),
+      Plot.text(rows, { x: across, y: "depth", text: (row) => value(row).toFixed(rows[0].unit ? 0 : 2), fill: (row) => (bright(row) ? "#111" : "#fff") }),
+      Plot.tip(rows, Plot.pointer({ x: across, y: "depth", fill: "var(--panel)", stroke: "var(--soft)", title: (row) =>
+        `${row.policy} at ${row.budget}\n${tokens(row.length)}, depth ${row.depth}%\nscore ${score(row.score, row.unit)}, ${row.count} answers` })),
+    ],
+  });
+}

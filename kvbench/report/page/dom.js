@@ -1,0 +1,101 @@
+// Elements and numbers. Text reaches the page only through `element`, which makes text nodes of it.
+
+const byId = (id) => document.getElementById(id);
+
+function element(tag, attributes = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name === "onclick") made.addEventListener("click", value);
+    else if (value !== null && value !== false) made.setAttribute(name, value);
+  }
+  made.append(...children.filter((child) => child !== null));
+  return made;
+}
+
+const fill = (id, ...children) => byId(id).replaceChildren(...children);
+
+const distinct = (values) => [...new Set(values)];
+
+// --- numbers, as `kvbench.report.numbers` writes them ---------------------------------------------
+
+const DASH = "–";
+
+function signed(text, sign) {
+  if (!/[1-9∞]/.test(text)) return text.replace("-", "");
+  return text.startsWith("-") ? `−${text.slice(1)}` : (sign ? "+" : "") + text;
+}
+
+function score(value, unit, sign = false) {
+  if (value === null || value === undefined) return DASH;
+  return signed(unit ? (100 * value).toFixed(1) : String(+value.toPrecision(4)), sign);
+}
+
+function interval(low, high, unit, sign = false) {
+  if (low === null || high === null || low === undefined) return DASH;
+  return `[${score(low, unit, sign)}, ${score(high, unit, sign)}]`;
+}
+
+function percent(share) {
+  if (share === null || share === undefined) return DASH;
+  return `${(100 * share).toFixed(share >= 0.9995 ? 0 : 1)}%`;
+}
+
+function bytes(value) {
+  if (value === null || value === undefined) return DASH;
+  const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
+  while (value >= 999.5 && units.length > 1) {
+    value /= 1024;
+    units.shift();
+  }
+  return `${value.toFixed(units[0] === "B" || value >= 99.95 ? 0 : value >= 9.995 ? 1 : 2)} ${units[0]}`;
+}
+
+const seconds = (value) => (value === null || value === undefined ? DASH : String(+value.toPrecision(3)));
+
+const tokens = (length) => (length ? `${length} tokens` : "natural length");
+
+// --- figures --------------------------------------------------------------------------------------
+
+const waiting = new Map();
+const watcher = new IntersectionObserver((entries) => {
+  for (const { isIntersecting, target } of entries) if (isIntersecting) drawNow(target);
+}, { rootMargin: "400px" });
+
+function drawNow(figure) {
+  watcher.unobserve(figure);
+  const draw = waiting.get(figure);
+  waiting.delete(figure);
+  if (draw && figure.isConnected) figure.append(draw(Math.max(240, Math.floor(figure.clientWidth))));
+}
+
+// A figure that is drawn when it comes near the window: a run can have hundreds. `height` is about
+// what it will take, in pixels.
+function figure(title, height, draw) {
+  const made = element("figure", { style: `min-height: ${height}px` }, element("figcaption", {}, ...title));
+  waiting.set(made, draw);
+  watcher.observe(made);
+  return made;
+}
+
+addEventListener("beforeprint", () => [...waiting.keys()].forEach(drawNow));
+
+// --- tables ---------------------------------------------------------------------------------------
+
+// columns: {title, text, cell(row) -> string or node, value(row), kind(row) -> class}; with `sorted`
+// ({column, down}) and `onsort` the titles sort.
+function table(columns, rows, { sorted = null, onsort = null, rowClass = () => null } = {}) {
+  const heads = columns.map((column, index) => {
+    const mine = sorted && sorted.column === index;
+    const title = onsort
+      ? element("button", { type: "button", onclick: () => onsort(index) }, column.title)
+      : column.title;
+    const order = mine ? (sorted.down ? "descending" : "ascending") : null;
+    return element("th", { class: column.text ? "text" : null, scope: "col", "aria-sort": order }, title);
+  });
+  const lines = rows.map((row) =>
+    element("tr", { class: rowClass(row) }, ...columns.map((column) => {
+      const classes = [column.text ? "text" : "", column.kind ? column.kind(row) : ""];
+      return element("td", { class: classes.join(" ").trim() || null }, column.cell(row));
+    })));
+  return element("table", {}, element("thead", {}, element("tr", {}, ...heads)), element("tbody", {}, ...lines));
+}

@@ -1,0 +1,113 @@
+// The data, what the reader has chosen to see, and the controls for it.
+
+const data = JSON.parse(byId("data").textContent);
+
+const PLACE = ["model", "group", "length", "moment", "seed"];
+const ALL = "\u0000all";
+const MEAN = "";
+
+const place = (row) => JSON.stringify(PLACE.map((name) => row[name]));
+const varies = Object.fromEntries(
+  [...PLACE, "task"].map((name) => [name, distinct(data.rows.map((row) => row[name])).length > 1]));
+const varying = ["model", "length", "moment", "seed"].filter((name) => varies[name]);
+const budgets = distinct(data.rows.filter((row) => row.policy !== "full").map((row) => row.budget))
+  .sort((a, b) => /^\d+$/.test(a) - /^\d+$/.test(b) || a - b);
+const lookOf = new Map(data.policies.map((policy, index) => [policy.name, index]));
+
+const state = {
+  task: null,
+  model: ALL, length: ALL, moment: ALL, seed: ALL,
+  policies: new Set(data.policies.map((policy) => policy.name)),
+  budgets: new Set(budgets),
+  sort: { column: 0, down: false },
+};
+
+const shown = (row) => row.policy === "full" || (state.policies.has(row.policy) && state.budgets.has(row.budget));
+
+const named = { length: tokens, seed: (seed) => `seed ${seed}`, moment: (m) => m || "no compression" };
+const nameOf = (name, value) => (named[name] || String)(value);
+
+function placeTitle(row) {
+  return varying.map((name) => nameOf(name, row[name])).join(", ");
+}
+
+const meanTitle = (row) => `mean of ${row.tasks} tasks`;
+
+// --- which rows -----------------------------------------------------------------------------------
+
+function matches(row, { anyTask = false } = {}) {
+  if (varying.some((name) => state[name] !== ALL && String(row[name]) !== state[name])) return false;
+  if (anyTask || state.task === ALL) return true;
+  const [group, task] = JSON.parse(state.task);
+  return row.group === group && row.task === task;
+}
+
+// Rows that belong in one chart: a task, or the mean of a group, at one place.
+function views() {
+  const found = new Map();
+  for (const row of data.rows) {
+    if (!matches(row)) continue;
+    const key = JSON.stringify([place(row), row.task]);
+    if (!found.has(key)) found.set(key, []);
+    found.get(key).push(row);
+  }
+  return [...found.values()];
+}
+
+// --- controls -------------------------------------------------------------------------------------
+
+function select(label, name, options, redraw) {
+  const box = element("select", { id: `select-${name}` },
+    ...options.map(([value, text]) => element("option", { value }, text)));
+  box.value = state[name];
+  box.addEventListener("change", () => {
+    state[name] = box.value;
+    redraw();
+  });
+  return element("label", {}, label, box);
+}
+
+function taskOptions() {
+  const found = new Map();
+  for (const row of data.rows) {
+    const key = JSON.stringify([row.group, row.task]);
+    if (!found.has(key)) found.set(key, row.task === MEAN ? `${row.group}: ${meanTitle(row)}` : row.task);
+  }
+  const options = [...found];
+  if (options.length > 1) options.push([ALL, "every task and mean"]);
+  return options;
+}
+
+function chips(id, label, names, chosen, draw, redraw) {
+  const toggles = names.map((name) => {
+    const chip = element("button", { type: "button", class: "chip", "aria-pressed": chosen.has(name), onclick: () => {
+      if (!chosen.delete(name)) chosen.add(name);
+      refresh();
+    } }, ...draw(name), name);
+    return chip;
+  });
+  const all = element("button", { type: "button", class: "chip all", onclick: () => {
+    const every = chosen.size === names.length;
+    chosen.clear();
+    if (!every) names.forEach((name) => chosen.add(name));
+    refresh();
+  } }, label);
+  const refresh = () => {
+    toggles.forEach((chip, index) => chip.setAttribute("aria-pressed", chosen.has(names[index])));
+    redraw();
+  };
+  fill(id, all, ...toggles);
+}
+
+function controls(redraw) {
+  const options = taskOptions();
+  state.task = options.length ? options[0][0] : ALL;
+  const boxes = [select("task", "task", options, redraw)];
+  for (const name of varying) {
+    const values = distinct(data.rows.map((row) => row[name]));
+    boxes.push(select(name, name, [[ALL, "all"], ...values.map((v) => [String(v), nameOf(name, v)])], redraw));
+  }
+  fill("selects", ...boxes);
+  chips("policies", "all policies", data.policies.map((p) => p.name), state.policies, (name) => [swatch(name)], redraw);
+  chips("budgets", "all budgets", budgets, state.budgets, () => [], redraw);
+}

@@ -1,0 +1,106 @@
+"""Puts the page together: template, styles, scripts and data in one file."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from kvbench.errors import UserError
+from kvbench.files import cannot, replacing
+from kvbench.report.choosing import WITHIN_A_POINT, Aim
+from kvbench.report.frames import prepare
+from kvbench.report.page.data import payload
+
+NAME = "report.html"
+
+_LIBRARIES = ("vendor/d3.min.js", "vendor/plot.min.js")
+_SCRIPTS = ("dom.js", "state.js", "charts.js", "scores.js", "answers.js", "report.js")
+"""In the order in which they need each other."""
+
+_UNSAFE = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
+"""What could end the element that holds the data, or begin a comment in it."""
+
+
+def write_page(
+    cells: pd.DataFrame, samples: pd.DataFrame, folder: Path, aim: Aim = WITHIN_A_POINT
+) -> Path:
+    """Write the report of one or several runs as a page for a browser.
+
+    The same frames give the same bytes.
+
+    Args:
+        cells: The frame of `cells.parquet`, of several runs one under the other.
+        samples: The frame of `samples.parquet`.
+        folder: Where to write `report.html`; created if needed.
+        aim: What a setting is looked for when the page opens.
+
+    Returns:
+        The page.
+
+    Raises:
+        UserError: The page cannot be written.
+    """
+    path = folder / NAME
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"cannot write {path}: {folder} is a file, not a folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise cannot("write", error.filename or folder, error) from None
+    text = page(payload(prepare(cells, samples), aim))
+    with replacing(path) as part:
+        part.write_text(text, encoding="utf-8", newline="\n")
+    return path
+
+
+def page(data: Mapping[str, Any]) -> str:
+    """The page as text.
+
+    Its policy (CSP) lets nothing be loaded from anywhere and no script run but the page's own,
+    each named by its digest. So even markup that got into the page could run nothing.
+
+    Args:
+        data: What it shows, as JSON can hold it.
+    """
+    scripts = [_file(name) for name in _LIBRARIES]
+    scripts.append('"use strict";\n' + "\n".join(map(_file, _SCRIPTS)))
+    parts = {
+        "policy": _policy(scripts),
+        "style": _file("report.css"),
+        "data": embedded(data),
+        "scripts": "\n".join(f"<script>{script}</script>" for script in scripts),
+    }
+    # In one pass over the template, so that nothing in a part is taken for a place.
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _file("report.html"))
+
+
+def embedded(data: object) -> str:
+    """JSON that can stand in a `script` element, whatever its texts hold.
+
+    Raises:
+        ValueError: A number is not finite.
+    """
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.translate(_UNSAFE)
+
+
+def _policy(scripts: list[str]) -> str:
+    digests = [base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in scripts]
+    allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
+    # Plot sets inline styles. Styles can load nothing either: every source but these is 'none'.
+    return (
+        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def _file(name: str) -> str:
+    return (resources.files(__package__) / name).read_text(encoding="utf-8")

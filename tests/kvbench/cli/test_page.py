@@ -1,0 +1,79 @@
+"""`kvbench view` and `kvbench report --html`: when a page is written, and whether it is opened."""
+
+from __future__ import annotations
+
+import os
+import webbrowser
+from pathlib import Path
+
+import pytest
+
+from kvbench.cli import call
+from kvbench.runs.store import CELLS, SAMPLES
+
+from ..report.conftest import make_run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    frames = make_run(["snapkv"], ("0.2",), ["vt"], samples=5)
+    for name, made in zip((CELLS, SAMPLES), frames, strict=True):
+        made.to_parquet(tmp_path / name)
+        os.utime(tmp_path / name, (1, 1))
+    return tmp_path
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was opened; the browser is there if nobody changes the answer."""
+    seen: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", lambda url: bool(seen.append(url)) or True)
+    return seen
+
+
+def test_view_writes_a_page_once_and_opens_it(
+    run: Path, opened: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = run / "report" / "report.html"
+    assert call(["view", str(run)]) == 0
+    assert capsys.readouterr().out == f"{page}\n"
+    assert opened == [page.as_uri()]
+    page.write_text("mine")
+    assert call(["view", str(run), "--no-open"]) == 0
+    assert page.read_text() == "mine"
+    assert len(opened) == 1
+
+
+def test_view_writes_the_page_again_if_results_are_newer(run: Path, opened: list[str]) -> None:
+    page = run / "report" / "report.html"
+    page.parent.mkdir()
+    page.write_text("old")
+    os.utime(page, (2, 2))
+    assert call(["view", str(run), "--no-open"]) == 0
+    assert page.read_text() == "old"
+    os.utime(run / SAMPLES, (3, 3))
+    assert call(["view", str(run), "--no-open"]) == 0
+    assert page.read_text() != "old"
+
+
+def test_view_without_a_browser_says_so(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(webbrowser, "open", lambda url: False)
+    assert call(["view", str(run)]) == 0
+    assert "no browser could be opened" in capsys.readouterr().err
+
+
+def test_view_of_something_else_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(["view", str(tmp_path / "nothing")]) == 2
+    assert "is not a finished run" in capsys.readouterr().err
+
+
+def test_report_writes_the_page_if_asked(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(["report", str(run), "--quiet"]) == 0
+    assert not (run / "report" / "report.html").exists()
+    assert call(["report", str(run), "--html"]) == 0
+    assert f"wrote {run}/report/report.html" in capsys.readouterr().out.splitlines()
+    assert (run / "report" / "report.html").is_file()

@@ -1,0 +1,194 @@
+"""The page in a real browser: nothing of a hostile run is run, and the controls do their work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvbench.report.choosing import Aim
+from kvbench.report.page import write_page
+
+from ..conftest import make_run
+from .browser import Browser, installed
+from .conftest import HOSTILE
+
+pytestmark = pytest.mark.skipif(installed() is None, reason="no Chromium is installed")
+
+_ROWS = "[...document.querySelectorAll('#cells tbody tr')]"
+_CHARTS = "document.querySelectorAll('#charts svg')"
+_COLUMN = f"{_ROWS}.map(row => row.cells[%d].textContent)"
+
+
+def click(browser: Browser, selector: str, text: str) -> None:
+    found = f"[...document.querySelectorAll({selector!r})]"
+    browser.run(f"{found}.find(e => e.textContent === {text!r}).click()")
+
+
+def choose(browser: Browser, name: str, value: str, event: str = "change") -> None:
+    browser.run(
+        f"{{const box = document.getElementById({name!r}); box.value = {value!r};"
+        f"box.dispatchEvent(new Event({event!r}))}}"
+    )
+
+
+def size_of(text: str) -> float:
+    number, unit, *_ = text.split()
+    return float(number) * 1024 ** ("B", "KiB", "MiB", "GiB").index(unit)
+
+
+@pytest.fixture(scope="module")
+def open_page(hostile_page: Path) -> Iterator[Browser]:
+    with Browser() as browser:
+        browser.open(hostile_page)
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    frames = make_run(
+        ["snapkv", "criticalkv", "random"], ("0.1", "0.4"), samples=12, depths=(0, 50, 100),
+        moments=("context", "question"),
+    )  # fmt: skip
+    return write_page(*frames, tmp_path_factory.mktemp("page"), Aim.of(5, 16, 32768))
+
+
+@pytest.fixture
+def browser(page: Path) -> Iterator[Browser]:
+    with Browser() as browser:
+        browser.open(page)
+        yield browser
+        assert browser.problems == []
+        assert browser.requests == []
+
+
+# --- a hostile run --------------------------------------------------------------------------------
+
+
+def test_nothing_of_a_hostile_run_is_run_or_loaded(open_page: Browser) -> None:
+    assert open_page.run("document.documentElement.dataset.ready") == "true"
+    for kind in ("all", "differ", "worse"):
+        choose(open_page, "which", kind)
+    for _ in range(len(HOSTILE) * 2):  # through the questions of a task
+        open_page.run("document.querySelector('.step button:nth-child(2)').click()")
+    choose(open_page, "select-task", open_page.run("ALL"))
+    choose(open_page, "which", "all")
+    assert open_page.run("typeof globalThis.hacked") == "undefined"
+    assert open_page.problems == []
+    assert open_page.requests == []
+
+
+def test_a_hostile_run_adds_no_element_that_could_do_something(open_page: Browser) -> None:
+    assert open_page.run("document.querySelectorAll('script').length") == 4
+    bad = "img, iframe, link, object, embed, base, main script, main style:not(svg style)"
+    assert open_page.run(f"document.querySelectorAll('{bad}').length") == 0
+    on = "[...document.querySelectorAll('*')].flatMap(e => e.getAttributeNames())"
+    assert open_page.run(f"{on}.filter(name => name.startsWith('on'))") == []
+
+
+def test_hostile_responses_are_shown_as_they_are(open_page: Browser) -> None:
+    choose(open_page, "containing", "onerror", "input")
+    text = open_page.run("document.getElementById('answer').textContent")
+    assert HOSTILE[1] in text
+    choose(open_page, "containing", "gnp.exe", "input")
+    text = open_page.run("document.getElementById('answer').textContent")
+    assert r"\x1b[2J" in text
+    assert r"\u202e" in text
+    assert not set("\x1b\u202e\u2066") & set(text)
+    choose(open_page, "containing", "", "input")
+
+
+# --- controls -------------------------------------------------------------------------------------
+
+
+def test_filters_change_the_table_and_the_charts(browser: Browser) -> None:
+    browser.until(f"{_CHARTS}.length", 2)  # moments
+    assert len(browser.run(_ROWS + ".map(() => 1)")) == 1 + 2 * 3 * 2
+    click(browser, "#policies .chip", "random")
+    click(browser, "#budgets .chip", "0.1")
+    choose(browser, "select-moment", "question")
+    browser.until(f"{_CHARTS}.length", 1)
+    assert browser.run(_COLUMN % 1) == ["full", "snapkv", "criticalkv"]
+    click(browser, "#budgets .chip", "all budgets")
+    assert len(browser.run(_COLUMN % 1)) == 5
+    choose(browser, "select-task", browser.run("ALL"))
+    assert browser.run("document.querySelectorAll('#charts figure').length") == 3  # mean, vt, cwe
+
+
+def test_titles_sort_and_say_so(browser: Browser) -> None:
+    head = "#cells th button"
+    click(browser, head, "score")
+    up = [float(text) for text in browser.run(_COLUMN % 5)]
+    assert up == sorted(up)
+    click(browser, head, "score")
+    assert [float(text) for text in browser.run(_COLUMN % 5)] == sorted(up, reverse=True)
+    assert browser.run("document.querySelector('th[aria-sort]').textContent") == "score"
+
+
+def test_choices_follow_their_inputs(browser: Browser) -> None:
+    saved = "document.querySelector('#choices .saved b').textContent"
+    before = browser.run(saved)
+    choose(browser, "batch", "32", "input")
+    after = browser.run(saved)
+    assert before.endswith("saved")
+    assert size_of(after) == pytest.approx(2 * size_of(before), rel=0.01)
+    choose(browser, "within", "0.5", "input")
+    words = "[...document.querySelectorAll('.choice p')].map(p => p.textContent).join()"
+    assert "0.5 points" in browser.run(words)
+
+
+def test_hovering_shows_the_cell(browser: Browser) -> None:
+    browser.until(f"{_CHARTS}.length", 2)
+    at = browser.run(
+        "{const dot = document.querySelector('#charts svg [aria-label=dot] path');"
+        "dot.scrollIntoView({block: 'center', behavior: 'instant'});"
+        "const box = dot.getBoundingClientRect(); [box.x + box.width / 2, box.y + box.height / 2]}"
+    )
+    browser.move(*at)
+    tip = browser.run("document.querySelector('#charts [aria-label=tip]').textContent")
+    for part in ("at 0.1", "score", "to full", "KV held", "samples"):
+        assert part in tip
+
+
+def test_what_differs_from_full_is_marked(browser: Browser) -> None:
+    parts = browser.run("difference('the code is 42 now', 'the code is 17 now')")
+    words = [(kind, "".join(words)) for kind, words in parts]
+    assert words == [("same", "the code is "), ("del", "42"), ("ins", "17"), ("same", " now")]
+    assert browser.run("difference('a b c', 'x y z')") is None
+    choose(browser, "which", "worse")
+    badge = "document.querySelector('#answer .badge.bad').textContent"
+    assert browser.run(badge) == "score 0.0"
+
+
+def test_a_jump_to_a_section_ends_below_the_filters(browser: Browser) -> None:
+    browser.run("document.getElementById('table').scrollIntoView({behavior: 'instant'})")
+    top = browser.run("document.querySelector('#table h2').getBoundingClientRect().top")
+    assert top > browser.run("document.getElementById('filters').getBoundingClientRect().bottom")
+
+
+def test_needles_have_a_map_per_policy(browser: Browser) -> None:
+    browser.run("document.getElementById('needles').scrollIntoView({behavior: 'instant'})")
+    titles = "[...document.querySelectorAll('#maps figcaption')].map(e => e.textContent)"
+    assert len(browser.run(titles)) == 1 + 3 * 2
+    assert "mean of 2 tasks" in browser.run("document.querySelector('#maps h3').textContent")
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_the_page_follows_the_system_until_told_otherwise(page: Path, dark: bool) -> None:
+    colour = "getComputedStyle(document.body).backgroundColor"
+    with Browser(dark=dark) as browser:
+        browser.open(page)
+        before = browser.run(colour)
+        assert (before == "rgb(20, 23, 26)") == dark
+        browser.run("document.getElementById('theme').click()")
+        assert (browser.run(colour) == "rgb(20, 23, 26)") != dark
+
+
+def test_a_phone_need_not_scroll_sideways(page: Path) -> None:
+    with Browser(390, 844) as browser:
+        browser.open(page)
+        browser.run("document.getElementById('charts').scrollIntoView({behavior: 'instant'})")
+        browser.until(f"{_CHARTS}.length > 0")
+        assert browser.run("document.documentElement.scrollWidth") == 390
+        assert browser.run(f"{_CHARTS}[0].getBoundingClientRect().width") < 390
