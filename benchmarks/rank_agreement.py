@@ -4,14 +4,13 @@
 
 For every moment and budget that both runs have, the policies of both are ranked by their mean over
 the tasks of both. The interval draws the contexts of every task again, separately in the two runs,
-and ranks anew; ties share their mean rank.
+and ranks anew. Tied policies share their mean rank.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -25,39 +24,26 @@ from kvbench.stats import Floats
 DRAWS = 2000
 
 
-@dataclass(frozen=True)
-class Scores:
-    """Scores of the policies of a run at one moment and budget, `[policies, contexts]` by task."""
-
-    by_task: dict[str, Floats]
-
-    @classmethod
-    def of(cls, samples: pd.DataFrame, policies: Sequence[str]) -> Scores:
-        """Read them; contexts that a policy has not answered are left out."""
-        wide = samples.pivot_table("score", "policy", ["task", "context_id"]).loc[list(policies)]
-        wide = wide.dropna(axis=1)
-        return cls(
-            {
-                str(task): part.to_numpy()
-                for task, part in wide.T.groupby("task", sort=True)
-                for part in [part.T]
-            }
-        )
-
-    def means(self, random: np.random.Generator | None = None) -> Floats:
-        """The mean over tasks of every policy; with `random`, of contexts drawn again."""
-        of_tasks = []
-        for scores in self.by_task.values():
-            n = scores.shape[1]
-            chosen = np.arange(n) if random is None else random.integers(0, n, n)
-            of_tasks.append(scores[:, chosen].mean(1))
-        return np.mean(of_tasks, axis=0)
+def drawn_means(samples: pd.DataFrame, policies: Sequence[str], seed: int) -> Floats:
+    """Means over tasks, `[1 + DRAWS, policies]`: of all contexts first, then of those drawn."""
+    random = np.random.default_rng(seed)
+    of_tasks = []
+    for _, part in samples.groupby("task", sort=True):
+        wide = part.pivot_table("score", "context_id", "policy")[list(policies)].dropna()
+        n = len(wide)
+        counts = random.multinomial(n, [1 / n] * n, size=DRAWS)
+        of_tasks.append(np.vstack([np.ones(n), counts]) @ wide.to_numpy() / n)
+    means: Floats = np.mean(of_tasks, axis=0)
+    return means
 
 
-def correlation(a: Floats, b: Floats) -> float:
-    """Spearman's rank correlation; NaN if one of the two does not vary."""
-    ranks = pd.DataFrame({"a": a, "b": b}).rank()
-    return float(ranks["a"].corr(ranks["b"]))
+def correlations(a: Floats, b: Floats) -> Floats:
+    """Spearman's rank correlation of each pair of rows; NaN if one of the two does not vary."""
+    x, y = (pd.DataFrame(m).rank(axis=1).to_numpy() for m in (a, b))
+    x, y = (m - m.mean(1, keepdims=True) for m in (x, y))
+    with np.errstate(invalid="ignore"):
+        found: Floats = (x * y).sum(1) / np.sqrt((x**2).sum(1) * (y**2).sum(1))
+    return found
 
 
 def agreement(first: pd.DataFrame, second: pd.DataFrame) -> pd.DataFrame:
@@ -69,31 +55,32 @@ def agreement(first: pd.DataFrame, second: pd.DataFrame) -> pd.DataFrame:
     Returns:
         A row per (moment, budget) with `policies`, `rho`, `lo` and `hi`.
     """
-    frames = [f[(f["policy"] != "full") & f["score"].notna()] for f in (first, second)]
-    tasks = set(frames[0]["task"]) & set(frames[1]["task"])
-    frames = [f[f["task"].isin(tasks)] for f in frames]
+    tasks = set(first["task"]) & set(second["task"])
+    frames = [
+        f[(f["policy"] != "full") & f["score"].notna() & f["task"].isin(tasks)]
+        for f in (first, second)
+    ]
     keys = ["moment", "budget"]
-    both = sorted(set.intersection(*(set(map(tuple, f[keys].to_numpy())) for f in frames)))
     rows = []
-    for moment, budget in both:
-        parts = [f[(f["moment"] == moment) & (f["budget"] == budget)] for f in frames]
+    for place in sorted(
+        set.intersection(*(set(zip(f[keys[0]], f[keys[1]], strict=True)) for f in frames))
+    ):
+        parts = [f[(f["moment"] == place[0]) & (f["budget"] == place[1])] for f in frames]
         policies = sorted(set(parts[0]["policy"]) & set(parts[1]["policy"]))
-        one, two = (Scores.of(part, policies) for part in parts)
-        random = np.random.default_rng(0)
-        drawn = [correlation(one.means(random), two.means(random)) for _ in range(DRAWS)]
-        lo, hi = np.nanquantile(drawn, [0.025, 0.975])
-        rho = correlation(one.means(), two.means())
-        rows.append((moment, budget, len(policies), rho, lo, hi))
+        means = [drawn_means(part, policies, seed) for seed, part in enumerate(parts)]
+        rho = correlations(*means)
+        lo, hi = np.nanquantile(rho[1:], [0.025, 0.975])
+        rows.append((*place, len(policies), rho[0], lo, hi))
     return pd.DataFrame(rows, columns=[*keys, "policies", "rho", "lo", "hi"])
 
 
 def main() -> None:
     """Print the correlations of two run folders."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = argparse.ArgumentParser(description="Do two models rank the policies alike?")
     parser.add_argument("runs", nargs=2, type=Path, metavar="RUN")
-    frames = [kvbench.load(run)[1] for run in parser.parse_args().runs]
+    first, second = (kvbench.load(run)[1] for run in parser.parse_args().runs)
     table = Table("moment", "budget", "policies", "rho", "95% interval")
-    for row in agreement(*frames).itertuples():
+    for row in agreement(first, second).itertuples():
         interval = f"{row.lo:+.2f} to {row.hi:+.2f}"
         table.add_row(row.moment, row.budget, str(row.policies), f"{row.rho:+.2f}", interval)
     Console().print(table)

@@ -6,7 +6,7 @@ With `--check` the pages are only compared with the results.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +30,27 @@ PAIRS = (
     ("defensivekv", "snapkv"),
 )
 """Each a policy and the one that its paper builds on."""
+SHOWN = (
+    *("dbtrimkv", "trimkv", "locret", "layer_defensivekv", "defensivekv", "keydiff", "tova"),
+    *("snapkv", "critical_snapkv", "adakv", "criticalkv", "h2o", "d2o", "streaming_llm", "random"),
+)
+"""The policies of the README; docs/smollm2.md has all of them."""
 LEARNED = ("trimkv", "dbtrimkv", "locret")
 HEURISTIC = "keydiff"
 """The learned gates are compared with it."""
 
 
-def overview(means: pd.DataFrame) -> Iterator[str]:
-    """The mean of every policy, moment and budget; the best of a column is bold."""
+def overview(means: pd.DataFrame, shown: Collection[str] | None = None) -> Iterator[str]:
+    """The mean of every policy, moment and budget; the best of a column is bold.
+
+    Args:
+        means: Means over the tasks.
+        shown: The policies to show; None: all.
+    """
     scores = {(r.policy, r.moment, r.budget): 100 * r.score for r in means.itertuples()}
     columns = [(moment, budget) for moment in MOMENTS for budget in BUDGETS]
     best = {c: max(s for (_, *at), s in scores.items() if tuple(at) == c) for c in columns}
-    names = {name for name, *_ in scores if name != "full"}
+    names = {name for name, *_ in scores if name != "full" and (shown is None or name in shown)}
     order = sorted(names, key=lambda n: (-sum(scores.get((n, *c), 0.0) for c in columns), n))
     heads = [f"{MOMENTS[m]}, {b}" if b == BUDGETS[0] else b for m, b in columns]
     yield f"| policy | {' | '.join(heads)} |"
@@ -113,6 +123,7 @@ def blocks() -> dict[str, str]:
     means: Any = group_means(cells, samples)
     made = {
         "sizes": [sizes(cells)],
+        "short": overview(means, SHOWN),
         "overview": overview(means),
         "context": precise(means, "context"),
         "question": precise(means, "question"),

@@ -39,7 +39,7 @@ RECIPES: dict[str, dict[str, Recipe]] = {
     },
     "smollm2": {
         "trimkv": {**_SMOLLM2, "steps": 450, "capacity": 80, "hidden_dim": 96},
-        "dbtrimkv": {**_SMOLLM2, "steps": 300, "capacity": 80, "bias": 8.0, "hidden_dim": 80},
+        "dbtrimkv": {**_SMOLLM2, "steps": 100, "capacity": 80, "bias": 8.0, "hidden_dim": 80},
         "locret": {**_SMOLLM2, "steps": 150, "hidden_dim": 64},
     },
 }

@@ -1,0 +1,53 @@
+"""Rank correlations of two runs, against Spearman's formula."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from benchmarks.rank_agreement import agreement, correlations
+
+
+def run(order: list[float], questions: int = 30) -> pd.DataFrame:
+    """Samples in which policy i is right on `order[i]` of the contexts of each of two tasks."""
+    rows = [
+        (task, f"p{i}", "context", "0.2", f"{task}{n}", float(n < share * questions))
+        for task in "ab"
+        for i, share in enumerate(order)
+        for n in range(questions)
+    ]
+    return pd.DataFrame(rows, columns=["task", "policy", "moment", "budget", "context_id", "score"])
+
+
+def test_the_correlation_is_spearmans() -> None:
+    a, b = np.array([[3.0, 1.0, 4.0, 2.0, 5.0]]), np.array([[1.0, 3.0, 2.0, 5.0, 4.0]])
+    gaps = np.array([2.0, -2.0, 2.0, -3.0, 1.0])
+    by_hand = 1 - 6 * (gaps**2).sum() / (5 * 24)
+    assert correlations(a, b)[0] == pytest.approx(by_hand)
+    assert np.isnan(correlations(a, np.ones((1, 5)))[0])
+
+
+def test_equal_and_opposite_orders() -> None:
+    up, down = run([0.1, 0.4, 0.7, 0.9]), run([0.9, 0.7, 0.4, 0.1])
+    (same,) = agreement(up, up).itertuples()
+    assert same.rho == pytest.approx(1)
+    assert same.policies == 4
+    (opposite,) = agreement(up, down).itertuples()
+    assert opposite.rho == pytest.approx(-1)
+    assert opposite.hi < 0
+
+
+def test_few_questions_give_a_wide_interval() -> None:
+    few, many = (
+        agreement(run(o, n), run(o, n)) for o, n in [([0.4, 0.5, 0.6], 10), ([0.4, 0.5, 0.6], 400)]
+    )
+    assert few.lo[0] < many.lo[0]
+
+
+def test_policies_and_tasks_of_only_one_run_do_not_count() -> None:
+    one = run([0.1, 0.5, 0.9])
+    other = pd.concat([run([0.1, 0.5, 0.9, 0.2]), one.assign(task="c", score=0.0)])
+    (row,) = agreement(one, other).itertuples()
+    assert row.policies == 3
+    assert row.rho == pytest.approx(1)
