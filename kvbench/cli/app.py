@@ -21,6 +21,7 @@ from kvbench.cli import (
     profile,
     published,
     run,
+    table,
     train,
 )
 from kvbench.cli.options import FLAG, option
@@ -38,6 +39,7 @@ app = typer.Typer(
 app.command()(run.run)
 app.command()(run.report)
 app.command()(published.published)
+app.command()(table.table)
 app.command()(compare.compare)
 app.command()(power.power)
 app.add_typer(profile.app, name="profile")
@@ -115,7 +117,7 @@ def list_(
     kind: Annotated[
         str,
         typer.Argument(
-            metavar="policies|tasks|models|runs",
+            metavar="policies|tasks|models|runs|layouts",
             help="What to list.",
             autocompletion=complete.lists,
         ),
@@ -128,7 +130,7 @@ def list_(
     ] = Path("results"),
     as_json: Annotated[bool, option(None, FLAG, "Print the list as JSON.", "--json")] = False,
 ) -> None:
-    """List policies (paper, parts, parameters), tasks, models or runs."""
+    """List policies (paper, parts, parameters), tasks, models, runs or layouts of tables."""
     rows, failed = listing.records(kind, folder)
     if as_json:
         print_json(rows)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import csv as csv_module
 import html as html_module
 import io
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,6 +18,7 @@ from rich.style import Style
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from kvbench.report.csv_columns import csv_columns
 from kvbench.report.numbers import BETTER, DASH, MINUS, WORSE, interval, number
 from kvbench.report.table import (
     Cell,
@@ -209,24 +209,28 @@ def latex(table: Table, *, fit: bool = False) -> str:
     Args:
         table: The table.
         fit: Whether to shrink the table where it is wider than the line (which needs the package
-            `graphicx`), to let one of many columns span the columns of the page, and to set the
-            notes as a block.
+            `graphicx`), and to set the notes as a block. A table of many columns then also spans
+            the columns of the page, and its titles are broken.
     """
     body = []
     for i, cells in enumerate(_written(table, _LATEX)):
         body.append(" & ".join(cells) + r" \\")
         body += [r"\midrule"] * _ends_group(table, i)
-    environment = "table*" if fit and len(table.columns) > _ONE_COLUMN else "table"
+    wide = fit and len(table.columns) > _ONE_COLUMN
+    environment = "table*" if wide else "table"
+    titles = [_stacked(c) if wide else _LATEX.phrase(c.title) for c in table.columns]
     notes = [_LATEX.phrase(note) for note in table.notes]
     lines = [
         rf"\begin{{{environment}}}",
         r"\centering",
         *[rf"\caption{{{_LATEX.phrase(table.title)}}}"] * bool(table.title),
+        *[r"\smallskip"] * (fit and bool(table.title)),
+        *[r"\setlength{\tabcolsep}{4pt}"] * wide,
         *[r"\sbox0{%"] * fit,
         rf"\begin{{tabular}}{{{''.join('r' if c.right else 'l' for c in table.columns)}}}",
         r"\toprule",
         *_latex_groups(table),
-        " & ".join(_LATEX.phrase(column.title) for column in table.columns) + r" \\",
+        " & ".join(titles) + r" \\",
         r"\midrule",
         *body,
         r"\bottomrule",
@@ -270,7 +274,7 @@ def csv(table: Table) -> str:
     out = io.StringIO()
     writer = csv_module.writer(out, lineterminator="\n")
     blocks = [
-        _csv_column(column, [row.cells[j] for row in table.rows])
+        csv_columns(_titled(column, _CSV), [row.cells[j] for row in table.rows], _CSV.phrase)
         for j, column in enumerate(table.columns)
     ]
     writer.writerow([title for titles, _ in blocks for title in titles])
@@ -355,11 +359,27 @@ def _style(cell: Cell, column: Column, rank: int) -> Style:
     return Style(color=red, bold=rank == 1 or None, underline=rank == 2 or None)
 
 
-# --- Markdown, LaTeX, HTML, CSV -------------------------------------------------------------------
+# --- Markdown, LaTeX, HTML ------------------------------------------------------------------------
 
 
 def _piped(values: Iterable[str]) -> str:
     return f"| {' | '.join(values)} |"
+
+
+def _stacked(column: Column) -> str:
+    """A title over a narrow column, broken as in a terminal."""
+    first, *rest = _joined([column.title]) or [""]
+    match first:
+        case str(text):
+            write = _LATEX.text
+        case Name(text):
+            write = _LATEX.name
+        case _:
+            return _LATEX.phrase(column.title)
+    lines = [write(line) for line in _broken(plain(text)).split("\n")]
+    stack = r" \\ ".join(lines) + _LATEX.phrase(tuple(rest))
+    side = "r" if column.right else "l"
+    return rf"\shortstack[{side}]{{{stack}}}" if len(lines) > 1 else stack
 
 
 _LATEX_FIT = [
@@ -393,40 +413,3 @@ def _html_row(tag: str, cells: Iterable[str], columns: Iterable[Column]) -> str:
     kinds = ("" if column.right else ' class="text"' for column in columns)
     row = (f"<{tag}{kind}>{cell}</{tag}>" for cell, kind in zip(cells, kinds, strict=True))
     return f"<tr>{''.join(row)}</tr>"
-
-
-def _csv_column(column: Column, cells: Sequence[Cell]) -> tuple[list[str], list[list[float | str]]]:
-    """The titles and values of the one, three or four columns that a column becomes."""
-    ends = ("_lo", "_hi")
-    if any(isinstance(cell, Compared) for cell in cells):
-        suffixes: tuple[str, ...] = ("", "_diff", *(f"_diff{end}" for end in ends))
-    elif any(isinstance(cell, Interval) for cell in cells):
-        suffixes = ("", *ends)
-    elif any(isinstance(cell, Graded) and not math.isnan(cell.p) for cell in cells):
-        suffixes = ("", "_p")
-    else:
-        suffixes = ("",)
-    title = _formula_safe(_titled(column, _CSV))
-    return [title + suffix for suffix in suffixes], [_csv_values(c, len(suffixes)) for c in cells]
-
-
-def _csv_values(cell: Cell, count: int) -> list[float | str]:
-    match cell:
-        case Compared():
-            numbers = [cell.score, cell.gap.mean, cell.gap.lo, cell.gap.hi]
-        case Interval():
-            numbers = [cell.mean, cell.lo, cell.hi]
-        case Graded():
-            numbers = [cell.value, cell.p][:count]
-        case int() | float():
-            numbers = [cell]
-        case None:
-            numbers = []
-        case _:
-            return [_formula_safe(_CSV.phrase(cell)), *[""] * (count - 1)]
-    known = ["" if math.isnan(x) else x for x in numbers]
-    return known + [""] * (count - len(known))
-
-
-def _formula_safe(text: str) -> str:
-    return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text

@@ -186,8 +186,7 @@ class Table:
         """Whether the cell in row i and column j is left blank; see `Column.merged`."""
         if not i or not self.columns[j].merged:
             return False
-        above, here = self.rows[i - 1], self.rows[i]
-        return above.group == here.group and above.cells[: j + 1] == here.cells[: j + 1]
+        return self.rows[i - 1].cells[: j + 1] == self.rows[i].cells[: j + 1]
 
 
 def first_two(values: Mapping[Key, tuple[float, str]]) -> dict[Key, int]:

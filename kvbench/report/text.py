@@ -112,7 +112,7 @@ def tex(text: object) -> str:
 def _tex_char(char: str) -> str:
     if char in _TEX or char.isascii():
         return _TEX.get(char, char)
-    letter, *accents = unicodedata.normalize("NFD", char)
+    letter, *accents = list(unicodedata.normalize("NFD", char))
     # Of what Latin-1 and Latin Extended-A compose, LaTeX sets these with any font.
     if char <= "\u017f" and len(accents) == 1 and accents[0] in _ACCENTS and letter.isascii():
         return char

@@ -6,6 +6,7 @@ import csv
 import io
 import math
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -144,7 +145,7 @@ def test_a_number_carries_its_own_format_rank_and_mark() -> None:
     assert outputs.markdown(GRADED).splitlines()[2:] == [
         "| a | **50.0**⁺ |",
         "|  | <ins>+40.0%</ins>⁻ |",
-        "| a | – |",
+        "|  | – |",
     ]
     assert outputs.latex(GRADED).splitlines()[6:9] == [
         r"a & \textbf{50.0}\rlap{$^{+}$} \\",
@@ -165,6 +166,10 @@ def test_a_fitted_latex_table_shrinks_to_the_line_and_sets_notes_as_a_block() ->
     assert text.startswith(r"\begin{table}")
     wide = Table("", tuple(map(Column, "abcdefghi")), (Row(tuple("abcdefghi")),))
     assert outputs.latex(wide, fit=True).startswith(r"\begin{table*}")
+    long = (Column("NIAH Multikey1", align="right"), Column((Name("niah_multikey_1"), " ↓")))
+    text = outputs.latex(replace(wide, columns=(*wide.columns[2:], *long)), fit=True)
+    assert r"\shortstack[r]{NIAH \\ Multikey1}" in text
+    assert r"\shortstack[l]{\texttt{niah\_} \\ \texttt{multikey\_1} $\downarrow$}" in text
 
 
 def test_html() -> None:

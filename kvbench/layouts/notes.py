@@ -1,0 +1,145 @@
+"""What stands below a filled table: how to read it, what it rests on, what is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from kvbench.layouts.measures import Config, Measures, Source
+from kvbench.layouts.slots import Computed, Layout, Measured, Slot, Value
+from kvbench.report.frames import judged, silent_tasks
+from kvbench.report.numbers import BETTER, DASH, WORSE
+from kvbench.report.table import Name, Phrase
+from kvbench.report.text import REFERENCE_MODEL, REFERENCE_NOTE, listed, tokens
+
+_MOST = 12
+"""A note names at most so many things of one kind."""
+
+Asked = tuple[Config, Source]
+
+
+def notes(
+    layout: Layout, measures: Measures, *, ranked: bool, against: str, tests: int, alpha: float
+) -> Iterator[Phrase]:
+    """The notes of a table.
+
+    Args:
+        layout: The layout.
+        measures: The runs that fill it.
+        ranked: Whether numbers are bold or underlined.
+        against: What scores were tested against, or an empty string.
+        tests: How many tests were made.
+        alpha: Their level.
+    """
+    if ranked:
+        yield (
+            "Bold: best; underlined: second best of the policies at one budget, without the full "
+            "cache."
+        )
+    if tests:
+        other: Phrase = "the full cache" if against == "full" else (Name(against), " there")
+        yield (
+            f"{BETTER} or {WORSE}: significantly better or worse than ", other,
+            f" (paired permutation test over contexts, p < {alpha:g} after Holm's correction for "
+            f"the {tests} scores of this table that differ from it).",
+        )  # fmt: skip
+    asked = list(dict.fromkeys(one for slot in layout.slots for one in _asked(slot)))
+    there = {one: measures.row(*one) for one in asked}
+    done = {one: row for one, row in there.items() if row is not None and row["status"] == "ok"}
+    yield from _basis(done, measures)
+    yield from layout.notes
+    yield from _missing([one for one, row in there.items() if row is None], asked, "not in the run")
+    failed = [one for one, row in there.items() if row is not None and row["status"] != "ok"]
+    yield from _missing(failed, asked, "failed")
+    used = measures.cells[measures.cells["cell"].isin([row["cell"] for row in done.values()])]
+    if silent := silent_tasks(used):
+        yield (
+            f"The full cache is not above chance on {listed(silent, _MOST)}: differences there "
+            "mean nothing."
+        )
+    for judge, tasks in judged(used).items():
+        yield (f"{listed(tasks, _MOST)}: scored by the judge ", Name(judge), ".")
+    if REFERENCE_MODEL in {config.model for config, _ in done}:
+        yield REFERENCE_NOTE
+
+
+def _asked(slot: Slot) -> Iterator[Asked]:
+    """What a slot needs of the runs."""
+    if isinstance(slot, Computed):
+        for one in slot.of:
+            yield from _asked(one)
+        return
+    assert isinstance(slot, Measured)
+    for source, _ in slot.weights:
+        yield slot.config, source
+        if slot.value not in (Value.SCORE, Value.KV):
+            yield slot.config.full, source
+
+
+def _basis(done: dict[Asked, dict[str, Any]], measures: Measures) -> Iterator[Phrase]:
+    """Number of samples, length, moment and seed of what fills a table."""
+    if not done:
+        return
+    counts = [
+        len(measures.responses(*one).scores) if one[1].field else int(row["samples"])
+        for one, row in done.items()
+    ]
+    many = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
+    rows = done.values()
+    parts = [f"{many} sample{'s' * (max(counts) != 1)} per task"]
+    parts.append(_or(tokens(n) for n in sorted({int(row["length"]) for row in rows})))
+    moments = [str(row["moment"]) for row in rows if row["policy"] != "full"]
+    if any(moments):
+        parts.append(f"compressed at the moment {_or(dict.fromkeys(moments))}")
+    seeds = sorted({int(row["seed"]) for row in rows})
+    parts.append("seed " + _or(map(str, seeds)))
+    yield ", ".join(parts) + "."
+
+
+def _missing(lost: Sequence[Asked], asked: Sequence[Asked], what: str) -> Iterator[Phrase]:
+    """What is missing: whole tasks, whole configurations, and the rest one by one."""
+    if not lost:
+        return
+    models = list(dict.fromkeys(config.model for config, _ in asked))
+    for model in models:
+        here = {one for one in asked if one[0].model == model}
+        gone = [one for one in lost if one[0].model == model]
+        if not gone:
+            continue
+        missing = set(gone)
+        tasks = dict.fromkeys(source for _, source in gone)
+        whole = [s for s in tasks if {one for one in here if one[1] == s} <= missing]
+        rest = [one for one in gone if one[1] not in whole]
+        configs = dict.fromkeys(config for config, _ in rest)
+        lines = [
+            c
+            for c in configs
+            if {one for one in here if one[0] == c and one[1] not in whole} <= missing
+        ]
+        lengths = {config.length for config in configs}
+        single = [f"{c.label} on {s.label}" for c, s in rest if c not in lines]
+        names = [s.label for s in whole] + _by_policy(lines, several=len(lengths) > 1) + single
+        names = list(dict.fromkeys(names))
+        of: Phrase = (" of ", Name(model)) if len(models) > 1 else ""
+        yield (f"{DASH}: {what}", of, f": {listed(names, _MOST)}.")
+
+
+def _by_policy(configs: Iterable[Config], *, several: bool) -> list[str]:
+    """Configurations in a few words, a policy's budgets together.
+
+    Args:
+        configs: The configurations.
+        several: Whether they differ in length, so that it has to be named.
+    """
+    found: dict[tuple[str, str], list[str]] = {}
+    for c in configs:
+        where = f" ({tokens(c.length)})" * several
+        found.setdefault((c.policy, where), []).append(c.budget)
+    return [
+        policy + f" at {' and '.join(budgets)}" * (policy != "full") + where
+        for (policy, where), budgets in found.items()
+    ]
+
+
+def _or(names: Iterable[str]) -> str:
+    return " or ".join(names)
