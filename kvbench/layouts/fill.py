@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from kvbench import stats
 from kvbench.errors import UserError, nearest
-from kvbench.layouts.measures import Config, Measures, Source
-from kvbench.layouts.notes import notes
+from kvbench.layouts.measures import Config, Measures, Paired, Source
+from kvbench.layouts.notes import Tested, notes
 from kvbench.layouts.slots import Computed, Layout, Measured, Slot, Value
 from kvbench.report.numbers import Kind, number, score_kind
 from kvbench.report.table import Cell, Column, Graded, Row, Table, first_two
@@ -27,10 +27,12 @@ class Test:
     Attributes:
         better: +1 if it is significantly better, -1 if it is significantly worse, otherwise 0.
         p: The p-value, corrected for all tests of the table.
+        contexts: How many contexts both have.
     """
 
-    better: int
-    p: float
+    better: int = 0
+    p: float = math.nan
+    contexts: int = 0
 
 
 def fill(layout: Layout, measures: Measures, against: str = "") -> Table:
@@ -57,14 +59,14 @@ def fill(layout: Layout, measures: Measures, against: str = "") -> Table:
         if slot is None or math.isnan(value := filler.value(slot)):
             return None
         kind, signed = filler.format(slot)
-        test = tests.get(slot, Test(0, math.nan))
+        test = tests.get(slot, Test())
         return Graded(value, kind, signed, ranks.get(slot, 0), test.better, test.p)
 
     heads = tuple(Column(title, group=group, align="right") for title, group in layout.heads)
     rows = tuple(Row((*row.lead, *map(cell, row.slots)), row.group) for row in layout.rows)
-    below = notes(
-        layout, measures, ranked=bool(ranks), against=against, tests=len(tests), alpha=ALPHA
-    )
+    contexts = max((test.contexts for test in tests.values()), default=0)
+    tested = Tested(against, len(tests), ALPHA, contexts)
+    below = notes(layout, measures, ranked=bool(ranks), tested=tested)
     return Table(layout.title, (*layout.lead, *heads), rows, tuple(below))
 
 
@@ -95,7 +97,9 @@ class _Filler:
             return score
         full = self._mean(replace(slot, config=slot.config.full), self.measures.score)
         if slot.value is Value.DIFF:
-            return score - full
+            both = not math.isnan(score) and not math.isnan(full)
+            pairs = self.measures.paired(slot.config, slot.config.full, slot.weights)
+            return pairs.gap if both else math.nan
         change = score / full - 1 if full else math.nan
         return -change if slot.value is Value.LOSS else change
 
@@ -168,19 +172,24 @@ def _tests(layout: Layout, filler: _Filler, against: str) -> dict[Slot, Test]:
     draws = max(stats.SIGN_DRAWS, math.ceil(_RESOLUTION * len(slots) / ALPHA))
     p: dict[Slot, float] = {}
     signs: dict[Slot, float] = {}
-    known: dict[tuple[object, ...], float] = {}
+    pairs: dict[tuple[object, ...], tuple[Paired, float]] = {}
     for slot in slots:
         other = slot.config.full if against == "full" else replace(slot.config, policy=against)
         key = (slot.config, slot.weights)
-        if key not in known:
-            known[key] = measures.p_value(slot.config, other, slot.weights, draws)
-        if not math.isnan(known[key]):
-            p[slot] = known[key]
+        if key not in pairs:
+            found = measures.paired(slot.config, other, slot.weights)
+            pairs[key] = found, found.p_value(draws) if found.differs else math.nan
+        if pairs[key][0].differs:
+            found, p[slot] = pairs[key]
             plain = replace(slot, value=Value.SCORE)
-            gap = filler.value(plain) - filler.value(replace(plain, config=other))
-            signs[slot] = math.copysign(1.0, gap) * filler.sign(plain)
+            signs[slot] = math.copysign(1.0, found.gap) * filler.sign(plain)
     corrected = stats.holm(list(p.values()))
     return {
-        slot: Test(int(signs[slot]) if one < ALPHA else 0, one)
+        slot: Test(int(signs[slot]) if one < ALPHA else 0, one, _contexts(pairs, slot))
         for slot, one in zip(p, corrected, strict=True)
     }
+
+
+def _contexts(pairs: Mapping[tuple[object, ...], tuple[Paired, float]], slot: Slot) -> int:
+    assert isinstance(slot, Measured)
+    return len(set(pairs[slot.config, slot.weights][0].contexts.values()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ import pandas as pd
 from kvbench import stats
 from kvbench.errors import UserError
 from kvbench.harness import catalogue
-from kvbench.report.frames import extras, recorded, records, unit_scale
+from kvbench.report.frames import recorded, records, unit_scale
 from kvbench.report.text import counted, listed, tokens
 from kvbench.runs.store import load_frames
 
@@ -22,6 +23,7 @@ Row: TypeAlias = dict[str, Any]
 """A row of `cells.parquet`."""
 
 _PLACE = ["model", "task", "length", "policy", "budget", "moment", "seed"]
+_ANSWER = ["cell", "sample_id", "question_id", "repeat", "score", "context_id", "extra"]
 _MADE_WITH = ["data_hash", "task_version", "model_revision", "dtype", "device", "attention"]
 
 
@@ -85,6 +87,36 @@ class Responses:
     contexts: Mapping[Key, str]
 
 
+@dataclass(frozen=True)
+class Paired:
+    """Weighted scores of two configurations by key: each adds up to a mean.
+
+    Attributes:
+        first: Scores of the first configuration.
+        second: Scores of the second one, with the same keys.
+        contexts: The context of each key.
+    """
+
+    first: Mapping[Key, float]
+    second: Mapping[Key, float]
+    contexts: Mapping[Key, str]
+
+    @property
+    def gap(self) -> float:
+        """The mean paired difference, first minus second; NaN without responses."""
+        gaps = [self.first[key] - self.second[key] for key in self.first]
+        return math.fsum(gaps) if gaps else math.nan
+
+    @property
+    def differs(self) -> bool:
+        """Whether any score differs."""
+        return self.first != self.second
+
+    def p_value(self, draws: int) -> float:
+        """P-value of the difference; see `stats.paired_p`."""
+        return stats.paired_p(self.first, self.second, self.contexts, n=draws)
+
+
 class Measures:
     """Cells of runs by what they measure.
 
@@ -99,7 +131,9 @@ class Measures:
         self._rows: dict[tuple[Any, ...], Row] = {}
         for row in records(cells):
             self._rows[tuple(row[name] for name in _PLACE)] = row
-        self._samples = {str(cell): part for cell, part in samples.groupby("cell", sort=False)}
+        self._samples: dict[str, list[tuple[Any, ...]]] = {}
+        for cell, *answer in zip(*(samples[name] for name in _ANSWER), strict=True):
+            self._samples.setdefault(str(cell), []).append(tuple(answer))
         self._unit = {str(task): unit_scale(part) for task, part in cells.groupby("task")}
         self.responses = functools.cache(self._responses)
 
@@ -139,56 +173,51 @@ class Measures:
         """Whether all scores of a source's task lie in [0, 1]."""
         return self._unit.get(source.task, True)
 
-    def p_value(self, a: Config, b: Config, weights: Weights, draws: int) -> float:
-        """P-value of the paired difference of two means; see `stats.paired_p`.
+    def paired(self, a: Config, b: Config, weights: Weights) -> Paired:
+        """The scores of two configurations on the responses that both have.
 
-        Contexts of different tasks are independent, and every source has its weight in the mean
-        however many responses it has.
+        Every source has its weight in the mean however many responses it has. Contexts of different
+        tasks are different contexts.
 
         Args:
             a: The first configuration.
             b: The second one.
-            weights: The mean.
-            draws: How many exchanges of signs are drawn where there are too many for all.
+            weights: The mean that is compared.
 
         Returns:
-            The p-value; NaN if they have no response in common, or if no response differs in its
-            score: then there is nothing to test.
+            The weighted scores; empty if a source has no response in both.
         """
         first: dict[Key, float] = {}
         second: dict[Key, float] = {}
         contexts: dict[Key, str] = {}
         for source, weight in weights:
             one, two = self.responses(a, source), self.responses(b, source)
-            keys = one.scores.keys() & two.scores.keys()
+            keys = [key for key in one.scores if key in two.scores]
             if not keys:
-                return math.nan
+                return Paired({}, {}, {})
             for key in keys:
                 first[key] = weight / len(keys) * one.scores[key]
                 second[key] = weight / len(keys) * two.scores[key]
                 contexts[key] = f"{source.task}\0{one.contexts[key]}"
-        if first == second:
-            return math.nan
-        return stats.paired_p(first, second, contexts, n=draws)
+        return Paired(first, second, contexts)
 
     def _responses(self, config: Config, source: Source) -> Responses:
         row = self.row(config, source)
         scores: dict[Key, float] = {}
         contexts: dict[Key, str] = {}
-        part = self._samples.get(str(row["cell"])) if row is not None else None
-        if part is None:
-            return Responses(scores, contexts)
-        by_text = extras(part) if source.field else {}
-        columns = ["sample_id", "question_id", "repeat", "score", "context_id", "extra"]
-        for one in records(part[columns]):
-            inside = not source.field or (
-                str(by_text[one["extra"]].get(source.field)) == source.value
-            )
-            if inside and math.isfinite(one["score"]):
-                key = (source, str(one["sample_id"]), int(one["question_id"]), int(one["repeat"]))
-                scores[key] = float(one["score"])
-                contexts[key] = str(one["context_id"])
+        answers = self._samples.get(str(row["cell"]), []) if row is not None else []
+        for sample, question, repeat, score, context, extra in answers:
+            inside = not source.field or str(_extra(extra).get(source.field)) == source.value
+            if inside and math.isfinite(score):
+                key = (source, str(sample), int(question), int(repeat))
+                scores[key] = float(score)
+                contexts[key] = str(context)
         return Responses(scores, contexts)
+
+
+@functools.lru_cache(maxsize=4096)
+def _extra(text: str) -> dict[str, Any]:
+    return dict(json.loads(text or "{}"))
 
 
 def load(folders: Sequence[Path], chosen: Mapping[str, Sequence[str]]) -> Measures:
@@ -234,8 +263,9 @@ def merged(cells: pd.DataFrame, folders: Sequence[Path] = ()) -> pd.DataFrame:
     Raises:
         UserError: Two cells measure the same and differ.
     """
-    kept = []
-    for _, part in cells.groupby(_PLACE, sort=False, dropna=False):
+    repeated = cells.duplicated(_PLACE, keep=False)
+    kept = list(cells.index[~repeated])
+    for _, part in cells[repeated].groupby(_PLACE, sort=False, dropna=False):
         done = part[part["status"] == "ok"] if (part["status"] == "ok").any() else part
         same = done["match"].nunique() == 1 and done["score"].nunique(dropna=False) == 1
         if len(done) > 1 and not same:

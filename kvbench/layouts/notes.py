@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from kvbench import stats
 from kvbench.layouts.measures import Config, Measures, Source
 from kvbench.layouts.slots import Computed, Layout, Measured, Slot, Value
 from kvbench.report.frames import judged, silent_tasks
 from kvbench.report.numbers import BETTER, DASH, WORSE
 from kvbench.report.table import Name, Phrase
-from kvbench.report.text import REFERENCE_MODEL, REFERENCE_NOTE, listed, tokens
+from kvbench.report.text import REFERENCE_MODEL, REFERENCE_NOTE, counted, listed, tokens
 
 _MOST = 12
 """A note names at most so many things of one kind."""
@@ -18,31 +20,39 @@ _MOST = 12
 Asked = tuple[Config, Source]
 
 
-def notes(
-    layout: Layout, measures: Measures, *, ranked: bool, against: str, tests: int, alpha: float
-) -> Iterator[Phrase]:
+@dataclass(frozen=True)
+class Tested:
+    """The tests of a table.
+
+    Attributes:
+        against: What scores were tested against, or an empty string.
+        count: How many tests were made.
+        alpha: Their level.
+        contexts: The most contexts that a test had.
+    """
+
+    against: str
+    count: int
+    alpha: float
+    contexts: int
+
+
+def notes(layout: Layout, measures: Measures, *, ranked: bool, tested: Tested) -> Iterator[Phrase]:
     """The notes of a table.
 
     Args:
         layout: The layout.
         measures: The runs that fill it.
         ranked: Whether numbers are bold or underlined.
-        against: What scores were tested against, or an empty string.
-        tests: How many tests were made.
-        alpha: Their level.
+        tested: The tests.
     """
     if ranked:
         yield (
             "Bold: best; underlined: second best of the policies at one budget, without the full "
             "cache."
         )
-    if tests:
-        other: Phrase = "the full cache" if against == "full" else (Name(against), " there")
-        yield (
-            f"{BETTER} or {WORSE}: significantly better or worse than ", other,
-            f" (paired permutation test over contexts, p < {alpha:g} after Holm's correction for "
-            f"the {tests} scores of this table that differ from it).",
-        )  # fmt: skip
+    if tested.count:
+        yield from _marks(tested)
     asked = list(dict.fromkeys(one for slot in layout.slots for one in _asked(slot)))
     there = {one: measures.row(*one) for one in asked}
     done = {one: row for one, row in there.items() if row is not None and row["status"] == "ok"}
@@ -61,6 +71,22 @@ def notes(
         yield (f"{listed(tasks, _MOST)}: scored by the judge ", Name(judge), ".")
     if REFERENCE_MODEL in {config.model for config, _ in done}:
         yield REFERENCE_NOTE
+
+
+def _marks(tested: Tested) -> Iterator[Phrase]:
+    full = tested.against == "full"
+    other: Phrase = "the full cache" if full else (Name(tested.against), " at the same budget")
+    yield (
+        f"{BETTER} or {WORSE}: significantly better or worse than ", other,
+        f" (paired permutation test over contexts, p < {tested.alpha:g} after Holm's correction "
+        f"for the {counted(tested.count, 'score')} of this table that differ from it).",
+    )  # fmt: skip
+    least = stats.least_contexts(tested.alpha / tested.count)
+    if tested.contexts < least:
+        yield (
+            f"No mark is possible with {counted(tested.contexts, 'context')}: at least {least} "
+            "would have to differ."
+        )
 
 
 def _asked(slot: Slot) -> Iterator[Asked]:
