@@ -144,27 +144,31 @@ def _missing(lost: Sequence[Asked], asked: Sequence[Asked], what: str) -> Iterat
         ]
         lengths = {config.length for config in configs}
         single = [f"{c.label} on {s.label}" for c, s in rest if c not in lines]
-        names = [s.label for s in whole] + _by_policy(lines, several=len(lengths) > 1) + single
-        names = list(dict.fromkeys(names))
+        some = [
+            listed([s.label for s in whole], _MOST),
+            *_by_policy(lines, several=len(lengths) > 1),
+            listed(list(dict.fromkeys(single)), _MOST),
+        ]
         of: Phrase = (" of ", Name(model)) if len(models) > 1 else ""
-        yield (f"{DASH}: {what}", of, f": {listed(names, _MOST)}.")
+        yield (f"{DASH}: {what}", of, f": {'; '.join(filter(None, some))}.")
 
 
 def _by_policy(configs: Iterable[Config], *, several: bool) -> list[str]:
-    """Configurations in a few words, a policy's budgets together.
+    """Configurations in a few words, those of the same budgets together.
 
     Args:
         configs: The configurations.
         several: Whether they differ in length, so that it has to be named.
     """
-    found: dict[tuple[str, str], list[str]] = {}
+    budgets: dict[tuple[str, str], list[str]] = {}
     for c in configs:
         where = f" ({tokens(c.length)})" * several
-        found.setdefault((c.policy, where), []).append(c.budget)
-    return [
-        policy + f" at {' and '.join(budgets)}" * (policy != "full") + where
-        for (policy, where), budgets in found.items()
-    ]
+        budgets.setdefault((c.policy, where), []).append(c.budget)
+    policies: dict[tuple[str, ...], list[str]] = {}
+    for (policy, where), known in budgets.items():
+        at = "" if policy == "full" else f" at {' and '.join(known)}"
+        policies.setdefault((at, where), []).append(policy)
+    return [f"{', '.join(names)}{at}{where}" for (at, where), names in policies.items()]
 
 
 def _or(names: Iterable[str]) -> str:
