@@ -41,8 +41,8 @@ def test_by_default_policies_and_budgets_are_rows(
     assert text.index("snapkv") < text.index("adakv")
     rows = list(csv.DictReader(out(capsys, run, "--format", "csv").splitlines()))
     assert [row["budget"] for row in rows] == ["full", "0.2", "0.4", "0.2", "0.4"]
-    assert "vt_p" in rows[0]
-    assert "vt_p" not in out(capsys, run, "--format", "csv", "--against", "none")
+    assert "cwe_p" in rows[0]
+    assert "cwe_p" not in out(capsys, run, "--format", "csv", "--against", "none")
 
 
 def test_a_published_layout(capsys: pytest.CaptureFixture[str], run: str) -> None:
