@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvbench.cli import complete
-from kvbench.cli.options import FLAG, OUTPUT, Names
+from kvbench.cli.options import FLAG, OUTPUT, Names, option
 from kvbench.cli.published import split_names
 from kvbench.cli.screen import console
 from kvbench.errors import UserError
@@ -46,104 +46,96 @@ def table(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.")],
     layout: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Rows and columns of a published table, such as criticalkv-1 (kvbench list "
-            "layouts).",
+        option(
+            PAPER,
+            "NAME",
+            "Rows and columns of a published table, such as criticalkv-1 (kvbench list layouts).",
             autocompletion=complete.layouts,
-            rich_help_panel=PAPER,
         ),
     ] = None,
     use: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME=OURS",
-            help="What stands in place of a method, dataset or budget of the paper: "
-            "40%=0.2. Can be repeated.",
-            rich_help_panel=PAPER,
+        option(
+            PAPER,
+            "NAME=OURS",
+            "What stands in place of a method, dataset or budget of the paper: 40%=0.2. Can be "
+            "repeated.",
         ),
     ] = None,
     reduced: Annotated[
         bool,
-        typer.Option(
-            "--reduced",
-            metavar=FLAG,
-            help="Leave out rows and columns that the runs have nothing of. Averages are of the "
+        option(
+            PAPER,
+            FLAG,
+            "Leave out rows and columns that the runs have nothing of. Averages are of the "
             "columns that stay.",
-            rich_help_panel=PAPER,
+            "--reduced",
         ),
     ] = False,
     rows: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAMES",
-            help="Dimensions that name the rows, with commas: policy, budget, task, group, model, "
-            "moment, length, seed. Default: policy,budget.",
-            rich_help_panel=FREE,
+        option(
+            FREE,
+            "NAMES",
+            "Dimensions that name the rows, with commas: policy, budget, task, group, model, "
+            "moment, length, seed. Default: policy,budget, within what else varies.",
         ),
     ] = None,
     columns: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAMES",
-            help="Dimensions that name the columns. Default: task.",
-            rich_help_panel=FREE,
-        ),
+        option(FREE, "NAMES", "Dimensions that name the columns. Default: task."),
     ] = None,
     value: Annotated[
         Value,
-        typer.Option(
-            metavar="score|diff|relative|kv",
-            help="What to show: scores, their difference to the full cache, their change in "
-            "percent of its score, or the bytes held in percent of its bytes.",
-            rich_help_panel=FREE,
+        option(
+            FREE,
+            "score|diff|relative|kv",
+            "What to show: scores, their difference to the full cache, their change in percent of "
+            "its score, or the bytes held in percent of its bytes. Default: score.",
+            show_default=False,
         ),
     ] = Value.SCORE,
     mean: Annotated[
         bool,
-        typer.Option(
-            "--mean",
-            metavar=FLAG,
-            help="Add the mean over tasks, and its loss against the full cache.",
-            rich_help_panel=FREE,
+        option(
+            FREE, FLAG, "Add the mean over tasks, and its loss against the full cache.", "--mean"
         ),
     ] = False,
     against: Annotated[
         str,
-        typer.Option(
-            metavar="NAME",
-            help="Mark scores that differ significantly from those of this policy at the same "
-            "budget; none for no marks.",
+        option(
+            None,
+            "NAME",
+            "Mark scores that differ significantly from those of this policy at the same budget; "
+            "none for no marks. Default: full.",
             autocompletion=complete.policies,
+            show_default=False,
         ),
     ] = "full",
-    model: Annotated[Names, typer.Option(metavar="NAME", rich_help_panel=CHOOSE)] = None,
-    policy: Annotated[Names, typer.Option(metavar="NAME", rich_help_panel=CHOOSE)] = None,
-    budget: Annotated[Names, typer.Option(metavar="B", rich_help_panel=CHOOSE)] = None,
-    task: Annotated[
-        Names,
-        typer.Option(metavar="NAME", help="Also groups and subsets.", rich_help_panel=CHOOSE),
-    ] = None,
-    moment: Annotated[Names, typer.Option(metavar="WHEN", rich_help_panel=CHOOSE)] = None,
-    length: Annotated[Names, typer.Option(metavar="N", rich_help_panel=CHOOSE)] = None,
-    seed: Annotated[Names, typer.Option(metavar="N", rich_help_panel=CHOOSE)] = None,
+    model: Annotated[Names, option(CHOOSE, "NAME", "Models.")] = None,
+    policy: Annotated[Names, option(CHOOSE, "NAME", "Policies. The full cache stays.")] = None,
+    budget: Annotated[Names, option(CHOOSE, "B", "Budgets.")] = None,
+    task: Annotated[Names, option(CHOOSE, "NAME", "Tasks, groups or subsets.")] = None,
+    moment: Annotated[Names, option(CHOOSE, "WHEN", "Moments.")] = None,
+    length: Annotated[Names, option(CHOOSE, "N", "Lengths. Tasks of natural length stay.")] = None,
+    seed: Annotated[Names, option(CHOOSE, "N", "Seeds.")] = None,
     form: Annotated[
         Format,
-        typer.Option(
+        option(
+            OUTPUT,
+            "latex|markdown|csv|html",
+            "What to write. Default: a table for the terminal.",
             "--format",
-            metavar="latex|markdown|csv|html",
-            help="What to write. Default: a table for the terminal.",
-            rich_help_panel=OUTPUT,
             show_default=False,
         ),
     ] = Format.TERMINAL,
     out: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Write to a file instead of the screen. Its ending gives the format: .tex, .md, "
-            ".csv or .html.",
-            rich_help_panel=OUTPUT,
+        option(
+            OUTPUT,
+            "FILE",
+            "Write to a file instead of the screen. Its ending gives the format: .tex, .md, .csv "
+            "or .html.",
         ),
     ] = None,
 ) -> None:
@@ -168,7 +160,7 @@ def table(
     if layout:
         made = _published(layout, measures, use or [], reduced=reduced)
     else:
-        made = _pivot(measures, rows or "policy,budget", columns or "task", value, mean=mean)
+        made = _pivot(measures, rows, columns or "task", value, mean=mean)
     reference = _reference(against, measures)
     filled = fill(made, measures, reference)
     if form is Format.TERMINAL:
@@ -224,14 +216,15 @@ def _published(name: str, measures: Measures, use: list[str], *, reduced: bool) 
     return lay_out(one, measures, Substitutes.parse(one, use), reduced=reduced)
 
 
-def _pivot(measures: Measures, rows: str, columns: str, value: Value, *, mean: bool) -> Layout:
+def _pivot(
+    measures: Measures, rows: str | None, columns: str, value: Value, *, mean: bool
+) -> Layout:
     from kvbench.layouts import slots
-    from kvbench.layouts.pivot import Axes, pivot
+    from kvbench.layouts.pivot import Axes, default_rows, pivot
 
-    axes = Axes(
-        tuple(split_names([rows])), tuple(split_names([columns])), slots.Value(value.value), mean
-    )
-    return pivot(measures, axes)
+    across = tuple(split_names([columns]))
+    down = tuple(split_names([rows])) if rows else default_rows(measures, across)
+    return pivot(measures, Axes(down, across, slots.Value(value.value), mean))
 
 
 def _reference(against: str, measures: Measures) -> str:

@@ -225,8 +225,8 @@ def load(folders: Sequence[Path], chosen: Mapping[str, Sequence[str]]) -> Measur
 
     Args:
         folders: Folders of runs.
-        chosen: By column of `cells.parquet`, the values to keep, as text; the full cache is kept
-            whatever its policy, budget and moment.
+        chosen: By column of `cells.parquet`, the values to keep, as text. The full cache is kept
+            whatever its policy, budget and moment, and so are tasks of natural length.
 
     Raises:
         UserError: A run cannot be read, a value is in none of them, or two runs have measured the
@@ -243,9 +243,10 @@ def load(folders: Sequence[Path], chosen: Mapping[str, Sequence[str]]) -> Measur
             if not more:
                 some = listed(list(dict.fromkeys(filter(None, known))))
                 raise UserError(f"--{column} {name}: not in the run; it has {some}")
-        full = (cells["policy"] == "full") & (column in ("policy", "budget", "moment"))
+        stays = (cells["policy"] == "full") & (column in ("policy", "budget", "moment"))
+        stays |= (cells["length"] == 0) & (column == "length")
         if values:
-            cells = cells[known.isin(values) | full]
+            cells = cells[known.isin(values) | stays]
     cells = merged(cells, folders)
     return Measures(cells, samples[samples["cell"].isin(cells["cell"])])
 

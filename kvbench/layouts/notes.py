@@ -79,7 +79,7 @@ def _marks(tested: Tested) -> Iterator[Phrase]:
     yield (
         f"{BETTER} or {WORSE}: significantly better or worse than ", other,
         f" (paired permutation test over contexts, p < {tested.alpha:g} after Holm's correction "
-        f"for the {counted(tested.count, 'score')} of this table that differ from it).",
+        f"for the {counted(tested.count, 'test')} of this table).",
     )  # fmt: skip
     least = stats.least_contexts(tested.alpha / tested.count)
     if tested.contexts < least:

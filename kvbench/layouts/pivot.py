@@ -67,6 +67,19 @@ class Axes:
             raise UserError("--mean needs --value score")
 
 
+def default_rows(measures: Measures, columns: Sequence[str]) -> tuple[str, ...]:
+    """Policy and budget, within whatever else the runs have several values of.
+
+    Args:
+        measures: The runs.
+        columns: What is in the columns already.
+    """
+    cells = measures.cells[measures.cells["policy"] != "full"]
+    varied = ("model", "length", "moment", "seed")
+    sections = [n for n in varied if len(cells) and len(_values(cells, n)) > 1]
+    return tuple(n for n in (*sections, "policy", "budget") if n not in columns)
+
+
 def pivot(measures: Measures, axes: Axes) -> Layout:
     """The layout of a table with these axes.
 

@@ -128,7 +128,7 @@ def test_the_note_says_what_marks_mean() -> None:
     table = filled(make_run(["random", "snapkv"], ["0.1"], samples=30), against="snapkv")
     text = notes(table)
     assert "significantly better or worse than snapkv at the same budget" in text
-    assert "p < 0.05 after Holm's correction for the 2 scores" in text
+    assert "p < 0.05 after Holm's correction for the 4 tests of this table)" in text
     assert "30 samples per task, 1024 tokens, compressed at the moment context, seed 0." in text
     assert "No mark is possible" not in text
 

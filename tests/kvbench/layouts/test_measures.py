@@ -148,6 +148,9 @@ def test_what_is_chosen_is_kept_and_full_stays(tmp_path: Path) -> None:
     assert set(chosen["policy"]) == {"full", "snapkv"}
     assert set(chosen["budget"]) == {"full", "0.2"}
     assert set(chosen["task"]) == {"vt", "cwe"}
+    natural = make_run(tasks=["longbench_lcc"], lengths=(0,), samples=6)
+    more = write_run(natural, tmp_path / "b")
+    assert set(load([folder, more], {"length": ["1024"]}).cells["length"]) == {0, 1024}
     with pytest.raises(UserError, match=r"--budget 0\.3: not in the run; it has full, 0\.1, 0\.2"):
         load([folder], {"budget": ["0.2", "0.3"]})
     with pytest.raises(UserError, match="--task longbench: not in the run; it has vt, cwe"):

@@ -4,7 +4,7 @@ import pytest
 
 from kvbench.errors import UserError
 from kvbench.layouts.fill import fill
-from kvbench.layouts.pivot import Axes, pivot
+from kvbench.layouts.pivot import Axes, default_rows, pivot
 from kvbench.layouts.slots import Value
 from kvbench.report.outputs import csv, markdown
 from kvbench.report.table import Graded, Name, Table
@@ -151,3 +151,11 @@ def test_a_mean_of_unlike_scores_is_a_dash() -> None:
 def test_csv_repeats_the_names_of_sections() -> None:
     lines = csv(made(Axes(("policy", "budget"), ("task",)))).splitlines()
     assert [line.split(",")[0] for line in lines[2:]] == ["snapkv"] * 3 + ["criticalkv"] * 3
+
+
+def test_by_default_whatever_varies_is_in_the_rows() -> None:
+    plain = measures_of(make_run(samples=4))
+    assert default_rows(plain, ("task",)) == ("policy", "budget")
+    assert default_rows(plain, ("budget", "task")) == ("policy",)
+    varied = measures_of(make_run(samples=4, moments=MOMENTS, lengths=(512, 1024)))
+    assert default_rows(varied, ("length",)) == ("moment", "policy", "budget")
