@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +12,8 @@ from kvbench.cli.options import FLAG, OUTPUT, Names, option
 from kvbench.cli.published import split_names
 from kvbench.cli.screen import console
 from kvbench.errors import UserError
+from kvbench.layouts.value import Value
+from kvbench.layouts.write import Format, written
 
 if TYPE_CHECKING:
     from kvbench.layouts.measures import Measures
@@ -21,25 +22,6 @@ if TYPE_CHECKING:
 PAPER = "Like a published table"
 FREE = "Any other table"
 CHOOSE = "What of the runs (with commas)"
-
-
-class Value(StrEnum):
-    """What the cells of a free table show."""
-
-    SCORE = "score"
-    DIFF = "diff"
-    RELATIVE = "relative"
-    KV = "kv"
-
-
-class Format(StrEnum):
-    """What a table is written as."""
-
-    TERMINAL = "terminal"
-    LATEX = "latex"
-    MARKDOWN = "markdown"
-    CSV = "csv"
-    HTML = "html"
 
 
 def table(
@@ -89,9 +71,9 @@ def table(
         Value,
         option(
             FREE,
-            "score|diff|relative|kv",
-            "What to show: scores, their difference to the full cache, their change in percent of "
-            "its score, or the bytes held in percent of its bytes. Default: score.",
+            "score|diff|relative|loss|kv",
+            "What to show: scores, their difference to the full cache, their change or their loss "
+            "in percent of its score, or the bytes held in percent of its bytes. Default: score.",
             show_default=False,
         ),
     ] = Value.SCORE,
@@ -120,15 +102,14 @@ def table(
     length: Annotated[Names, option(CHOOSE, "N", "Lengths. Tasks of natural length stay.")] = None,
     seed: Annotated[Names, option(CHOOSE, "N", "Seeds.")] = None,
     form: Annotated[
-        Format,
+        Format | None,
         option(
             OUTPUT,
             "latex|markdown|csv|html",
             "What to write. Default: a table for the terminal.",
             "--format",
-            show_default=False,
         ),
-    ] = Format.TERMINAL,
+    ] = None,
     out: Annotated[
         Path | None,
         option(
@@ -147,7 +128,11 @@ def table(
     from kvbench.layouts.fill import fill
     from kvbench.layouts.measures import load
 
-    _check(layout, own=bool(use or reduced), free=bool(rows or columns or mean) or value != "score")
+    _check(
+        layout,
+        own=bool(use or reduced),
+        free=bool(rows or columns or mean) or value is not Value.SCORE,
+    )
     chosen = {
         name: split_names(given)
         for name, given in (
@@ -163,16 +148,14 @@ def table(
         made = _pivot(measures, rows, columns or "task", value, mean=mean)
     reference = _reference(against, measures)
     filled = fill(made, measures, reference)
-    if form is Format.TERMINAL:
+    if form is None:
         from kvbench.report.fit import fitted
 
         screen = console()
         for part in fitted(filled, screen):
             screen.print(part)
         return
-    from kvbench.layouts import write
-
-    text = write.written(filled, write.Format(form.value))
+    text = written(filled, form)
     if out is None:
         print(text, end="")
         return
@@ -191,8 +174,8 @@ _ENDINGS = {
 }
 
 
-def _format(form: Format, out: Path | None) -> Format:
-    if form is not Format.TERMINAL or out is None:
+def _format(form: Format | None, out: Path | None) -> Format | None:
+    if form is not None or out is None:
         return form
     if out.suffix not in _ENDINGS:
         some = ", ".join(_ENDINGS)
@@ -219,12 +202,11 @@ def _published(name: str, measures: Measures, use: list[str], *, reduced: bool) 
 def _pivot(
     measures: Measures, rows: str | None, columns: str, value: Value, *, mean: bool
 ) -> Layout:
-    from kvbench.layouts import slots
     from kvbench.layouts.pivot import Axes, default_rows, pivot
 
     across = tuple(split_names([columns]))
     down = tuple(split_names([rows])) if rows else default_rows(measures, across)
-    return pivot(measures, Axes(down, across, slots.Value(value.value), mean))
+    return pivot(measures, Axes(down, across, value, mean))
 
 
 def _reference(against: str, measures: Measures) -> str:

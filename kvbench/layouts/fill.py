@@ -10,14 +10,14 @@ from kvbench import stats
 from kvbench.errors import UserError, nearest
 from kvbench.layouts.measures import Config, Measures, Paired, Source
 from kvbench.layouts.notes import Tested, notes
-from kvbench.layouts.slots import Computed, Layout, Measured, Slot, Value
+from kvbench.layouts.slots import Computed, Layout, Measured, Slot
+from kvbench.layouts.value import Value
 from kvbench.report.numbers import Kind, number, score_kind
 from kvbench.report.table import Cell, Column, Graded, Row, Table, first_two
 
 ALPHA = 0.05
 _RESOLUTION = 10
 """Draws per 1 / level: enough that the smallest p that can be drawn is far below the level."""
-_TESTED = (Value.SCORE, Value.DIFF, Value.RELATIVE)
 
 
 @dataclass(frozen=True)
@@ -161,11 +161,14 @@ def _tests(layout: Layout, filler: _Filler, against: str) -> dict[Slot, Test]:
     if against not in policies:
         hint = nearest(against, policies)
         raise UserError(f"--against {against}: not in the run{hint}; it has {', '.join(policies)}")
+    asked = dict.fromkeys(layout.slots)
     slots = [
         slot
-        for slot in dict.fromkeys(layout.slots)
+        for slot in asked
         if isinstance(slot, Measured)
-        and slot.value in _TESTED
+        and slot.value is not Value.KV
+        # A loss beside its own score would be the same test once more.
+        and not (slot.value is Value.LOSS and replace(slot, value=Value.SCORE) in asked)
         and slot.config.policy not in ("full", against)
         and filler.fills(slot)
     ]

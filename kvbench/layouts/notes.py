@@ -8,7 +8,8 @@ from typing import Any
 
 from kvbench import stats
 from kvbench.layouts.measures import Config, Measures, Source
-from kvbench.layouts.slots import Computed, Layout, Measured, Slot, Value
+from kvbench.layouts.slots import Computed, Layout, Measured, Slot
+from kvbench.layouts.value import Value
 from kvbench.report.frames import judged, silent_tasks
 from kvbench.report.numbers import BETTER, DASH, WORSE
 from kvbench.report.table import Name, Phrase

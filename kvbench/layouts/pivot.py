@@ -10,7 +10,8 @@ import pandas as pd
 
 from kvbench.errors import UserError, unknown
 from kvbench.layouts.measures import Config, Measures, Source, Weights
-from kvbench.layouts.slots import Layout, LayoutRow, Measured, Value
+from kvbench.layouts.slots import Layout, LayoutRow, Measured
+from kvbench.layouts.value import Value
 from kvbench.report.frames import budget_order, falling, records
 from kvbench.report.panel import DOWN
 from kvbench.report.table import Column, Name, Phrase
@@ -27,6 +28,7 @@ _TITLES = {
     Value.SCORE: "Scores",
     Value.DIFF: "Paired differences to the full cache",
     Value.RELATIVE: "Changes from the full cache, in percent of its score",
+    Value.LOSS: "Losses against the full cache, in percent of its score",
     Value.KV: "Bytes held, in percent of the full cache",
 }
 

@@ -4,26 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import TypeAlias
 
 from kvbench.layouts.measures import Config, Weights
+from kvbench.layouts.value import Value
 from kvbench.report.table import Cell, Column, Phrase
-
-
-class Value(StrEnum):
-    """What a cell shows of a mean of scores."""
-
-    SCORE = "score"
-    """The mean itself."""
-    DIFF = "diff"
-    """Its difference to the full cache."""
-    RELATIVE = "relative"
-    """Its change from the full cache, as a share of the full cache's score."""
-    LOSS = "loss"
-    """The same with the opposite sign: what is lost."""
-    KV = "kv"
-    """The bytes that the cache holds, as a share of the full cache's; a mean over tasks."""
 
 
 @dataclass(frozen=True)

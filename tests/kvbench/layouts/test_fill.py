@@ -13,7 +13,7 @@ from kvbench.errors import UserError
 from kvbench.layouts.fill import fill
 from kvbench.layouts.measures import Measures
 from kvbench.layouts.pivot import Axes, pivot
-from kvbench.layouts.slots import Value
+from kvbench.layouts.value import Value
 from kvbench.report.outputs import csv, plain_text
 from kvbench.report.table import Graded, Table
 
@@ -128,7 +128,7 @@ def test_the_note_says_what_marks_mean() -> None:
     table = filled(make_run(["random", "snapkv"], ["0.1"], samples=30), against="snapkv")
     text = notes(table)
     assert "significantly better or worse than snapkv at the same budget" in text
-    assert "p < 0.05 after Holm's correction for the 4 tests of this table)" in text
+    assert "p < 0.05 after Holm's correction for the 2 tests of this table)" in text
     assert "30 samples per task, 1024 tokens, compressed at the moment context, seed 0." in text
     assert "No mark is possible" not in text
 
@@ -151,6 +151,15 @@ def test_where_less_is_better_a_lower_score_is_marked_as_better() -> None:
     cells, samples = make_run(["random"], ["0.1"], ["vt"], samples=30)
     table = filled((cells.assign(higher_is_better=False), samples), against="full")
     assert column(table, 1)[1].better == 1
+
+
+def test_a_loss_is_tested_unless_its_score_stands_beside_it() -> None:
+    frames = make_run(["random"], ["0.1"], ["vt"], samples=30)
+    alone = filled(frames, Axes(("policy",), ("task",), Value.LOSS), "full")
+    assert column(alone, 1)[1].better == -1
+    beside = filled(frames, Axes(("policy",), ("task",), mean=True), "full")
+    assert [column(beside, j)[1].better for j in (1, 2, 3)] == [-1, -1, 0]
+    assert "for the 1 test of" in notes(alone)
 
 
 def test_a_policy_that_was_not_run_cannot_be_tested_against() -> None:

@@ -5,7 +5,7 @@ import pytest
 from kvbench.errors import UserError
 from kvbench.layouts.fill import fill
 from kvbench.layouts.pivot import Axes, default_rows, pivot
-from kvbench.layouts.slots import Value
+from kvbench.layouts.value import Value
 from kvbench.report.outputs import csv, markdown
 from kvbench.report.table import Graded, Name, Table
 
@@ -85,6 +85,7 @@ def test_groups_are_means_of_their_own_tasks() -> None:
         (Value.SCORE, lambda s, full: s),
         (Value.DIFF, lambda s, full: s - full),
         (Value.RELATIVE, lambda s, full: s / full - 1),
+        (Value.LOSS, lambda s, full: 1 - s / full),
         (Value.KV, lambda s, full: 0.204),
     ],
 )
