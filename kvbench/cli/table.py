@@ -12,6 +12,7 @@ from kvbench.cli.options import FLAG, OUTPUT, Names, option
 from kvbench.cli.published import split_names
 from kvbench.cli.screen import console
 from kvbench.errors import UserError
+from kvbench.files import write_whole
 from kvbench.layouts.value import Value
 from kvbench.layouts.write import Format, written
 
@@ -159,10 +160,7 @@ def table(
     if out is None:
         print(text, end="")
         return
-    from kvbench.files import replacing
-
-    with replacing(out) as aside:
-        aside.write_text(text, encoding="utf-8")
+    write_whole(out, text.encode())
     print(f"wrote {out}")
 
 

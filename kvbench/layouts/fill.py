@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from kvbench import stats
 from kvbench.errors import UserError, nearest
 from kvbench.layouts.measures import Config, Measures, Paired, Source
 from kvbench.layouts.notes import Tested, notes
 from kvbench.layouts.slots import Computed, Layout, Measured, Slot
 from kvbench.layouts.value import Value
+from kvbench.regression import significance
 from kvbench.report.numbers import Kind, number, score_kind
 from kvbench.report.table import Cell, Column, Graded, Row, Table, first_two
 
@@ -172,7 +172,7 @@ def _tests(layout: Layout, filler: _Filler, against: str) -> dict[Slot, Test]:
         and slot.config.policy not in ("full", against)
         and filler.fills(slot)
     ]
-    draws = max(stats.SIGN_DRAWS, math.ceil(_RESOLUTION * len(slots) / ALPHA))
+    draws = max(significance.DRAWS, math.ceil(_RESOLUTION * len(slots) / ALPHA))
     p: dict[Slot, float] = {}
     signs: dict[Slot, float] = {}
     pairs: dict[tuple[object, ...], tuple[Paired, float]] = {}
@@ -186,7 +186,7 @@ def _tests(layout: Layout, filler: _Filler, against: str) -> dict[Slot, Test]:
             found, p[slot] = pairs[key]
             plain = replace(slot, value=Value.SCORE)
             signs[slot] = math.copysign(1.0, found.gap) * filler.sign(plain)
-    corrected = stats.holm(list(p.values()))
+    corrected = significance.holm(list(p.values()))
     return {
         slot: Test(int(signs[slot]) if one < ALPHA else 0, one, _contexts(pairs, slot))
         for slot, one in zip(p, corrected, strict=True)

@@ -12,9 +12,9 @@ from typing import Any, TypeAlias
 
 import pandas as pd
 
-from kvbench import stats
 from kvbench.errors import UserError
 from kvbench.harness import catalogue
+from kvbench.regression import significance
 from kvbench.report.frames import recorded, records, unit_scale
 from kvbench.report.text import counted, listed, tokens
 from kvbench.runs.store import load_frames
@@ -113,8 +113,8 @@ class Paired:
         return self.first != self.second
 
     def p_value(self, draws: int) -> float:
-        """P-value of the difference; see `stats.paired_p`."""
-        return stats.paired_p(self.first, self.second, self.contexts, n=draws)
+        """P-value of the difference; see `significance.paired_p`."""
+        return significance.paired_p(self.first, self.second, self.contexts, n=draws)
 
 
 class Measures:

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvbench import stats
 from kvbench.layouts.measures import Config, Measures, Source
 from kvbench.layouts.slots import Computed, Layout, Measured, Slot
 from kvbench.layouts.value import Value
+from kvbench.regression import significance
 from kvbench.report.frames import judged, silent_tasks
 from kvbench.report.numbers import BETTER, DASH, WORSE
 from kvbench.report.table import Name, Phrase
@@ -82,7 +82,7 @@ def _marks(tested: Tested) -> Iterator[Phrase]:
         f" (paired permutation test over contexts, p < {tested.alpha:g} after Holm's correction "
         f"for the {counted(tested.count, 'test')} of this table).",
     )  # fmt: skip
-    least = stats.least_contexts(tested.alpha / tested.count)
+    least = significance.least_contexts(tested.alpha / tested.count)
     if tested.contexts < least:
         yield (
             f"No mark is possible with {counted(tested.contexts, 'context')}: at least {least} "

@@ -8,12 +8,12 @@ import math
 
 import pytest
 
-from kvbench import stats
 from kvbench.errors import UserError
 from kvbench.layouts.fill import fill
 from kvbench.layouts.measures import Measures
 from kvbench.layouts.pivot import Axes, pivot
 from kvbench.layouts.value import Value
+from kvbench.regression import significance
 from kvbench.report.outputs import csv, plain_text
 from kvbench.report.table import Graded, Table
 
@@ -90,9 +90,11 @@ def by_hand(measures: Measures, pairs: list[tuple[str, str]], against: str) -> l
                for cell, rows in measures._samples.items()}  # fmt: skip
     contexts = {a[0]: a[4] for rows in measures._samples.values() for a in rows}
     cells = {(row.policy, row.task): row.cell for row in measures.cells.itertuples()}
-    return stats.holm(
+    return significance.holm(
         [
-            stats.paired_p(answers[cells[policy, task]], answers[cells[against, task]], contexts)
+            significance.paired_p(
+                answers[cells[policy, task]], answers[cells[against, task]], contexts
+            )
             for policy, task in pairs
         ]
     )

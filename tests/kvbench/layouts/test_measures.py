@@ -8,9 +8,9 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from kvbench import stats
 from kvbench.errors import UserError
 from kvbench.layouts.measures import Config, Source, load, merged
+from kvbench.regression import significance
 
 from ..report.conftest import make_run
 from .conftest import measures_of, write_run
@@ -70,7 +70,7 @@ def test_one_task_is_tested_as_by_the_statistics() -> None:
                      vt[vt["policy"] == "full"])
     )  # fmt: skip
     contexts = dict(zip(vt["sample_id"], vt["context_id"], strict=True))
-    assert pairs.p_value(20_000) == pytest.approx(stats.paired_p(own, full, contexts))
+    assert pairs.p_value(20_000) == pytest.approx(significance.paired_p(own, full, contexts))
     assert pairs.gap == pytest.approx(sum(own[k] - full[k] for k in own) / 20)
 
 
