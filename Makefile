@@ -54,6 +54,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 # Are the pages that scripts write up to date? Then every example of the pages, as a reader would run it.
 docs-check: $(VENV)/.installed
 	$(VENV)/bin/python docs/make_policies.py --check
+	$(VENV)/bin/python docs/make_smollm2.py --check
 	$(VENV)/bin/python docs/make_published.py --check
 	$(VENV)/bin/python docs/run_examples.py README.md CONTRIBUTING.md docs/regression.md
 

@@ -24,7 +24,10 @@ PACKAGES = {
 GROUND = "errors terminal files budget moments decoding metrics stats progress"
 PAGES = "registry named view plugin parts spelling artifacts benchmark"
 ROOMS = "data harness judge engine runs"
-ABOVE = "report regression published analysis reference named_models profiles training checks cli"
+ABOVE = (
+    "report regression published layouts analysis reference named_models profiles training checks "
+    "cli"
+)
 LAYERS = [*GROUND.split(), *PAGES.split(), *ROOMS.split(), *ABOVE.split()]
 """Files and folders of `kvbench/`; each imports only from those before it."""
 

@@ -22,6 +22,7 @@ from kvbench.cli import (
     profile,
     published,
     run,
+    table,
     train,
 )
 from kvbench.cli.options import FLAG, option
@@ -40,6 +41,7 @@ app.command()(run.run)
 app.command()(run.report)
 app.command()(page.view)
 app.command()(published.published)
+app.command()(table.table)
 app.command()(compare.compare)
 app.command()(power.power)
 app.add_typer(profile.app, name="profile")
@@ -117,7 +119,7 @@ def list_(
     kind: Annotated[
         str,
         typer.Argument(
-            metavar="policies|tasks|models|runs",
+            metavar="policies|tasks|models|runs|layouts",
             help="What to list.",
             autocompletion=complete.lists,
         ),
@@ -130,7 +132,7 @@ def list_(
     ] = Path("results"),
     as_json: Annotated[bool, option(None, FLAG, "Print the list as JSON.", "--json")] = False,
 ) -> None:
-    """List policies (paper, parts, parameters), tasks, models or runs."""
+    """List policies (paper, parts, parameters), tasks, models, runs or layouts of tables."""
     rows, failed = listing.records(kind, folder)
     if as_json:
         print_json(rows)

@@ -65,6 +65,13 @@ def paper_tables(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
     return [(t.number, t.title) for t in tables if t.number.startswith(incomplete)]
 
 
+def layouts(incomplete: str) -> list[str]:
+    """Layouts of published tables."""
+    from kvbench.layouts.published import published_layouts
+
+    return [name for name in published_layouts() if name.startswith(incomplete)]
+
+
 def _listed(incomplete: str, names: Iterable[str]) -> list[str]:
     """Complete the last name of a list with commas; the names before it are not offered again."""
     before, comma, last = incomplete.rpartition(",")

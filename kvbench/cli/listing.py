@@ -151,7 +151,22 @@ def runs(folder: Path) -> tuple[list[Record], list[str]]:
     return [{"name": run.path, **asdict(run)} for run in find_runs(folder)], []
 
 
-KINDS = ("policies", "tasks", "models", "runs")
+def layouts() -> tuple[list[Record], list[str]]:
+    """The published tables that `kvbench table` can be laid out like.
+
+    Returns:
+        The records, and no line.
+    """
+    from kvbench.layouts.published import published_layouts  # needs pandas
+
+    return [
+        {"name": name, "table": one.table.number, "paper": one.paper, "title": one.table.title,
+         "lacking": one.lacking}
+        for name, one in published_layouts().items()
+    ], []  # fmt: skip
+
+
+KINDS = ("policies", "tasks", "models", "runs", "layouts")
 """What can be listed."""
 
 
@@ -170,7 +185,8 @@ def records(kind: str, folder: Path = Path("results")) -> tuple[list[Record], li
         raise UserError(f"cannot list {kind!r}{hint}")
     if kind == "runs":
         return runs(folder)
-    return {"policies": policies, "tasks": tasks, "models": models}[kind]()
+    lists = {"policies": policies, "tasks": tasks, "models": models, "layouts": layouts}
+    return lists[kind]()
 
 
 def table(kind: str, rows: list[Record]) -> Table:
@@ -215,6 +231,10 @@ def _few(names: list[str]) -> str:
     return ", ".join(names[:3]) + more
 
 
+def _layout_row(row: Record) -> tuple[Cell, ...]:
+    return Name(row["name"]), row["title"], row["lacking"]
+
+
 def _model_row(row: Record) -> tuple[Cell, ...]:
     return Name(row["name"]), row["note"]
 
@@ -223,5 +243,6 @@ _TABLES: dict[str, tuple[tuple[str, ...], Callable[[Record], tuple[Cell, ...]]]]
     "policies": (("policy", "what it keeps, paper, parts, parameters with defaults"), _policy_row),
     "tasks": (("group", "tasks, and what they are", "needs the hub"), _task_row),
     "models": (("model", "what to know"), _model_row),
+    "layouts": (("layout", "what it shows", "why it cannot be filled"), _layout_row),
     "runs": (("run", "date", "model", "policies", "tasks", "cells", "state"), _run_row),
 }

@@ -115,10 +115,11 @@ def _filter(policy: Names, task: Names, model: Names) -> Filter:
         for name, group in catalogue.benchmarks()[0].items():
             members |= {sub: tuple(leaves) for sub, leaves in group.subsets.items()}
             members[name] = (*group.subsets, *group.leaves)
-    return Filter(_split(policy), _split(task), _split(model), members)
+    return Filter(split_names(policy), split_names(task), split_names(model), members)
 
 
-def _split(names: Names) -> list[str]:
+def split_names(names: Names) -> list[str]:
+    """The names of an option that takes several with commas."""
     return [name.strip() for text in names or [] for name in text.split(",") if name.strip()]
 
 

@@ -56,3 +56,12 @@ def resolve_task(spec: str) -> list[tuple[str, Benchmark]]:
     parts = (part for group in loaded.values() for part in (*group.leaves, *group.subsets))
     error = unknown("task", spec, sorted({*loaded, *parts}), "kvbench list tasks")
     raise UserError("; ".join([str(error), *failed]))
+
+
+def task_sets() -> dict[str, tuple[str, ...]]:
+    """Groups and subsets of the installed benchmarks with their tasks."""
+    sets: dict[str, tuple[str, ...]] = {}
+    for name, benchmark in benchmarks()[0].items():
+        sets[name] = tuple(benchmark.leaves)
+        sets |= {sub: tuple(leaves) for sub, leaves in benchmark.subsets.items()}
+    return sets

@@ -21,7 +21,7 @@ from kvbench.report.overall import group_means
 from kvbench.report.table import Cell, Column, Name, Phrase, Table, beside
 from kvbench.report.text import listed, md, tokens
 
-_MOMENTS = {
+MOMENTS = {
     "question-agnostic": "context",
     "question-aware": "question",
     "decoding": "decode",
@@ -89,7 +89,7 @@ class Pair:
         """The published setting, and whether it is known to be another moment than the run's."""
         name = self.figure.setting or "not stated"
         moment = self.moment.partition(":")[0]
-        return name + " (another moment)" * (_MOMENTS.get(name, moment) != moment)
+        return name + " (another moment)" * (MOMENTS.get(name, moment) != moment)
 
 
 def pairs(cells: pd.DataFrame) -> list[Pair]:
@@ -263,7 +263,7 @@ def _ours(cells: pd.DataFrame) -> Iterator[dict[str, Any]]:
         if unit_scale(part):
             yield from map(_named, records(part))
     published = {f.task for f in _scores()}
-    for name, leaves in _sets().items():
+    for name, leaves in catalogue.task_sets().items():
         if name not in published or name in leaves:
             continue
         part = results.cells[results.cells["task"].isin(leaves)]
@@ -285,15 +285,6 @@ def _named(row: Mapping[str, Any]) -> dict[str, Any]:
         "score": float(row["score"]),
         "full_score": float(row["full_score"]),
     }
-
-
-def _sets() -> dict[str, tuple[str, ...]]:
-    """Groups and subsets of the installed benchmarks with their tasks."""
-    sets: dict[str, tuple[str, ...]] = {}
-    for name, benchmark in catalogue.benchmarks()[0].items():
-        sets[name] = tuple(benchmark.leaves)
-        sets |= {sub: tuple(leaves) for sub, leaves in benchmark.subsets.items()}
-    return sets
 
 
 def _bare(model: str) -> str:

@@ -7,6 +7,8 @@ from enum import StrEnum
 
 MINUS = "\N{MINUS SIGN}"
 DASH = "\N{EN DASH}"
+BETTER, WORSE = "\N{SUPERSCRIPT PLUS SIGN}", "\N{SUPERSCRIPT MINUS}"
+"""Mark a number as significantly better or worse than a reference."""
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 

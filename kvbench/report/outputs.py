@@ -9,8 +9,7 @@ from __future__ import annotations
 import csv as csv_module
 import html as html_module
 import io
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,14 +18,32 @@ from rich.style import Style
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from kvbench.report.numbers import DASH, interval, number
-from kvbench.report.table import Cell, Column, Compared, Interval, Lines, Name, Phrase, Table
+from kvbench.report.csv_columns import csv_columns
+from kvbench.report.numbers import BETTER, DASH, MINUS, WORSE, interval, number
+from kvbench.report.table import (
+    Cell,
+    Column,
+    Compared,
+    Graded,
+    Interval,
+    Lines,
+    Name,
+    Phrase,
+    Table,
+)
 from kvbench.report.text import code, md, plain, tex
 
 _NAME_WIDTH = 40
 """A terminal folds a longer name."""
+_ONE_COLUMN = 8
+"""A LaTeX table of more columns may span the columns of the page."""
 _TITLE_WIDTH = 11
 """A terminal breaks a longer column title."""
+
+
+def _raised(sign: str) -> str:
+    """A sign above the line, as a character of its own."""
+    return BETTER if sign == "+" else WORSE
 
 
 @dataclass(frozen=True)
@@ -39,6 +56,7 @@ class _Markup:
         newline: Separates lines within a cell.
         number: Escapes what `kvbench.report.numbers` has written.
         marks: Format of the best and of the second best number.
+        superscript: Writes what stands above a number.
         text_after: Escapes text that does not start a line, if that differs from `text`.
     """
 
@@ -47,6 +65,7 @@ class _Markup:
     newline: str
     number: Callable[[str], str] = str
     marks: tuple[str, str] = ("{}", "{}")
+    superscript: Callable[[str], str] = _raised
     text_after: Callable[[str], str] | None = None
 
     def phrase(self, phrase: Phrase) -> str:
@@ -78,12 +97,17 @@ class _Markup:
                 text = f"{number(cell.score, column.kind)} {gap}".rstrip()
             case Interval():
                 text = _spaced(cell, column, signed=column.signed)
+            case Graded():
+                text, rank = cell.text, cell.rank
             case int() | float():
                 text = number(cell, column.kind, signed=column.signed)
             case _:
                 return self.phrase(cell)
         written = self.number(text)
-        return self.marks[rank - 1].format(written) if rank else written
+        written = self.marks[rank - 1].format(written) if rank else written
+        if isinstance(cell, Graded) and cell.better:
+            written += self.superscript("+" if cell.better > 0 else MINUS)
+        return written
 
 
 _PLAIN = _Markup(plain, plain, "\n")
@@ -101,12 +125,15 @@ _LATEX = _Markup(
     "; ",
     tex,
     marks=(r"\textbf{{{}}}", r"\underline{{{}}}"),
+    # Without width, so that the digits below each other stay aligned.
+    superscript=lambda sign: rf"\rlap{{{tex(_raised(sign))}}}",
 )
 _HTML = _Markup(
     lambda text: html_module.escape(plain(text)),
     lambda name: f"<code>{html_module.escape(plain(name))}</code>",
     "<br>",
     marks=("<b>{}</b>", "<u>{}</u>"),
+    superscript=lambda sign: f"<sup>{sign}</sup>",
 )
 plain_text = _PLAIN.phrase
 """Writes a phrase for a terminal."""
@@ -150,7 +177,10 @@ def terminal(table: Table, *, boxed: bool = True) -> RichTable:
         out.add_row(
             *(
                 # Appended, so that the style does not reach the space beside the text.
-                Text().append(_PLAIN.cell(cell, column), _style(cell, column, ranks.get((i, j), 0)))
+                Text().append(
+                    "" if table.repeats(i, j) else _PLAIN.cell(cell, column),
+                    _style(cell, column, ranks.get((i, j), 0)),
+                )
                 for j, (cell, column) in enumerate(zip(row.cells, table.columns, strict=True))
             ),
             end_section=_ends_group(table, i),
@@ -173,26 +203,41 @@ def markdown(table: Table, *, level: int = 0) -> str:
     return "\n\n".join([*blocks, *(_MARKDOWN.phrase(note) for note in table.notes)])
 
 
-def latex(table: Table) -> str:
-    """Write a table in LaTeX; it needs the package `booktabs`."""
+def latex(table: Table, *, fit: bool = False) -> str:
+    """Write a table in LaTeX; it needs the package `booktabs`.
+
+    Args:
+        table: The table.
+        fit: Whether to shrink the table where it is wider than the line (which needs the package
+            `graphicx`), and to set the notes as a block. A table of many columns then also spans
+            the columns of the page, and its titles are broken.
+    """
     body = []
     for i, cells in enumerate(_written(table, _LATEX)):
         body.append(" & ".join(cells) + r" \\")
         body += [r"\midrule"] * _ends_group(table, i)
+    wide = fit and len(table.columns) > _ONE_COLUMN
+    environment = "table*" if wide else "table"
+    titles = [_stacked(c) if wide else _LATEX.phrase(c.title) for c in table.columns]
+    notes = [_LATEX.phrase(note) for note in table.notes]
     lines = [
-        r"\begin{table}",
+        rf"\begin{{{environment}}}",
         r"\centering",
         *[rf"\caption{{{_LATEX.phrase(table.title)}}}"] * bool(table.title),
+        *[r"\smallskip"] * (fit and bool(table.title)),
+        *[r"\setlength{\tabcolsep}{4pt}"] * wide,
+        *[r"\sbox0{%"] * fit,
         rf"\begin{{tabular}}{{{''.join('r' if c.right else 'l' for c in table.columns)}}}",
         r"\toprule",
         *_latex_groups(table),
-        " & ".join(_LATEX.phrase(column.title) for column in table.columns) + r" \\",
+        " & ".join(titles) + r" \\",
         r"\midrule",
         *body,
         r"\bottomrule",
-        r"\end{tabular}",
-        *(rf"\par\smallskip{{\footnotesize {_LATEX.phrase(note)}}}" for note in table.notes),
-        r"\end{table}",
+        r"\end{tabular}" + "}%" * fit,
+        *_LATEX_FIT * fit,
+        *(_latex_block(notes) if fit else [rf"\par\smallskip{{\footnotesize {n}}}" for n in notes]),
+        rf"\end{{{environment}}}",
     ]
     return "\n".join(lines) + "\n"
 
@@ -229,7 +274,7 @@ def csv(table: Table) -> str:
     out = io.StringIO()
     writer = csv_module.writer(out, lineterminator="\n")
     blocks = [
-        _csv_column(column, [row.cells[j] for row in table.rows])
+        csv_columns(_titled(column, _CSV), [row.cells[j] for row in table.rows], _CSV.phrase)
         for j, column in enumerate(table.columns)
     ]
     writer.writerow([title for titles, _ in blocks for title in titles])
@@ -257,7 +302,7 @@ def _written(table: Table, markup: _Markup) -> list[list[str]]:
     ranks = table.ranks()
     return [
         [
-            markup.cell(cell, column, ranks.get((i, j), 0))
+            "" if table.repeats(i, j) else markup.cell(cell, column, ranks.get((i, j), 0))
             for j, (cell, column) in enumerate(zip(row.cells, table.columns, strict=True))
         ]
         for i, row in enumerate(table.rows)
@@ -308,16 +353,46 @@ def _broken(title: str) -> str:
 
 
 def _style(cell: Cell, column: Column, rank: int) -> Style:
+    rank = cell.rank if isinstance(cell, Graded) else rank
     no_number = column.right and isinstance(cell, str) and bool(cell)
     red = "red" if column.is_worse(cell) or (no_number and column.kind != "text") else None
     return Style(color=red, bold=rank == 1 or None, underline=rank == 2 or None)
 
 
-# --- Markdown, LaTeX, HTML, CSV -------------------------------------------------------------------
+# --- Markdown, LaTeX, HTML ------------------------------------------------------------------------
 
 
 def _piped(values: Iterable[str]) -> str:
     return f"| {' | '.join(values)} |"
+
+
+def _stacked(column: Column) -> str:
+    """A title over a narrow column, broken as in a terminal."""
+    first, *rest = _joined([column.title]) or [""]
+    match first:
+        case str(text):
+            write = _LATEX.text
+        case Name(text):
+            write = _LATEX.name
+        case _:
+            return _LATEX.phrase(column.title)
+    lines = [write(line) for line in _broken(plain(text)).split("\n")]
+    stack = r" \\ ".join(lines) + _LATEX.phrase(tuple(rest))
+    side = "r" if column.right else "l"
+    return rf"\shortstack[{side}]{{{stack}}}" if len(lines) > 1 else stack
+
+
+_LATEX_FIT = [
+    r"\ifdim\wd0>\linewidth\resizebox{\linewidth}{!}{\usebox0}\else\usebox0\fi",
+]
+
+
+def _latex_block(notes: list[str]) -> list[str]:
+    """Notes below a table, in one paragraph as wide as the line."""
+    if not notes:
+        return []
+    head = r"\par\smallskip\begin{minipage}{\linewidth}\footnotesize\raggedright"
+    return [head, *notes, r"\end{minipage}"]
 
 
 def _latex_groups(table: Table) -> list[str]:
@@ -338,36 +413,3 @@ def _html_row(tag: str, cells: Iterable[str], columns: Iterable[Column]) -> str:
     kinds = ("" if column.right else ' class="text"' for column in columns)
     row = (f"<{tag}{kind}>{cell}</{tag}>" for cell, kind in zip(cells, kinds, strict=True))
     return f"<tr>{''.join(row)}</tr>"
-
-
-def _csv_column(column: Column, cells: Sequence[Cell]) -> tuple[list[str], list[list[float | str]]]:
-    """The titles and values of the one, three or four columns that a column becomes."""
-    ends = ("_lo", "_hi")
-    if any(isinstance(cell, Compared) for cell in cells):
-        suffixes: tuple[str, ...] = ("", "_diff", *(f"_diff{end}" for end in ends))
-    elif any(isinstance(cell, Interval) for cell in cells):
-        suffixes = ("", *ends)
-    else:
-        suffixes = ("",)
-    title = _formula_safe(_titled(column, _CSV))
-    return [title + suffix for suffix in suffixes], [_csv_values(c, len(suffixes)) for c in cells]
-
-
-def _csv_values(cell: Cell, count: int) -> list[float | str]:
-    match cell:
-        case Compared():
-            numbers = [cell.score, cell.gap.mean, cell.gap.lo, cell.gap.hi]
-        case Interval():
-            numbers = [cell.mean, cell.lo, cell.hi]
-        case int() | float():
-            numbers = [cell]
-        case None:
-            numbers = []
-        case _:
-            return [_formula_safe(_CSV.phrase(cell)), *[""] * (count - 1)]
-    known = ["" if math.isnan(x) else x for x in numbers]
-    return known + [""] * (count - len(known))
-
-
-def _formula_safe(text: str) -> str:
-    return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text

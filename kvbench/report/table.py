@@ -8,11 +8,13 @@ messages exactly as a user, a model or a file wrote them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeVar
 
 from kvbench.report.numbers import Kind, number
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,33 @@ class Compared:
     gap: Interval
 
 
-Cell: TypeAlias = "float | int | Interval | Compared | Phrase | None"
+@dataclass(frozen=True)
+class Graded:
+    """A number that says itself how it is written, and how it compares with others of its table.
+
+    Attributes:
+        value: The number; NaN is shown as a dash.
+        kind: How it is written.
+        signed: Whether it is a difference, which is written with a sign.
+        rank: 1 for the best and 2 for the second best of those that it competes with, otherwise 0.
+        better: Whether it is significantly better (+1) or worse (-1) than a reference, otherwise 0.
+        p: The p-value of that, corrected for the other tests of the table; NaN if there is none.
+    """
+
+    value: float
+    kind: Kind
+    signed: bool = False
+    rank: int = 0
+    better: int = 0
+    p: float = math.nan
+
+    @property
+    def text(self) -> str:
+        """The number as text, without its mark."""
+        return number(self.value, self.kind, signed=self.signed)
+
+
+Cell: TypeAlias = "float | int | Interval | Compared | Graded | Phrase | None"
 """None is shown as a dash. Text in a column of numbers says why there is no number."""
 
 
@@ -65,6 +93,8 @@ class Column:
         better: Which numbers are better, if that is known.
         signed: Whether it holds differences, which are written with a sign.
         align: By default text stands left and numbers stand right.
+        merged: Whether a cell is left blank if it and all before it repeat the row above, as for
+            names of sections. CSV repeats them.
     """
 
     title: Phrase
@@ -73,6 +103,7 @@ class Column:
     better: Literal["higher", "lower", ""] = ""
     signed: bool = False
     align: Literal["left", "right", ""] = ""
+    merged: bool = False
 
     @property
     def right(self) -> bool:
@@ -147,13 +178,27 @@ class Table:
                 if len(values) < 2:
                     continue
                 texts = {i: number(value, column.kind) for i, value in values.items()}
-                by_rank = list(
-                    dict.fromkeys(texts[i] for i in sorted(values, key=lambda i: sign * values[i]))
-                )
-                for i, text in texts.items():
-                    if text in by_rank[:2]:
-                        ranks[i, j] = by_rank.index(text) + 1
+                places = first_two({i: (sign * values[i], texts[i]) for i in values})
+                ranks |= {(i, j): place for i, place in places.items()}
         return ranks
+
+    def repeats(self, i: int, j: int) -> bool:
+        """Whether the cell in row i and column j is left blank; see `Column.merged`."""
+        if not i or not self.columns[j].merged:
+            return False
+        return self.rows[i - 1].cells[: j + 1] == self.rows[i].cells[: j + 1]
+
+
+def first_two(values: Mapping[Key, tuple[float, str]]) -> dict[Key, int]:
+    """The best (1) and the second best (2) of some numbers, by key.
+
+    Args:
+        values: By key, a number that is smaller the better, and how it is shown. What reads the
+            same shares a place.
+    """
+    ordered = sorted(values.values(), key=lambda value: value[0])
+    shown = list(dict.fromkeys(text for _, text in ordered))[:2]
+    return {key: shown.index(text) + 1 for key, (_, text) in values.items() if text in shown}
 
 
 def beside(
@@ -188,6 +233,8 @@ def value_of(cell: Cell) -> float:
             return cell.mean
         case Compared():
             return cell.score
+        case Graded():
+            return cell.value
         case int() | float():
             return float(cell)
         case _:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import unicodedata
 
 REFERENCE_MODEL = "reference"
 REFERENCE_NOTE = (
@@ -31,7 +32,17 @@ _TEX = {c: f"\\{c}" for c in "{}$&#_%"} | {
     "\N{BLACK STAR}": r"$\star$",
     "\N{DOWNWARDS ARROW}": r"$\downarrow$",
     "\N{HORIZONTAL ELLIPSIS}": r"\ldots{}",
+    "\N{SUPERSCRIPT PLUS SIGN}": "$^{+}$",
+    "\N{SUPERSCRIPT MINUS}": "$^{-}$",
+    "\N{GREEK CAPITAL LETTER DELTA}": r"$\Delta$",
+    "\N{GREEK SMALL LETTER ALPHA}": r"$\alpha$",
+    "\N{GREEK SMALL LETTER BETA}": r"$\beta$",
+    "\N{GREEK SMALL LETTER THETA}": r"$\theta$",
+    # Letters and quotes that need no package and that every encoding of fonts has.
+    **{c: c for c in "ßæœøåłÆŒØÅŁ‘’“”"},
 }
+_ACCENTS = "\N{COMBINING GRAVE ACCENT}\N{COMBINING ACUTE ACCENT}\N{COMBINING CIRCUMFLEX ACCENT}\
+\N{COMBINING TILDE}\N{COMBINING DIAERESIS}\N{COMBINING CARON}\N{COMBINING CEDILLA}"
 
 
 def plain(text: object) -> str:
@@ -90,9 +101,22 @@ def span(text: object) -> str:
 
 
 def tex(text: object) -> str:
-    """Text as LaTeX that renders as exactly that text, at the start of a table row as well."""
+    r"""Text as LaTeX that renders as exactly that text, at the start of a table row as well.
+
+    Letters that pdfLaTeX has in no font are spelled as in Python, such as `\u4e2d`.
+    """
     # `\\` takes a following `[` or `*` as its argument, and `--` becomes a dash.
-    return "".join(_TEX.get(c, c) for c in plain(text)).replace("--", "-{}-")
+    return "".join(map(_tex_char, plain(text))).replace("--", "-{}-")
+
+
+def _tex_char(char: str) -> str:
+    if char in _TEX or char.isascii():
+        return _TEX.get(char, char)
+    letter, *accents = list(unicodedata.normalize("NFD", char))
+    # Of what Latin-1 and Latin Extended-A compose, LaTeX sets these with any font.
+    if char <= "\u017f" and len(accents) == 1 and accents[0] in _ACCENTS and letter.isascii():
+        return char
+    return "".join(_TEX.get(c, c) for c in char.encode("unicode_escape").decode())
 
 
 def word(text: object) -> str:

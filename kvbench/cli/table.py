@@ -1,0 +1,213 @@
+"""`kvbench table`: tables for a paper. What makes them is imported inside the command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvbench.cli import complete
+from kvbench.cli.options import FLAG, OUTPUT, Names, option
+from kvbench.cli.published import split_names
+from kvbench.cli.screen import console
+from kvbench.errors import UserError
+from kvbench.files import write_whole
+from kvbench.layouts.value import Value
+from kvbench.layouts.write import Format, written
+
+if TYPE_CHECKING:
+    from kvbench.layouts.measures import Measures
+    from kvbench.layouts.slots import Layout
+
+PAPER = "Like a published table"
+FREE = "Any other table"
+CHOOSE = "What of the runs (with commas)"
+
+
+def table(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.")],
+    layout: Annotated[
+        str | None,
+        option(
+            PAPER,
+            "NAME",
+            "Rows and columns of a published table, such as criticalkv-1 (kvbench list layouts).",
+            autocompletion=complete.layouts,
+        ),
+    ] = None,
+    use: Annotated[
+        list[str] | None,
+        option(
+            PAPER,
+            "NAME=OURS",
+            "What stands in place of a method, dataset or budget of the paper: 40%=0.2. Can be "
+            "repeated.",
+        ),
+    ] = None,
+    reduced: Annotated[
+        bool,
+        option(
+            PAPER,
+            FLAG,
+            "Leave out rows and columns that the runs have nothing of. Averages are of the "
+            "columns that stay.",
+            "--reduced",
+        ),
+    ] = False,
+    rows: Annotated[
+        str | None,
+        option(
+            FREE,
+            "NAMES",
+            "Dimensions that name the rows, with commas: policy, budget, task, group, model, "
+            "moment, length, seed. Default: policy,budget, within what else varies.",
+        ),
+    ] = None,
+    columns: Annotated[
+        str | None,
+        option(FREE, "NAMES", "Dimensions that name the columns. Default: task."),
+    ] = None,
+    value: Annotated[
+        Value,
+        option(
+            FREE,
+            "score|diff|relative|loss|kv",
+            "What to show: scores, their difference to the full cache, their change or their loss "
+            "in percent of its score, or the bytes held in percent of its bytes. Default: score.",
+            show_default=False,
+        ),
+    ] = Value.SCORE,
+    mean: Annotated[
+        bool,
+        option(
+            FREE, FLAG, "Add the mean over tasks, and its loss against the full cache.", "--mean"
+        ),
+    ] = False,
+    against: Annotated[
+        str,
+        option(
+            None,
+            "NAME",
+            "Mark scores that differ significantly from those of this policy at the same budget; "
+            "none for no marks. Default: full.",
+            autocompletion=complete.policies,
+            show_default=False,
+        ),
+    ] = "full",
+    model: Annotated[Names, option(CHOOSE, "NAME", "Models.")] = None,
+    policy: Annotated[Names, option(CHOOSE, "NAME", "Policies. The full cache stays.")] = None,
+    budget: Annotated[Names, option(CHOOSE, "B", "Budgets.")] = None,
+    task: Annotated[Names, option(CHOOSE, "NAME", "Tasks, groups or subsets.")] = None,
+    moment: Annotated[Names, option(CHOOSE, "WHEN", "Moments.")] = None,
+    length: Annotated[Names, option(CHOOSE, "N", "Lengths. Tasks of natural length stay.")] = None,
+    seed: Annotated[Names, option(CHOOSE, "N", "Seeds.")] = None,
+    form: Annotated[
+        Format | None,
+        option(
+            OUTPUT,
+            "latex|markdown|csv|html",
+            "What to write. Default: a table for the terminal.",
+            "--format",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        option(
+            OUTPUT,
+            "FILE",
+            "Write to a file instead of the screen. Its ending gives the format: .tex, .md, .csv "
+            "or .html.",
+        ),
+    ] = None,
+) -> None:
+    """Make a table for a paper: like a published one, or with any rows and columns.
+
+    The best policy at a budget is bold and the second best underlined. A raised plus or minus
+    marks scores that differ significantly from the full cache's.
+    """
+    from kvbench.layouts.fill import fill
+    from kvbench.layouts.measures import load
+
+    _check(
+        layout,
+        own=bool(use or reduced),
+        free=bool(rows or columns or mean) or value is not Value.SCORE,
+    )
+    chosen = {
+        name: split_names(given)
+        for name, given in (
+            ("model", model), ("policy", policy), ("budget", budget), ("task", task),
+            ("moment", moment), ("length", length), ("seed", seed),
+        )
+    }  # fmt: skip
+    form = _format(form, out)
+    measures = load(runs, chosen)
+    if layout:
+        made = _published(layout, measures, use or [], reduced=reduced)
+    else:
+        made = _pivot(measures, rows, columns or "task", value, mean=mean)
+    reference = _reference(against, measures)
+    filled = fill(made, measures, reference)
+    if form is None:
+        from kvbench.report.fit import fitted
+
+        screen = console()
+        for part in fitted(filled, screen):
+            screen.print(part)
+        return
+    text = written(filled, form)
+    if out is None:
+        print(text, end="")
+        return
+    write_whole(out, text.encode())
+    print(f"wrote {out}")
+
+
+_ENDINGS = {
+    ".tex": Format.LATEX,
+    ".md": Format.MARKDOWN,
+    ".csv": Format.CSV,
+    ".html": Format.HTML,
+}
+
+
+def _format(form: Format | None, out: Path | None) -> Format | None:
+    if form is not None or out is None:
+        return form
+    if out.suffix not in _ENDINGS:
+        some = ", ".join(_ENDINGS)
+        raise UserError(f"--out {out}: unknown ending; use {some}, or give --format")
+    return _ENDINGS[out.suffix]
+
+
+def _check(layout: str | None, *, own: bool, free: bool) -> None:
+    if layout and free:
+        raise UserError("--layout excludes --rows, --columns, --value and --mean")
+    if own and not layout:
+        raise UserError("--use and --reduced need --layout")
+
+
+def _published(name: str, measures: Measures, use: list[str], *, reduced: bool) -> Layout:
+    from kvbench.layouts.lay_out import lay_out
+    from kvbench.layouts.published import published_layout
+    from kvbench.layouts.substitutes import Substitutes
+
+    one = published_layout(name)
+    return lay_out(one, measures, Substitutes.parse(one, use), reduced=reduced)
+
+
+def _pivot(
+    measures: Measures, rows: str | None, columns: str, value: Value, *, mean: bool
+) -> Layout:
+    from kvbench.layouts.pivot import Axes, default_rows, pivot
+
+    across = tuple(split_names([columns]))
+    down = tuple(split_names([rows])) if rows else default_rows(measures, across)
+    return pivot(measures, Axes(down, across, value, mean))
+
+
+def _reference(against: str, measures: Measures) -> str:
+    """What scores are tested against; nothing where the default was not run."""
+    policies = set(measures.cells["policy"])
+    return "" if against == "none" or (against == "full" and "full" not in policies) else against

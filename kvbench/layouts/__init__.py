@@ -1,0 +1,1 @@
+"""Tables for a paper: the layouts of published tables, and any other, filled with runs' figures."""
