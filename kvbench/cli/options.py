@@ -55,8 +55,8 @@ Models = Annotated[
     option(
         MODEL,
         "NAME",
-        "Models, with commas: reference (the default), a name of kvbench list models, a folder, a GGUF "
-        "file or a hub id.",
+        "Models, with commas: reference (the default), a name of kvbench list models, a folder, a "
+        "GGUF file or a hub id.",
         autocompletion=complete.models,
     ),
 ]
@@ -65,7 +65,8 @@ OneModel = Annotated[
     option(
         MODEL,
         "NAME",
-        "reference (the default), a name of kvbench list models, a folder, a GGUF file or a hub id.",
+        "reference (the default), a name of kvbench list models, a folder, a GGUF file or a hub "
+        "id.",
         autocompletion=complete.models,
         show_default=False,
     ),
