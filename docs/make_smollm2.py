@@ -23,7 +23,9 @@ MOMENTS = {"context": "before the question", "question": "after it"}
 PAIRS = (
     ("critical_snapkv", "snapkv"),
     ("criticalkv", "adakv"),
+    ("critical_headkv", "headkv"),
     ("adakv", "snapkv"),
+    ("headkv", "snapkv"),
     ("d2o", "h2o"),
     ("cam", "h2o"),
     ("layer_defensivekv", "defensivekv"),
@@ -31,7 +33,7 @@ PAIRS = (
 )
 """Each a policy and the one that its paper builds on."""
 SHOWN = (
-    *("dbtrimkv", "trimkv", "locret", "layer_defensivekv", "defensivekv", "keydiff", "tova"),
+    *("critical_headkv", "headkv", "dbtrimkv", "trimkv", "locret", "layer_defensivekv", "defensivekv", "keydiff", "tova"),
     *("snapkv", "critical_snapkv", "adakv", "criticalkv", "h2o", "d2o", "streaming_llm", "random"),
 )
 """The policies of the README; docs/smollm2.md has all of them."""
