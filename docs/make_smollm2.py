@@ -33,8 +33,9 @@ PAIRS = (
 )
 """Each a policy and the one that its paper builds on."""
 SHOWN = (
-    *("critical_headkv", "headkv", "dbtrimkv", "trimkv", "locret", "layer_defensivekv", "defensivekv", "keydiff", "tova"),
-    *("snapkv", "critical_snapkv", "adakv", "criticalkv", "h2o", "d2o", "streaming_llm", "random"),
+    *("critical_headkv", "headkv", "dbtrimkv", "trimkv", "locret", "layer_defensivekv"),
+    *("defensivekv", "keydiff", "tova", "snapkv", "critical_snapkv", "adakv", "criticalkv"),
+    *("h2o", "d2o", "streaming_llm", "random"),
 )
 """The policies of the README; docs/smollm2.md has all of them."""
 LEARNED = ("trimkv", "dbtrimkv", "locret")
