@@ -25,10 +25,12 @@ $(VENV)/.smollm2: $(VENV)/.installed
 	touch $@
 
 # The grid of the baseline again: exit code 1 if a score has dropped, 2 if the grids differ.
-regression: $(VENV)/.installed
-	HF_HUB_OFFLINE=1 $(VENV)/bin/kvbench run --config results/baseline/reference/grid.yaml \
-	    --out results/regression --fresh --quiet
-	$(VENV)/bin/kvbench compare results/baseline/reference results/regression
+regression: $(VENV)/.smollm2
+	for model in reference smollm2; do \
+	    HF_HUB_OFFLINE=1 $(VENV)/bin/kvbench run --config results/baseline/$$model/grid.yaml \
+	        --out results/regression-$$model --fresh --quiet && \
+	    $(VENV)/bin/kvbench compare results/baseline/$$model results/regression-$$model || exit; \
+	done
 
 test: $(VENV)/.installed
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV)/bin/pytest -n auto --dist loadfile
