@@ -57,7 +57,8 @@ def compare(
     from kvbench.regression import show
     from kvbench.regression.compare import compare as compare_runs
     from kvbench.regression.junit import junit as junit_xml
-    from kvbench.report.outputs import plain_text, terminal
+    from kvbench.report.fit import fitted
+    from kvbench.report.outputs import plain_text
     from kvbench.runs.store import load_frames
 
     found = compare_runs(load_frames(baseline), load_frames(run), max_drop=max_drop, alpha=alpha)
@@ -72,7 +73,8 @@ def compare(
     elif not quiet:
         screen = console()
         for table in show.tables(found):
-            screen.print(terminal(table))
+            for part in fitted(table, screen):
+                screen.print(part)
         for sentence in show.sentences(found):
             print(plain_text(sentence))
         if code == OK:

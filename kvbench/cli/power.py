@@ -85,7 +85,8 @@ def power(
     """Say how many samples see a drop in score, from a run or from assumptions."""
     from kvbench.regression import power as planning
     from kvbench.regression import show_power
-    from kvbench.report.outputs import plain_text, terminal
+    from kvbench.report.fit import fitted
+    from kvbench.report.outputs import plain_text
     from kvbench.runs.store import load_frames
 
     assumed = [x for x in (rate, discordance, questions, icc) if x is not None]
@@ -119,7 +120,9 @@ def power(
     if as_json:
         print_json(show_power.needs_json(needs, goal))
         return
+    screen = console()
     for table in show_power.tables(needs, goal):
-        console().print(terminal(table))
+        for part in fitted(table, screen):
+            screen.print(part)
     for sentence in show_power.sentences(needs, goal):
         print(plain_text(sentence))

@@ -66,13 +66,27 @@ def test_an_unchanged_run_passes_every_time(runs: Path) -> None:
         assert cli.call(["compare", f"run-{samples}", f"run-{samples}", "--quiet"]) == 0
 
 
-def test_the_table_shows_what_changed(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_shows_what_changed(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     assert cli.call(["compare", "base", "worse"]) == 1
     shown = capsys.readouterr().out
     assert shown.count("snapkv") == 1 and "keydiff" not in shown
     assert "failed" in shown and "9 unchanged" in shown and "can go unseen" in shown
     assert cli.call(["compare", "base", "base"]) == 0
     assert capsys.readouterr().out.endswith("no regression shown\n")
+
+
+def test_a_narrow_terminal_cuts_no_word(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.call(["compare", "base", "worse"]) == 1
+    shown = capsys.readouterr().out
+    for word in ("snapkv", "budget", "moment", "change", "corrected p", "contexts"):
+        assert word in shown
+    assert all(len(line) <= 80 for line in shown.splitlines() if line[:1] in "┏┃┡│├└")
 
 
 def test_quiet_prints_only_what_is_wrong(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

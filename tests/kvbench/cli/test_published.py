@@ -16,6 +16,11 @@ from kvbench.runs import store
 from ..report.conftest import make_run
 
 
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+
+
 def out(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert call(["published", *arguments]) == 0
     captured = capsys.readouterr()

@@ -19,6 +19,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_run(frames, tmp_path_factory.mktemp("table") / "run"))
 
 
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+
+
 def out(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert call(["table", *arguments]) == 0
     captured = capsys.readouterr()
