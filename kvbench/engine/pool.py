@@ -108,12 +108,14 @@ class Pool(Generic[_Owner]):
         return rows <= self.slots and self.room(rows, held)
 
     def _ask(self, items: Sequence[Pooled[_Owner]]) -> None:
-        """Feed the questions in one forward, whose shape is always the same."""
+        """Feed the questions in one forward; on a CPU its shape is always the same."""
         if not items:
             return
         caches = [item.cache for item in items if item.cache is not None]
         began = now(self.device)
-        batch = Batch(self.model, caches, self.intake)
+        # A GPU promises no bits, and repeated rows of long contexts would fill its memory.
+        rows = self.intake if self.device.type == "cpu" else len(items)
+        batch = Batch(self.model, caches, rows)
         logits = batch.feed([item.question for item in items], self.width)
         seconds = now(self.device) - began
         for i, item in enumerate(items):

@@ -32,7 +32,8 @@ from kvbench.view import Need
 
 CPU_SLOTS = 16
 GPU_SLOTS = 32
-INTAKE = 4
+CPU_INTAKE = 4
+GPU_INTAKE = 16
 """Responses whose questions are fed in one forward."""
 
 
@@ -134,12 +135,15 @@ class Worker:
 
     def pool(self, width: int) -> Pool[Response]:
         """A pool for responses whose questions have at most `width` tokens."""
-        slots = self.batch_size if isinstance(self.batch_size, int) else GPU_SLOTS
+        slots, intake = CPU_SLOTS, CPU_INTAKE
+        if not self.cpu:
+            slots = self.batch_size if isinstance(self.batch_size, int) else GPU_SLOTS
+            intake = min(GPU_INTAKE, slots)
 
         def room(rows: int, held: list[RaggedCache]) -> bool:
             return self.has_room(rows - 1, held)
 
-        return Pool(self.model, CPU_SLOTS if self.cpu else slots, INTAKE, width, room)
+        return Pool(self.model, slots, intake, width, room)
 
     def slots(self, rows: int) -> int:
         """Rows of a batch in which `rows` responses are decoded."""
