@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvbench.cli.options import FLAG, OUTPUT, AsJson, option
-from kvbench.cli.screen import FAILED, MISUSE, OK, complain, console, print_json
+from kvbench.cli.screen import FAILED, MISUSE, OK, complain, print_json, show
 from kvbench.files import write_whole
 
 LIMITS = "Limits"
@@ -54,31 +54,28 @@ def compare(
     Exit codes: 0, no cell dropped by more than is allowed and significantly; 1, a cell did; 2, a
     cell of the baseline could not be compared, or the input is wrong.
     """
-    from kvbench.regression import show
+    from kvbench.regression import show as wording
     from kvbench.regression.compare import compare as compare_runs
     from kvbench.regression.junit import junit as junit_xml
-    from kvbench.report.fit import fitted
     from kvbench.report.outputs import plain_text
     from kvbench.runs.store import load_frames
 
     found = compare_runs(load_frames(baseline), load_frames(run), max_drop=max_drop, alpha=alpha)
     code = FAILED if found.failed else OK if found.complete else MISUSE
     if markdown is not None:
-        text = show.markdown_page(found, str(baseline), str(run))
+        text = wording.markdown_page(found, str(baseline), str(run))
         write_whole(markdown, text.encode())
     if junit is not None:
         write_whole(junit, junit_xml(found, f"kvbench compare {baseline} {run}"))
     if as_json:
-        print_json(show.as_json(found, code))
+        print_json(wording.as_json(found, code))
     elif not quiet:
-        screen = console()
-        for table in show.tables(found):
-            for part in fitted(table, screen):
-                screen.print(part)
-        for sentence in show.sentences(found):
+        for table in wording.tables(found):
+            show(table)
+        for sentence in wording.sentences(found):
             print(plain_text(sentence))
         if code == OK:
-            print(show.verdict(found))
+            print(wording.verdict(found))
     if code != OK:
-        complain(show.complaint(found))
+        complain(wording.complaint(found))
         raise typer.Exit(code)

@@ -14,7 +14,7 @@ from rich.text import Text
 from kvbench import terminal
 from kvbench.benchmark import Source
 from kvbench.cli import complete
-from kvbench.cli.options import FLAG, option
+from kvbench.cli.options import FLAG, option, split_names
 from kvbench.cli.screen import FAILED, complain, console, print_json
 from kvbench.data import records
 from kvbench.data.records import Damaged, Record
@@ -153,7 +153,7 @@ def _tables(tasks: Sequence[str]) -> tuple[dict[Source, list[str]], bool]:
     """
     tables: dict[Source, list[str]] = {}
     failed: list[str] = []
-    for name in filter(None, (name.strip() for text in tasks for name in text.split(","))):
+    for name in split_names(tasks):
         if name == "all":
             groups, failed = catalogue.benchmarks()
             pairs = [(leaf, group) for group in groups.values() for leaf in group.leaves]

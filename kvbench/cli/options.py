@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -16,6 +17,11 @@ FLAG = " "
 """Metavar of an option without a value: otherwise the help spends a column on `<bool>`."""
 
 Names = list[str] | None
+
+
+def split_names(names: Sequence[str] | None) -> list[str]:
+    """The names of an option that takes several with commas."""
+    return [name.strip() for text in names or [] for name in text.split(",") if name.strip()]
 
 
 def option(panel: str | None, metavar: str, text: str, *flags: str, **more: Any) -> Any:

@@ -9,7 +9,7 @@ import typer
 
 from kvbench.cli.compare import LIMITS, Alpha
 from kvbench.cli.options import AsJson, option
-from kvbench.cli.screen import console, print_json
+from kvbench.cli.screen import print_json, show
 from kvbench.errors import UserError
 
 ASSUMPTIONS = "Assumptions, instead of a run"
@@ -85,7 +85,6 @@ def power(
     """Say how many samples see a drop in score, from a run or from assumptions."""
     from kvbench.regression import power as planning
     from kvbench.regression import show_power
-    from kvbench.report.fit import fitted
     from kvbench.report.outputs import plain_text
     from kvbench.runs.store import load_frames
 
@@ -120,9 +119,7 @@ def power(
     if as_json:
         print_json(show_power.needs_json(needs, goal))
         return
-    screen = console()
     for table in show_power.tables(needs, goal):
-        for part in fitted(table, screen):
-            screen.print(part)
+        show(table)
     for sentence in show_power.sentences(needs, goal):
         print(plain_text(sentence))

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvbench.cli import complete
-from kvbench.cli.options import FLAG, OUTPUT, Names, option
-from kvbench.cli.screen import console, print_json
+from kvbench.cli.options import FLAG, OUTPUT, Names, option, split_names
+from kvbench.cli.screen import console, print_json, show
 from kvbench.errors import UserError
 from kvbench.report.outputs import terminal
 
@@ -118,15 +118,9 @@ def _filter(policy: Names, task: Names, model: Names) -> Filter:
     return Filter(split_names(policy), split_names(task), split_names(model), members)
 
 
-def split_names(names: Names) -> list[str]:
-    """The names of an option that takes several with commas."""
-    return [name.strip() for text in names or [] for name in text.split(",") if name.strip()]
-
-
 def _show(figures: list[Figure], *, whole: bool, paper: str | None) -> None:
     from kvbench.published import browse
     from kvbench.published.figures import papers
-    from kvbench.report.fit import fitted
 
     if not whole:
         found = browse.contents(papers()[paper], figures) if paper else browse.overview(figures)
@@ -139,9 +133,7 @@ def _show(figures: list[Figure], *, whole: bool, paper: str | None) -> None:
         print("no figure fits all of these names together")
     for (name, number), own in by_table.items():
         one = papers()[name]
-        screen = console()
-        for part in fitted(browse.as_printed(one, one.table(number), own), screen):
-            screen.print(part)
+        show(browse.as_printed(one, one.table(number), own))
 
 
 def _check(names: list[str]) -> None:

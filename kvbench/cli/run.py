@@ -45,7 +45,7 @@ from kvbench.cli.options import (
     given_flags,
     option,
 )
-from kvbench.cli.screen import FAILED, complain, console, print_json, progress, stopping
+from kvbench.cli.screen import FAILED, complain, console, print_json, progress, show, stopping
 from kvbench.errors import UserError
 from kvbench.progress import Reporter, Silent
 
@@ -307,14 +307,11 @@ def report(
     more: dict[str, Any] = {}
     if with_published:
         from kvbench.published import beside
-        from kvbench.report.fit import fitted
 
         matched = beside.pairs(cells)
         line = "" if matched else beside.unmatched(cells)
         if shown and matched:
-            screen = console()
-            for part in fitted(beside.beside_table(matched), screen):
-                screen.print(part)
+            show(beside.beside_table(matched))
         elif shown:
             print(line)
         written += beside.write(matched, line, folder)

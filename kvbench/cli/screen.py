@@ -13,9 +13,12 @@ import typer
 
 from kvbench import terminal
 from kvbench.progress import Bar, Lines, Reporter, reporter
+from kvbench.report.fit import fitted
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from kvbench.report.table import Table
 
 OK, FAILED, MISUSE, INTERRUPTED, CLOSED = 0, 1, 2, 130, 141
 """Exit codes: success; a cell or a check failed, or stdout cannot be written; wrong input; Ctrl-C;
@@ -28,6 +31,13 @@ def console() -> Console:
     if not made.is_terminal and "COLUMNS" not in os.environ:
         made = terminal.console(width=140)
     return made
+
+
+def show(table: Table) -> None:
+    """Print a table on stdout, in as many parts as the width asks for."""
+    screen = console()
+    for part in fitted(table, screen):
+        screen.print(part)
 
 
 def progress() -> Bar | Lines:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvbench.cli import complete
-from kvbench.cli.options import FLAG, OUTPUT, Names, option
-from kvbench.cli.published import split_names
-from kvbench.cli.screen import console
+from kvbench.cli.options import FLAG, OUTPUT, Names, option, split_names
+from kvbench.cli.screen import show
 from kvbench.errors import UserError
 from kvbench.files import write_whole
 from kvbench.layouts.value import Value
@@ -150,11 +149,7 @@ def table(
     reference = _reference(against, measures)
     filled = fill(made, measures, reference)
     if form is None:
-        from kvbench.report.fit import fitted
-
-        screen = console()
-        for part in fitted(filled, screen):
-            screen.print(part)
+        show(filled)
         return
     text = written(filled, form)
     if out is None:

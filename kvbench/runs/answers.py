@@ -131,6 +131,17 @@ def begun(
     )
 
 
+def ended(response: Response, row: Row, decode_s: float) -> Response:
+    """A response with what its row has generated, in `decode_s` seconds."""
+    return replace(
+        response,
+        response=row.text(),
+        stop=row.reason,
+        generated_tokens=len(row.tokens),
+        decode_s=decode_s,
+    )
+
+
 def finished(answers: Sequence[Answer], cache: RaggedCache, seconds: float) -> list[Response]:
     """The responses of a decoded batch.
 
@@ -146,11 +157,7 @@ def finished(answers: Sequence[Answer], cache: RaggedCache, seconds: float) -> l
     cuts = 0.0 if cache.upkeep is None else cache.upkeep.seconds
     for i, a in enumerate(answers):
         response = replace(
-            a.response,
-            response=a.row.text(),
-            stop=a.row.reason,
-            generated_tokens=len(a.row.tokens),
-            decode_s=(seconds - cuts) / len(answers),
+            ended(a.response, a.row, (seconds - cuts) / len(answers)),
             compress_s=a.response.compress_s + cuts / len(answers),
         )
         if cache.upkeep is not None:

@@ -25,6 +25,7 @@ from kvbench.runs.answers import (
     begun,
     by_cell,
     by_request,
+    ended,
     finished,
     forks,
     key_of,
@@ -229,18 +230,9 @@ class _Contexts:
         if not self.worker.has_room(len(waiting), self._waiting_caches()):
             self._flush(lane)
 
-    def _done(self, ended: Iterable[Pooled[Response]]) -> None:
+    def _done(self, items: Iterable[Pooled[Response]]) -> None:
         """Store the responses that the pool has ended."""
-        responses = [
-            replace(
-                item.owner,
-                response=item.row.text(),
-                stop=item.row.reason,
-                generated_tokens=len(item.row.tokens),
-                decode_s=item.seconds,
-            )
-            for item in ended
-        ]
+        responses = [ended(item.owner, item.row, item.seconds) for item in items]
         if responses:
             self.worker.done(responses)
 

@@ -20,7 +20,7 @@ from kvbench.engine.decode import Batch, Row
 from kvbench.engine.evict import restore
 from kvbench.errors import PluginError, plugin_call
 from kvbench.harness.protocol import Request
-from kvbench.runs.answers import Prompt, begun, by_cell, empty, forks, key_of
+from kvbench.runs.answers import Prompt, begun, by_cell, empty, ended, forks, key_of
 from kvbench.runs.cell import Cell
 from kvbench.runs.store import Key, Response
 from kvbench.runs.worker import Worker
@@ -130,14 +130,7 @@ def _turns(worker: Worker, dialogues: list[Dialogue], width: int) -> Iterator[Re
         each = (now(worker.device) - began - cuts) / max(1, sum(alive))
         for state, row, ok in zip(states, rows, alive, strict=True):
             if ok:
-                yield replace(
-                    state,
-                    response=row.text(),
-                    stop=row.reason,
-                    generated_tokens=len(row.tokens),
-                    compress_s=cuts / sum(alive),
-                    decode_s=each,
-                )
+                yield replace(ended(state, row, each), compress_s=cuts / sum(alive))
         last_rows = rows
 
 
