@@ -22,7 +22,7 @@ _MOST_DRAWS = 1_000_000
 
 
 class Outcome(StrEnum):
-    """What a comparison says about a cell, the gravest first."""
+    """What a comparison says about a cell, the worst first."""
 
     FAILED = "failed"
     """It dropped by more than is allowed, and the drop is significant."""
@@ -39,7 +39,7 @@ class Outcome(StrEnum):
     SAME = "unchanged"
     """All responses that both runs have are the same."""
     NO_BASELINE = "no baseline"
-    """The baseline has no score of it, so nothing is asked."""
+    """The baseline has no score of it, so there is nothing to compare."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Regression:
 
     @property
     def complete(self) -> bool:
-        """Whether everything that the baseline has was compared, and that is not nothing."""
+        """Whether at least one cell, and every cell that the baseline scores, was compared."""
         return bool(self.compared) and not self.of(Outcome.NOT_COMPARED)
 
 
@@ -157,7 +157,7 @@ def compare(
             outcome = Outcome.NO_BASELINE if pair.settled else Outcome.NOT_COMPARED
             cells.append(Comparison(pair, outcome, pair.problem))
             continue
-        # Had a cell dropped in which nothing differs, there would be one test more.
+        # If a cell in which nothing differs had dropped, there would be one more test.
         level = alpha / (len(tests) + (pair.place not in tests))
         scale, test = unit[pair.place.task], tests.get(pair.place, (1.0, 1.0))
         cells.append(_compared(pair, test, max_drop, alpha, level, scale))
