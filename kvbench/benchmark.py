@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from kvbench.errors import UserError
 
@@ -51,6 +51,24 @@ class Source:
     def table(self) -> str:
         """The table within the dataset: configuration and split, or file."""
         return self.file or " ".join(filter(None, [self.config, self.split]))
+
+
+@dataclass(frozen=True)
+class Medium:
+    """An image or a video of a prompt, loaded when the model sees it.
+
+    Two media are equal if they have the same content.
+
+    Attributes:
+        kind: `image` or `video`.
+        digest: Hash of the content; contexts and data are identified by it.
+        load: Returns an RGB image (`PIL.Image.Image`), or the frames of a video as a list of such
+            images.
+    """
+
+    kind: Literal["image", "video"]
+    digest: str
+    load: Callable[[], Any] = field(compare=False, repr=False)
 
 
 @dataclass(frozen=True)

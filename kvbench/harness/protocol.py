@@ -11,9 +11,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from kvbench.benchmark import Ask, Benchmark, Marks
+from kvbench.benchmark import Ask, Benchmark, Marks, Medium
 from kvbench.decoding import Sampling
 
 if TYPE_CHECKING:
@@ -55,6 +55,9 @@ class Request:
         given: A text that follows the prompt and is measured instead of an answer: its negative
             log-likelihood under the cell's cache. The response is then the JSON object
             `{"nll": sum in nats, "tokens": count}`.
+        media: Images and videos of `context`, in the order of their placeholders in it, which are
+            those of the model's chat template: one for each medium. A question has no media.
+        delta_media: The media of `delta`; they are the last ones of `media`.
 
     The history of a dialogue with reference answers is the concatenation of `delta + question +
     answer_begin + answer + answer_end` over its turns. Up to the question of turn j it equals
@@ -82,6 +85,8 @@ class Request:
     sampling: Sampling | None = None
     repeats: int = 1
     given: str = ""
+    media: tuple[Medium, ...] = ()
+    delta_media: tuple[Medium, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,8 @@ class TaskSettings:
         chat_template: Whether to apply the tokenizer's chat template.
         cache_dir: Folder for generated data.
         thinking: Passed to the chat template as `enable_thinking`; None: not passed.
+        processor: The processor of a vision-language model, whose chat template writes the
+            placeholders of media; None for a text model.
     """
 
     length: int
@@ -109,6 +116,7 @@ class TaskSettings:
     chat_template: bool
     cache_dir: Path
     thinking: bool | None = None
+    processor: Any = None
 
 
 @dataclass(frozen=True, eq=False)
