@@ -22,7 +22,7 @@ from transformers.masking_utils import sdpa_mask
 from kvbench.engine.attend import attend
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.layer import RaggedLayer
-from kvbench.engine.models import attention_modules, decoder_of
+from kvbench.engine.models import attention_modules, decoder_of, visual_ids
 
 NAME = "kvbench"
 
@@ -87,9 +87,17 @@ class _Hooked:
 
 @dataclass
 class Attachment:
-    """A model with our attention: the forward that is running, and the hooks to remove."""
+    """A model with our attention.
+
+    Attributes:
+        active: The forward that is running.
+        tokens: Token ids of the call that is running: a decoder that sees images is given
+            embeddings instead.
+        handles: The hooks to remove.
+    """
 
     active: Forward | None = None
+    tokens: Tensor | None = None
     handles: list[Any] = field(default_factory=list)
 
 
@@ -97,7 +105,9 @@ _ATTACHED: set[int] = set()
 _ACTIVE: list[Forward] = []
 
 
-def _open(cache: RaggedCache, rows: int, n: int, device: torch.device, mask: Any) -> Forward:
+def _open(
+    cache: RaggedCache, rows: int, n: int, device: torch.device, mask: Any, visual: Tensor | None
+) -> Forward:
     """Register the new columns with the cache. Padding must be on the left."""
     first = 0 if cache.valid is None else int(cache.valid.shape[1])
     if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
@@ -121,7 +131,13 @@ def _open(cache: RaggedCache, rows: int, n: int, device: torch.device, mask: Any
                 raise ValueError(f"row {added.index(0)} of the batch has only padding")
             valid = new
     new_valid = torch.ones(rows, n, dtype=torch.bool, device=device) if valid is None else valid
-    cache.valid = new_valid if cache.valid is None else torch.cat([cache.valid, new_valid], 1)
+    if cache.valid is None:
+        cache.valid, cache.visual = new_valid, visual
+        cache.shift = torch.zeros(rows, dtype=torch.int64, device=device)
+    else:
+        cache.valid = torch.cat([cache.valid, new_valid], 1)
+        joint = cache.visual is not None and visual is not None
+        cache.visual = torch.cat([cache.visual, visual], 1) if joint else None  # type: ignore[list-item]
     cache.padded |= valid is not None
     rank = torch.arange(n, device=device).expand(rows, n)
     if valid is not None:
@@ -222,8 +238,12 @@ def attached(
     if id(decoder) in _ATTACHED:
         raise ValueError("this model is attached already; attachments cannot be nested")
     old = decoder.config._attn_implementation
+    visual = torch.tensor(visual_ids(model), dtype=torch.int64)
     state = Attachment()
     depth = len(_ACTIVE)
+
+    def calling(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        state.tokens = kwargs.get("input_ids", args[0] if args else None)
 
     def opening(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         # Clean up after a forward that ended in Ctrl-C, when torch runs no hooks.
@@ -235,11 +255,16 @@ def attached(
         cache.ready()
         tokens = kwargs.get("input_ids", args[0] if args else None)
         given = tokens if tokens is not None else kwargs["inputs_embeds"]
+        if tokens is None and state.tokens is not None:
+            tokens = state.tokens if state.tokens.shape == given.shape[:2] else None
+        state.tokens = None
         if given.dim() < 2 or given.shape[0] == 0 or given.shape[1] == 0:
             raise ValueError(f"the input has shape {list(given.shape)}; give [batch, tokens]")
-        forward = _open(
-            cache, given.shape[0], given.shape[1], given.device, kwargs.get("attention_mask")
-        )
+        seen_as = None
+        if len(visual) and tokens is not None:
+            seen_as = torch.isin(tokens, visual.to(tokens.device))
+        rows, n = given.shape[:2]
+        forward = _open(cache, rows, n, given.device, kwargs.get("attention_mask"), seen_as)
         forward.ids = tokens
         if tokens is None:
             cache.ids = None
@@ -289,6 +314,8 @@ def attached(
         if isinstance(head, nn.Module):
             state.handles.append(head.register_forward_pre_hook(heading))
         decoder.set_attn_implementation(NAME)
+        if model is not decoder:
+            state.handles.append(model.register_forward_pre_hook(calling, with_kwargs=True))
         state.handles += [
             decoder.register_forward_pre_hook(opening, with_kwargs=True),
             decoder.register_forward_hook(closing, with_kwargs=True, always_call=True),

@@ -35,6 +35,10 @@ class RaggedCache(Cache):
     Attributes:
         valid: Which logical columns are tokens, bool `[B, S]`; None before the first forward.
         padded: Whether any column is padding.
+        shift: By how much the next position of every sequence differs from its number of tokens,
+            int64 `[B]`. Images of models with M-RoPE take fewer positions than tokens.
+        visual: Which columns are tokens of images or videos, bool `[B, S]`; None for a text model,
+            or if the model was given embeddings.
         ids: Token ids of the forwards so far; None if a forward was given embeddings.
         observers: Observers of layers, by need.
         token_observers: Observers of tokens, by need.
@@ -69,6 +73,8 @@ class RaggedCache(Cache):
         """Forget all sequences; `reset` empties the layers as well."""
         self.valid: Tensor | None = None
         self.padded = False
+        self.shift: Tensor | None = None
+        self.visual: Tensor | None = None
         self.ids: list[Tensor] | None = []
         self.turns: list[list[int]] = []
         self.budget_entries: list[int] | None = None
@@ -124,6 +130,20 @@ class RaggedCache(Cache):
         valid = self.valid if rows is None else self.valid[rows]
         rank = (valid.long().cumsum(-1) - 1).clamp(min=0).to(col.device)
         return rank[:, None].expand(-1, col.shape[1], -1).gather(-1, col)
+
+    def visual_tokens(self) -> list[int]:
+        """Tokens of images and videos that every sequence has seen."""
+        if self.visual is None:
+            return [0] * self.batch
+        counts: list[int] = self.visual.sum(-1).tolist()
+        return counts
+
+    def visual_entries(self, row: int) -> int:
+        """Entries of images and videos that a sequence holds in the full-attention layers."""
+        if self.visual is None:
+            return 0
+        counts = [layer.entries_among(self.visual[row], row) for layer in self.ragged]
+        return int(torch.stack([count.to(counts[0].device) for count in counts]).sum())
 
     def live_entries(self, row: int | None = None) -> int:
         """Entries held in the full-attention layers, by one sequence or by all."""
@@ -203,6 +223,14 @@ class RaggedCache(Cache):
         rows = [torch.nn.functional.pad(v, (s, 0)) for v, s in zip(valids, shifts, strict=True)]
         out.valid = torch.cat(rows)
         out.padded = any(s > 0 for s in shifts) or any(c.padded for c in caches)
+        out.shift = torch.cat([c.shift for c in caches if c.shift is not None])
+        out.visual = None
+        if all(c.visual is not None for c in caches):
+            seen_as = [c.visual for c in caches if c.visual is not None]
+            padded = [
+                torch.nn.functional.pad(v, (s, 0)) for v, s in zip(seen_as, shifts, strict=True)
+            ]
+            out.visual = torch.cat(padded)
         out.ids = None
         out.broken = {need: error for c in caches for need, error in c.broken.items()}
         if all(c.upkeep is not None for c in caches):

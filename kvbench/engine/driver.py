@@ -6,7 +6,7 @@ profiles and analyses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -17,8 +17,9 @@ from kvbench.engine.cache import RaggedCache
 from kvbench.engine.decide import Cut
 from kvbench.engine.evict import after_forward
 from kvbench.engine.layer import RaggedLayer
-from kvbench.engine.models import head_of
+from kvbench.engine.models import head_of, rotary_model
 from kvbench.engine.observers import SurprisalObserver, observer_for
+from kvbench.engine.vision import media_positions
 from kvbench.errors import UserError, out_of_memory
 from kvbench.view import AttentionMass, ModelInfo, Need, PerToken
 
@@ -98,6 +99,7 @@ def forward(
     ids: Tensor,
     mask: Tensor | None = None,
     last: int | None = None,
+    pixels: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
     """Run new tokens on a cache.
 
@@ -107,10 +109,15 @@ def forward(
         ids: New tokens `[B, n]`, padded on the left.
         mask: New columns that are tokens, `[B, n]`; None: all.
         last: Return the logits after this many last columns.
+        pixels: The media among the tokens; see `kvbench.engine.vision`.
 
     Returns:
         Logits after the last token, `[B, vocabulary]`; with `last`, `[B, last, vocabulary]`.
     """
+    more: dict[str, Tensor] = dict(pixels or {})
+    shift: Tensor | None = None
+    if rotary_model(model) is not None:
+        more["position_ids"], shift = _positions(model, cache, ids, mask, more)
     if mask is not None and cache.valid is not None:
         mask = torch.cat([cache.valid, mask.bool()], 1)
     # The attachment supplies positions and the mask of columns that are already in the cache.
@@ -120,8 +127,37 @@ def forward(
         past_key_values=cache,
         use_cache=True,
         logits_to_keep=last or 1,
+        **more,
     ).logits
+    if shift is not None:
+        cache.shift = shift
     return logits[:, -1] if last is None else logits
+
+
+def _positions(
+    model: nn.Module,
+    cache: RaggedCache,
+    ids: Tensor,
+    mask: Tensor | None,
+    pixels: Mapping[str, Tensor],
+) -> tuple[Tensor, Tensor | None]:
+    """Positions of new tokens in a model with M-RoPE, and the shift of the cache after them.
+
+    The model itself would use the shift of its last prefill, whatever the cache holds.
+    """
+    start = torch.zeros(len(ids), dtype=torch.int64, device=ids.device)
+    before = start
+    if cache.valid is not None and cache.shift is not None:
+        before = cache.shift.to(ids.device)
+        start = cache.lengths().to(ids.device) + before
+    if pixels:
+        position, shift = media_positions(model, ids, mask, pixels)
+        return position + start[:, None], before + shift
+    if mask is None:
+        rank = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    else:
+        rank = (mask.long().cumsum(-1) - 1).clamp(min=0)
+    return rank + start[:, None], None
 
 
 def _observe(cache: RaggedCache, layer: RaggedLayer, step: Step) -> None:

@@ -317,6 +317,14 @@ class RaggedLayer(CacheLayerMixin):
             return sum(self.length)
         return sum(self.length[row * self.heads : (row + 1) * self.heads])
 
+    def entries_among(self, columns: Tensor, row: int) -> Tensor:
+        """Live entries of one sequence whose column is marked in `columns`, bool `[S]`."""
+        if not self.packed:
+            return self.heads * columns.sum()
+        segments = range(row * self.heads, (row + 1) * self.heads)
+        held = [self.col[self.start[s] : self.start[s] + self.length[s]] for s in segments]
+        return columns.to(self.col.device)[torch.cat(held).long()].sum()
+
     def entry_bytes(self) -> int:
         """Bytes of one entry: K, V and extras."""
         if self.key is None:

@@ -9,7 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+)
 
 from kvbench.engine.gguf import converted, described
 from kvbench.engine.models import decoder_of, devices_of
@@ -53,6 +58,11 @@ def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
     return _DTYPES[dtype]
 
 
+def is_vision(config: Any) -> bool:
+    """Whether the configuration is that of a model that takes images."""
+    return getattr(config, "vision_config", None) is not None
+
+
 # --- loading --------------------------------------------------------------------------------------
 
 
@@ -62,7 +72,7 @@ def load_config(name: str, revision: str | None = None) -> Any:
     Raises:
         UserError: It cannot be loaded; the message is one line.
     """
-    return _load(AutoConfig, name, revision)
+    return read_model(AutoConfig, name, revision)
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> Any:
@@ -71,7 +81,7 @@ def load_tokenizer(name: str, revision: str | None = None) -> Any:
     Raises:
         UserError: The model has no tokenizer, or it cannot be loaded.
     """
-    tokenizer = _load(AutoTokenizer, name, revision, padding_side="left")
+    tokenizer = read_model(AutoTokenizer, name, revision, padding_side="left")
     if not tokenizer("The quick brown fox", add_special_tokens=False)["input_ids"]:
         raise UserError(
             f"model {name} has no usable tokenizer: it turns text into no tokens; copy the "
@@ -89,7 +99,7 @@ def load_model(
     device_map: str | Mapping[str, Any] | None = None,
     quantization: str | None = None,
 ) -> nn.Module:
-    """Load a causal language model for inference.
+    """Load a causal or vision-language model for inference.
 
     Args:
         name: A named model, a folder, a GGUF file or a hub id.
@@ -104,7 +114,8 @@ def load_model(
         UserError: The model cannot be loaded, or its checkpoint is incomplete or damaged.
     """
     more: dict[str, Any] = {}
-    quantised = check_quantization(name, load_config(name, revision), quantization, device_map)
+    config = load_config(name, revision)
+    quantised = check_quantization(name, config, quantization, device_map)
     if quantised:
         more["device_map"] = {"": device}  # quantised weights cannot always be moved
     else:
@@ -113,8 +124,8 @@ def load_model(
         more["quantization_config"] = scheme_config(quantization, dtype)
     if device_map is not None:
         more["device_map"] = device_map if isinstance(device_map, str) else dict(device_map)
-    model, report = _load(
-        AutoModelForCausalLM,
+    model, report = read_model(
+        AutoModelForImageTextToText if is_vision(config) else AutoModelForCausalLM,
         name,
         revision,
         dtype=dtype,
@@ -127,13 +138,18 @@ def load_model(
     if "device_map" not in more:
         model = model.to(device)
     _check_memory(name, model)
-    if is_gguf(source := resolve_model(name)):
+    if is_gguf(source := resolve_model(name)) or is_vision(config):
         decoder_of(model).config._name_or_path = source  # gates and profiles are found by it
     found: nn.Module = model.eval().requires_grad_(False)
     return found
 
 
-def _load(kind: Any, name: str, revision: str | None, **options: Any) -> Any:
+def read_model(kind: Any, name: str, revision: str | None, **options: Any) -> Any:
+    """Call `from_pretrained` of a class of transformers on a model.
+
+    Raises:
+        UserError: It fails; the message is one line.
+    """
     source = _source(name, options.get("dtype"))
     try:
         return kind.from_pretrained(source, revision=revision, **options)

@@ -95,6 +95,21 @@ def head_of(model: nn.Module) -> Callable[[Tensor], Tensor]:
     return logits
 
 
+def visual_ids(model: nn.Module) -> tuple[int, ...]:
+    """Ids of the tokens that images and videos take; empty for a text model."""
+    config: Any = model.config
+    if getattr(config, "vision_config", None) is None:
+        return ()
+    names = ("image_token_id", "video_token_id")
+    return tuple(int(i) for name in names if (i := getattr(config, name, None)) is not None)
+
+
+def rotary_model(model: nn.Module) -> Any:
+    """The module that gives images positions on several axes (M-RoPE); None if there is none."""
+    inner: Any = getattr(model, "model", model)
+    return inner if hasattr(inner, "get_rope_index") else None
+
+
 def devices_of(model: nn.Module) -> list[torch.device]:
     """The devices that hold a model, in the order of its layers."""
     return list(dict.fromkeys(p.device for p in (*model.parameters(), *model.buffers())))

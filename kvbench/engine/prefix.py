@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -64,10 +64,18 @@ class Prefix:
         """Whether a failed policy may have changed the prefix in place."""
         return self.cache.spoiled
 
-    def extend(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Prefill more tokens `[B, n]`; return the logits after the last, `[B, vocabulary]`."""
+    def extend(
+        self, ids: Tensor, mask: Tensor | None = None, pixels: Mapping[str, Tensor] | None = None
+    ) -> Tensor:
+        """Prefill more tokens `[B, n]`; return the logits after the last, `[B, vocabulary]`.
+
+        Args:
+            ids: The tokens, padded on the left.
+            mask: Which of them are tokens, `[B, n]`; None: all.
+            pixels: The media among them; see `kvbench.engine.vision.Vision`.
+        """
         begin = now(ids.device)
-        logits = forward(self.model, self.cache, ids, mask)
+        logits = forward(self.model, self.cache, ids, mask, pixels=pixels)
         self._shared = {}
         self.seconds += now(ids.device) - begin
         return logits

@@ -23,6 +23,7 @@ def vacant(like: RaggedCache, rows: int) -> RaggedCache:
     assert like.valid is not None
     out = _derived(like, lambda layer: _vacant(layer, rows))
     out.valid = torch.zeros(rows, 0, dtype=torch.bool, device=like.valid.device)
+    out.shift = torch.zeros(rows, dtype=torch.int64, device=like.valid.device)
     return out
 
 
@@ -31,6 +32,7 @@ def sequence(cache: RaggedCache, row: int) -> RaggedCache:
     assert cache.valid is not None
     out = _derived(cache, lambda layer: _sequence(layer, row))
     out.valid = cache.valid[row : row + 1]
+    out.shift = None if cache.shift is None else cache.shift[row : row + 1]
     return out
 
 
@@ -58,6 +60,11 @@ def place(cache: RaggedCache, rows: Sequence[int], caches: Sequence[RaggedCache]
         valid[row] = pad(v[0], (width - v.shape[1], 0))
     shift, *shifts = [width - c.get_seq_length() for c in (cache, *caches)]
     cache.valid, cache.padded = valid, not bool(valid.all())
+    assert cache.shift is not None
+    cache.shift = cache.shift.clone()
+    for row, c in zip(rows, caches, strict=True):
+        assert c.shift is not None
+        cache.shift[row] = c.shift[0]
     parts = zip(*(c.ragged for c in caches), strict=True)
     for layer, others in zip(cache.ragged, parts, strict=True):
         layer.seen = width
@@ -70,6 +77,7 @@ def _derived(cache: RaggedCache, change: Callable[[RaggedLayer], RaggedLayer]) -
     out = copy.copy(cache)
     out.layers = [change(layer) for layer in cache.ragged]
     assert len(out.layers) == len(cache.layers)
+    out.visual = None
     out.ids, out.turns, out.budget_entries, out.held_entries = None, [], None, None
     out.settle()
     return out

@@ -1,0 +1,216 @@
+"""Images and videos on their way into a prefill: placeholder tokens, pixels and positions."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoImageProcessor, AutoProcessor, Qwen2VLProcessor, Qwen3VLProcessor
+from transformers.processing_utils import ProcessorMixin
+
+from kvbench.benchmark import Medium
+from kvbench.engine.loading import is_vision, load_config, load_tokenizer, read_model
+from kvbench.engine.models import rotary_model
+from kvbench.errors import UserError
+
+Pixels = Mapping[str, Tensor]
+"""What a processor makes of media, as keywords of the model's forward: `pixel_values` and more."""
+
+_TEXT = {"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"}
+_TILED = ("LlavaOnevision", "LlavaNext")
+"""Processors that cut an image into tiles only if it is the only one."""
+
+
+# --- processors -----------------------------------------------------------------------------------
+
+
+class _ImagesOnly:
+    """A Qwen-VL processor without a video processor, which needs torchvision."""
+
+    def __init__(self, image_processor: Any, tokenizer: Any, chat_template: str | None) -> None:
+        mixin: Any = self
+        for kind in ("image", "video"):
+            token = f"<|{kind}_pad|>"
+            token = getattr(tokenizer, f"{kind}_token", None) or token
+            setattr(mixin, f"{kind}_token", token)
+            setattr(mixin, f"{kind}_token_id", tokenizer.convert_tokens_to_ids(token))
+        ProcessorMixin.__init__(mixin, image_processor, tokenizer, chat_template=chat_template)
+
+
+class _Qwen2VLImages(_ImagesOnly, Qwen2VLProcessor):
+    pass
+
+
+class _Qwen3VLImages(_ImagesOnly, Qwen3VLProcessor):
+    pass
+
+
+_IMAGES_ONLY = {
+    "qwen2_vl": _Qwen2VLImages,
+    "qwen2_5_vl": _Qwen2VLImages,
+    "qwen3_vl": _Qwen3VLImages,
+}
+
+
+def load_processor(name: str, revision: str | None = None) -> Any:
+    """Load the processor of a vision-language model; its tokenizer pads on the left.
+
+    Without torchvision the processors of the Qwen-VL families read images, but no videos.
+
+    Returns:
+        The processor; None for a text model.
+
+    Raises:
+        UserError: It cannot be loaded.
+    """
+    config = load_config(name, revision)
+    if not is_vision(config):
+        return None
+    tokenizer = load_tokenizer(name, revision)
+    try:
+        processor = read_model(AutoProcessor, name, revision)
+        processor.tokenizer = tokenizer
+        return processor
+    except UserError as error:
+        images_only = _IMAGES_ONLY.get(config.model_type)
+        if images_only is None or "orchvision" not in str(error):
+            raise
+    images = read_model(AutoImageProcessor, name, revision)
+    return images_only(images, tokenizer, tokenizer.chat_template)
+
+
+class Vision:
+    """Turns media into tokens and pixels with a model's processor.
+
+    Args:
+        processor: The processor, as `load_processor` returns it.
+        model: Name of the model in messages.
+    """
+
+    def __init__(self, processor: Any, model: str) -> None:
+        self.processor = processor
+        self.model = model
+        self._tokens: dict[tuple[str, ...], list[str]] = {}
+        self._joint = type(processor).__name__.startswith(_TILED)
+
+    def expand(self, text: str, media: Sequence[Medium]) -> str:
+        """Replace the placeholder of every medium in a text by the tokens that it takes.
+
+        Raises:
+            UserError: The text has another number of placeholders, or a medium cannot be read.
+        """
+        parts = self._cut(text, media)
+        out = [parts[0]]
+        for tokens, part in zip(self._expansions(media), parts[1:], strict=True):
+            out += [tokens, part]
+        return "".join(out)
+
+    def pixels(self, media: Sequence[Medium], device: torch.device) -> Pixels:
+        """What the model's forward takes for media, in their order; empty if there are none."""
+        if not media:
+            return {}
+        made = self._process(media)
+        return {
+            name: value.to(device)
+            for name, value in made.items()
+            if name not in _TEXT and isinstance(value, Tensor)
+        }
+
+    def _placeholder(self, medium: Medium) -> str:
+        token: str | None = getattr(self.processor, f"{medium.kind}_token", None)
+        if token is None:
+            raise UserError(f"model {self.model} takes no {medium.kind}s")
+        return token
+
+    def _cut(self, text: str, media: Sequence[Medium]) -> list[str]:
+        """The pieces of a text around its placeholders, which must be those of the media."""
+        parts, rest = [], text
+        for medium in media:
+            before, token, rest = rest.partition(self._placeholder(medium))
+            if not token:
+                break
+            parts.append(before)
+        else:
+            kinds = {self._placeholder(medium) for medium in media}
+            if not any(token in rest for token in kinds):
+                return [*parts, rest]
+        raise UserError(
+            f"a prompt has {len(media)} images and videos but another number of placeholders; the "
+            f"chat template of model {self.model} must write one for each"
+        )
+
+    def _expansions(self, media: Sequence[Medium]) -> list[str]:
+        """The tokens of each medium, as text."""
+        if self._joint:
+            return self._expand_together(media)
+        return [tokens for medium in media for tokens in self._expand_together([medium])]
+
+    def _expand_together(self, media: Sequence[Medium]) -> list[str]:
+        key = tuple(medium.digest for medium in media)
+        if key not in self._tokens:
+            replaced = self._process(media, offsets=True)["text_replacement_offsets"][0]
+            self._tokens[key] = [one["replacement"] for one in replaced]
+        return self._tokens[key]
+
+    def _process(self, media: Sequence[Medium], offsets: bool = False) -> Any:
+        videos = [medium for medium in media if medium.kind == "video"]
+        if videos and getattr(self.processor, "video_processor", None) is None:
+            raise UserError(
+                f"model {self.model} reads videos only with torchvision; install the build that "
+                "fits your torch (docs/vision.md)"
+            )
+        options: dict[str, Any] = {"text": ["".join(map(self._placeholder, media))]}
+        if offsets:
+            options["return_text_replacement_offsets"] = True
+        else:
+            options["return_tensors"] = "pt"
+        images = [_loaded(medium) for medium in media if medium.kind == "image"]
+        if images:
+            options["images"] = images
+        if videos:
+            options["videos"] = [_loaded(medium) for medium in videos]
+            options["do_sample_frames"] = False
+        return self.processor(**options)
+
+
+def _loaded(medium: Medium) -> Any:
+    try:
+        return medium.load()
+    except (OSError, ValueError, SyntaxError) as error:  # what pillow raises about damaged files
+        raise UserError(f"an {medium.kind} cannot be read: {error}") from error
+
+
+# --- positions ------------------------------------------------------------------------------------
+
+
+def media_positions(
+    model: nn.Module, ids: Tensor, mask: Tensor | None, pixels: Pixels
+) -> tuple[Tensor, Tensor]:
+    """Positions of new tokens with media, as a model with M-RoPE counts them from 0.
+
+    Args:
+        model: A model for which `rotary_model` is not None.
+        ids: New tokens `[B, n]`.
+        mask: Which of them are tokens, `[B, n]`; None: all.
+        pixels: Their media.
+
+    Returns:
+        Positions `[3, B, n]`, and by how much the next position of each sequence differs from its
+        number of tokens, `[B]`.
+    """
+    inner, config = rotary_model(model), model.config
+    kinds = torch.zeros_like(ids, dtype=torch.int32)
+    for kind, name in enumerate(("image_token_id", "video_token_id"), 1):
+        kinds[ids == getattr(config, name)] = kind
+    known = inspect.signature(inner.get_rope_index).parameters
+    grids = {name: value for name, value in pixels.items() if name in known}
+    position, shift = inner.get_rope_index(
+        ids,
+        mm_token_type_ids=kinds,
+        attention_mask=None if mask is None else mask.long(),
+        **grids,
+    )
+    return position, shift.flatten()
