@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -211,29 +211,41 @@ class Batch:
         assert self.cache.valid is not None
         self.device = self.cache.valid.device
 
-    def feed(self, tokens: Sequence[Sequence[int]], width: int) -> Tensor:
+    def feed(
+        self,
+        tokens: Sequence[Sequence[int]],
+        width: int,
+        pixels: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
         """Append tokens to every row.
 
         Args:
             tokens: At most `width` tokens for each row; a row without tokens waits.
             width: Columns of the forward; shorter rows are padded on the left.
+            pixels: The media among the tokens, in a batch of one slot.
 
         Returns:
             Logits after the last token of every row, `[rows, vocabulary]`.
         """
-        return self._feed(tokens, width, 1)[:, -1]
+        return self._feed(tokens, width, 1, pixels)[:, -1]
 
-    def _feed(self, tokens: Sequence[Sequence[int]], width: int, last: int) -> Tensor:
+    def _feed(
+        self,
+        tokens: Sequence[Sequence[int]],
+        width: int,
+        last: int,
+        pixels: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
         """Append tokens; return the logits after the last columns, `[rows, last, vocabulary]`."""
         # If rows are cut as they grow, a repeated row would be cut for nothing: it waits.
         spare = () if self.cache.upkeep is not None else tokens[-1]
         own = [*tokens, *[spare] * (self.slots - self.rows)]
         ids = torch.tensor([[0] * (width - len(t)) + list(t) for t in own], device=self.device)
         if all(len(t) == width for t in own):
-            return forward(self.model, self.cache, ids, last=last)[: self.rows]
+            return forward(self.model, self.cache, ids, None, last, pixels)[: self.rows]
         count = torch.tensor([len(t) for t in own], device=self.device)
         mask = torch.arange(width, device=self.device) >= width - count[:, None]
-        return forward(self.model, self.cache, ids, mask, last)[: self.rows]
+        return forward(self.model, self.cache, ids, mask, last, pixels)[: self.rows]
 
     def answer(self, rows: Sequence[Row], logits: Tensor, pause: bool = False) -> None:
         """Generate until every row has ended.

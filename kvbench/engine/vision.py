@@ -12,7 +12,7 @@ from transformers import AutoImageProcessor, AutoProcessor, Qwen2VLProcessor, Qw
 from transformers.processing_utils import ProcessorMixin
 
 from kvbench.benchmark import Medium
-from kvbench.engine.loading import is_vision, load_config, load_tokenizer, read_model
+from kvbench.engine.loading import is_vision, load_config, read_model
 from kvbench.engine.models import rotary_model
 from kvbench.errors import UserError
 
@@ -55,10 +55,15 @@ _IMAGES_ONLY = {
 }
 
 
-def load_processor(name: str, revision: str | None = None) -> Any:
-    """Load the processor of a vision-language model; its tokenizer pads on the left.
+def load_processor(name: str, revision: str | None, tokenizer: Any) -> Any:
+    """Load the processor of a vision-language model.
 
     Without torchvision the processors of the Qwen-VL families read images, but no videos.
+
+    Args:
+        name: A named model, a folder or a hub id.
+        revision: Revision of a hub model.
+        tokenizer: The tokenizer that it uses.
 
     Returns:
         The processor; None for a text model.
@@ -69,7 +74,6 @@ def load_processor(name: str, revision: str | None = None) -> Any:
     config = load_config(name, revision)
     if not is_vision(config):
         return None
-    tokenizer = load_tokenizer(name, revision)
     try:
         processor = read_model(AutoProcessor, name, revision)
         processor.tokenizer = tokenizer

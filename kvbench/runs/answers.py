@@ -8,6 +8,7 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
+from kvbench.benchmark import Medium
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.decode import Row
 from kvbench.harness.protocol import Request
@@ -32,6 +33,11 @@ class Prompt:
     question_ids: tuple[int, ...]
     given_ids: tuple[int, ...] = ()
     repeat: int = 0
+
+    @property
+    def media(self) -> tuple[Medium, ...]:
+        """Images and videos of the context."""
+        return self.request.media
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -126,6 +132,8 @@ def begun(
         kv_bytes_live=cache.live_bytes(),
         kv_bytes_allocated=cache.allocated_bytes(),
         kv_bytes_full=cache.full_bytes(0),
+        visual_tokens=cache.visual_tokens()[0],
+        held_visual=cache.visual_entries(0),
         prefill_s=prefill_s,
         compress_s=compress_s,
     )
@@ -170,6 +178,7 @@ def finished(answers: Sequence[Answer], cache: RaggedCache, seconds: float) -> l
                 kv_bytes_live=round(cache.upkeep.peak[i] * entry),
                 kv_bytes_allocated=taken[0],
                 kv_bytes_full=cache.full_bytes(i),
+                held_visual=cache.visual_entries(i),
             )
         out.append(response)
     return out

@@ -9,6 +9,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from kvbench.benchmark import Medium
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.decide import now
 from kvbench.engine.decode import Batch
@@ -69,7 +70,7 @@ class _Contexts:
 
     def answer(self, cells: Sequence[Cell]) -> None:
         done = self.worker.store.keys()
-        for ids, group in groupby(self.prompts, key=lambda p: p.context_ids):
+        for (ids, media), group in groupby(self.prompts, key=lambda p: (p.context_ids, p.media)):
             together = list(group)
             wanted = [
                 (cell, [p for p in together if key_of(cell, p) not in done])
@@ -78,19 +79,19 @@ class _Contexts:
             ]
             wanted = [(cell, missing) for cell, missing in wanted if missing]
             if wanted:
-                self._whole(ids, [(c, m) for c, m in wanted if c.moment != "chunked"])
+                self._whole(ids, media, [(c, m) for c, m in wanted if c.moment != "chunked"])
                 self._chunked([(c, m) for c, m in wanted if c.moment == "chunked"])
         for name in list(self.lanes):
             self._flush(name)
         self._done(self.pool.drain())
 
-    def _whole(self, ids: tuple[int, ...], wanted: Wanted) -> None:
+    def _whole(self, ids: tuple[int, ...], media: tuple[Medium, ...], wanted: Wanted) -> None:
         """Make a row for every cell and question of one context, which is prefilled once."""
         if not wanted:
             return
         worker = self.worker
         needs = frozenset(need for cell, _ in wanted for need in cell.policy.needs)
-        prefix, _ = worker.prefill(ids, needs)
+        prefix, _ = worker.prefill(ids, needs, media)
         late: list[tuple[Cell, Prompt]] = []
         for cell, missing in wanted:
             if cell.moment in ("question", "decode"):
@@ -101,7 +102,7 @@ class _Contexts:
                 for prompt, copy in zip(missing, forks(len(missing), cache), strict=True):
                     self._add("ask", cell, prompt, copy, prefix.seconds, copy.seconds)
             elif prefix.spoiled:
-                prefix, _ = worker.prefill(ids, needs)
+                prefix, _ = worker.prefill(ids, needs, media)
         for question_ids in dict.fromkeys(p.question_ids for _, p in late):
             longer, logits = self._longer(prefix, question_ids)
             for cell, repeats in by_request(late):

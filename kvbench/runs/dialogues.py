@@ -62,23 +62,29 @@ def answer_dialogues(worker: Worker, prompts: Sequence[Prompt], cells: Sequence[
             continue
         needs = frozenset(need for cell, _ in wanted for need in cell.policy.needs)
         first = repeats[0][0]
-        prefix, logits = worker.prefill(first.ids, needs)
+        prefix, logits = worker.prefill(first.ids, needs, first.media)
         for cell, missing in wanted:
             cache = worker.compress(prefix, cell, first)
             if cache is None:
                 if prefix.spoiled:
-                    prefix, logits = worker.prefill(first.ids, needs)
+                    prefix, logits = worker.prefill(first.ids, needs, first.media)
                 continue
             policy = str(cell.policy)
             for turns, copy in zip(missing, forks(len(missing), cache), strict=True):
                 lane = lanes.setdefault(policy, [])
                 lane.append(Dialogue(cell, turns, copy, logits, prefix.seconds))
                 waiting = (d.cache for lane in lanes.values() for d in lane)
-                # Padding would push tokens out of sliding windows: there a dialogue goes alone.
-                if cache.slides or not worker.has_room(len(lane), waiting):
+                # Padding would push tokens out of sliding windows, and a forward takes the images
+                # of one dialogue: there a dialogue goes alone.
+                if cache.slides or _shows(turns) or not worker.has_room(len(lane), waiting):
                     _hold(worker, lanes.pop(policy), width, done)
     for lane in lanes.values():
         _hold(worker, lane, width, done)
+
+
+def _shows(turns: Sequence[Prompt]) -> bool:
+    """Whether a dialogue shows images or videos."""
+    return any(prompt.media for prompt in turns)
 
 
 def _name(prompt: Prompt) -> tuple[str, int]:
@@ -103,7 +109,9 @@ def _hold(worker: Worker, dialogues: list[Dialogue], width: int, done: set[Key])
 
 
 def _turns(worker: Worker, dialogues: list[Dialogue], width: int) -> Iterator[Response]:
-    batch = Batch(worker.model, [d.cache for d in dialogues], worker.slots(len(dialogues)))
+    shows = _shows(dialogues[0].turns)
+    slots = 1 if shows else worker.slots(len(dialogues))
+    batch = Batch(worker.model, [d.cache for d in dialogues], slots)
     cache, upkeep = batch.cache, batch.cache.upkeep
     last_rows: list[Row] = []
     for turn in range(max(len(d.turns) for d in dialogues)):
@@ -121,7 +129,8 @@ def _turns(worker: Worker, dialogues: list[Dialogue], width: int) -> Iterator[Re
                 for d, ok, row in zip(dialogues, alive, last_rows, strict=True)
             ]
             most = max(len(m) for m in more)
-            logits = batch.feed(more, most if cache.slides else max(width, most))
+            pixels = worker.pixels(dialogues[0].turns[turn].request.delta_media) if shows else None
+            logits = batch.feed(more, most if cache.slides or shows else max(width, most), pixels)
         rows = [worker.row(d.cell, d.turns[min(turn, len(d.turns) - 1)]) for d in dialogues]
         for row, ok in zip(rows, alive, strict=True):
             row.reason = "" if ok else "over"
@@ -161,6 +170,8 @@ def _state(cache: RaggedCache, row: int, dialogue: Dialogue, turn: int) -> Respo
         kv_bytes_live=cache.live_bytes(row),
         kv_bytes_allocated=cache.allocated_bytes(row),
         kv_bytes_full=cache.full_bytes(row),
+        visual_tokens=cache.visual_tokens()[row],
+        held_visual=cache.visual_entries(row),
     )
 
 
@@ -181,7 +192,7 @@ def _next(worker: Worker, dialogue: Dialogue, turn: int, row: Row) -> list[int]:
 
 
 def _added(worker: Worker, closing: str, new: Request) -> list[int]:
-    text = closing + new.delta + new.question
+    text = closing + worker.expanded(new.delta, new.delta_media) + new.question
     ids: list[int] = worker.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return ids
 

@@ -17,6 +17,7 @@ from kvbench.decoding import Thinking
 from kvbench.engine.gguf import gguf_packages
 from kvbench.engine.loading import load_config, load_tokenizer, pick_device, pick_dtype
 from kvbench.engine.quantization import check_quantization, quantization_packages
+from kvbench.engine.vision import Vision, load_processor
 from kvbench.errors import LeftOut, UserError
 from kvbench.files import cache_dir
 from kvbench.harness.chat import check_template, check_thinking
@@ -66,6 +67,7 @@ class Stage:
     dtype: torch.dtype
     tokenizer: Any
     jobs: list[Job]
+    vision: Vision | None = None
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,7 @@ class _Model:
     Attributes:
         name: As the user names it.
         tokenizer: Its tokenizer.
+        vision: Turns images into tokens and pixels; None for a text model.
         device: Where it runs.
         dtype: Its dtype.
         dtype_label: The dtype, with the quantisation in brackets.
@@ -127,6 +130,7 @@ class _Model:
 
     name: str
     tokenizer: Any
+    vision: Vision | None
     device: torch.device
     dtype: torch.dtype
     dtype_label: str
@@ -160,7 +164,7 @@ class _Planner:
             if (job := self._job(model, leaf, benchmark, length, files)) is not None
         ]
         self._say_left_out()
-        return Stage(name, model.device, model.dtype, model.tokenizer, jobs)
+        return Stage(name, model.device, model.dtype, model.tokenizer, jobs, model.vision)
 
     def _policy_files(self, model: str) -> dict[Policy, str]:
         """Digests of the files that policies read for a model, by policy.
@@ -197,7 +201,7 @@ class _Planner:
             self._judged.add(benchmark.name)
             self.say(f"{benchmark.name} is {judge.notice}")
         prompts, truncated = prompts_of(
-            task, model.tokenizer, model.window, grid.truncate, self.say
+            task, model.tokenizer, model.window, grid.truncate, self.say, model.vision
         )
         self._check_moments(leaf, prompts, truncated)
         template = Cell(
@@ -255,6 +259,7 @@ class _Planner:
                 chat_template=model.template,
                 thinking=self.grid.generation.thinking,
                 cache_dir=cache_dir(),
+                processor=None if model.vision is None else model.vision.processor,
             ),
             benchmark,
         )
@@ -268,6 +273,10 @@ class _Planner:
             UserError: Moment `turns` needs dialogues that fit.
         """
         grid = self.grid
+        if grid.has_moment("chunked") and any(prompt.media for prompt in prompts):
+            raise UserError(
+                f"{leaf} shows images, which moment chunked does not split; use another --moment"
+            )
         if grid.has_moment("turns"):
             if not all(prompt.request.dialogue for prompt in prompts):
                 raise UserError(
@@ -355,10 +364,12 @@ def _model_facts(grid: Grid, name: str) -> _Model:
     if grid.thinking is not None:
         check_thinking(tokenizer, name, template)
     text = config.get_text_config()
+    processor = load_processor(name, grid.revision, tokenizer)
     label = str(dtype).removeprefix("torch.")
     return _Model(
         name=name,
         tokenizer=tokenizer,
+        vision=None if processor is None else Vision(processor, name),
         device=device,
         dtype=dtype,
         dtype_label=f"{label} ({quantised})" if quantised else label,

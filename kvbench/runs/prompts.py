@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
+from kvbench.engine.vision import Vision
 from kvbench.errors import UserError
 from kvbench.harness.encode import split_encode
 from kvbench.harness.protocol import LoadedTask, Request
@@ -45,6 +46,7 @@ def prompts_of(
     window: Window,
     truncate: str | None,
     say: Callable[[str], None],
+    vision: Vision | None = None,
 ) -> tuple[list[Prompt], int]:
     """Tokenise a task's requests.
 
@@ -54,24 +56,31 @@ def prompts_of(
         window: Window of the model.
         truncate: Spelling of a `Truncation`; None refuses prompts that do not fit.
         say: Receives a line if contexts were truncated.
+        vision: Turns media into tokens; None for a text model.
 
     Returns:
         A prompt for each request and repeat (a dialogue passes through once per repeat), and the
         number of contexts that were truncated.
 
     Raises:
-        UserError: A context is empty, or a prompt is longer than the model's window.
+        UserError: A context is empty, a prompt is longer than the model's window, or a context with
+            images would be truncated.
     """
     made = []
     truncated = 0
     cut = Truncation.parse(truncate) if truncate is not None else None
     limit = min(filter(None, (window.tokens, cut.tokens if cut else 0)), default=0)
     for request in task.requests:
-        prompt = _prompt(request, tokenizer)
+        prompt = _prompt(request, tokenizer, vision)
         name = f"{request.task}, {request.sample_id}"
         rest = len(prompt.question_ids) + prompt.limit
         room = limit - rest
         if cut is not None and limit and len(prompt.context_ids) > room:
+            if request.media:
+                raise UserError(
+                    f"{name}: a context with images or videos is never truncated; leave out "
+                    "--truncate, or choose samples that fit"
+                )
             if room < 1:
                 raise UserError(
                     f"{name}: question and answer alone have {rest} tokens and only {limit} fit; "
@@ -92,8 +101,12 @@ def prompts_of(
     return list(_repeated(made)), truncated
 
 
-def _prompt(request: Request, tokenizer: Any) -> Prompt:
-    parts = [request.context, request.question, *filter(None, [request.given])]
+def _prompt(request: Request, tokenizer: Any, vision: Vision | None) -> Prompt:
+    context = request.context
+    if request.media:
+        assert vision is not None
+        context = vision.expand(context, request.media)
+    parts = [context, request.question, *filter(None, [request.given])]
     head, tail, *more = split_encode(tokenizer, *parts)
     given = tuple(more[0]) if more else ()
     if not tail:  # the answer needs a token to start from

@@ -24,7 +24,7 @@ from kvbench.runs.store import Response
 
 _MEANS = (
     "budget_entries held_entries kv_bytes_live kv_bytes_allocated kv_bytes_full "
-    "prefill_s compress_s decode_s"
+    "visual_tokens held_visual prefill_s compress_s decode_s"
 ).split()
 _SCORES = "score score_se score_lo score_hi full_score diff diff_lo diff_hi".split()
 
@@ -232,6 +232,8 @@ class _Scorer:
             "budget_entries": response.budget_entries,
             "held_entries": response.held_entries,
             "kv_bytes_live": response.kv_bytes_live,
+            "visual_tokens": response.visual_tokens,
+            "held_visual": response.held_visual,
         }
 
 

@@ -113,7 +113,7 @@ def _run_stage(stage: Stage, count: int, grid: Grid, store: RunStore, reporter: 
     with loaded_model(stage, grid, reporter.message) as model:
         reporter.start(count, stage.model)
         try:
-            worker = Worker(model, stage.tokenizer, store, reporter, grid.batch_size)
+            worker = Worker(model, stage.tokenizer, store, reporter, grid.batch_size, stage.vision)
             for job in stage.jobs:
                 answer(worker, job.prompts, job.cells)
         except Exception as error:
@@ -220,7 +220,9 @@ def _estimate(
     with tempfile.TemporaryDirectory() as folder, loaded_model(stage, grid, say) as model:
         for i in range(2):  # the first pass warms up
             with RunStore(Path(folder) / str(i)) as scratch:
-                worker = Worker(model, stage.tokenizer, scratch, Silent(), grid.batch_size)
+                worker = Worker(
+                    model, stage.tokenizer, scratch, Silent(), grid.batch_size, stage.vision
+                )
                 answer(worker, [prompt], job.cells)
                 responses = scratch.responses()
     prefill = responses[0].prefill_s / max(1, len(prompt.context_ids))

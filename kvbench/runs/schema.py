@@ -9,7 +9,10 @@ import pyarrow as pa
 if TYPE_CHECKING:
     import pandas as pd
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
+
+ADDED: dict[int, tuple[str, ...]] = {2: ("visual_tokens", "held_visual")}
+"""By older version, the columns that it lacks; they are 0 in its tables."""
 
 
 def _schema(columns: dict[Any, str]) -> Any:
@@ -24,7 +27,7 @@ CELLS_SCHEMA = _schema(
         pa.int64(): "seed",
         pa.float64(): "score score_se score_lo score_hi full_score diff diff_lo diff_hi "
         "budget_entries held_entries kv_bytes_live kv_bytes_allocated kv_bytes_full "
-        "prefill_s compress_s decode_s",
+        "visual_tokens held_visual prefill_s compress_s decode_s",
         pa.bool_(): "higher_is_better discriminative",
     }
 )
@@ -38,7 +41,7 @@ SAMPLES_SCHEMA = _schema(
         pa.int32(): "schema length doc_id question_id repeat "
         "context_tokens question_tokens generated_tokens",
         pa.float64(): "score",
-        pa.int64(): "budget_entries held_entries kv_bytes_live",
+        pa.int64(): "budget_entries held_entries kv_bytes_live visual_tokens held_visual",
     }
 )
 """`samples.parquet`: a row per cell, sample, question and repeat."""

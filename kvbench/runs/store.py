@@ -16,7 +16,13 @@ import yaml
 
 from kvbench.errors import UserError
 from kvbench.files import Journal, cannot, replacing
-from kvbench.runs.schema import CELLS_SCHEMA, SAMPLES_SCHEMA, SCHEMA_VERSION, to_table
+from kvbench.runs.schema import (
+    ADDED,
+    CELLS_SCHEMA,
+    SAMPLES_SCHEMA,
+    SCHEMA_VERSION,
+    to_table,
+)
 
 Key = tuple[str, str, int, int]
 """A response's key: (cell, sample_id, question_id, repeat)."""
@@ -51,6 +57,9 @@ class Response:
         kv_bytes_live: Bytes of the held entries, including per-entry extras.
         kv_bytes_allocated: Bytes allocated for them.
         kv_bytes_full: Bytes that the full cache would hold.
+        visual_tokens: Tokens of images and videos in the context.
+        held_visual: How many of the held entries are theirs; at moment `decode`, when the answer
+            ends.
         prefill_s: Seconds of the prefill.
         compress_s: Seconds of the compression.
         decode_s: Seconds of question and decoding.
@@ -73,6 +82,8 @@ class Response:
     kv_bytes_live: int = 0
     kv_bytes_allocated: int = 0
     kv_bytes_full: int = 0
+    visual_tokens: int = 0
+    held_visual: int = 0
     prefill_s: float = 0.0
     compress_s: float = 0.0
     decode_s: float = 0.0
@@ -268,6 +279,11 @@ def _read(folder: Path, name: str, run: int) -> pd.DataFrame:
         frame = pd.read_parquet(path)
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path}: {str(error).splitlines()[0]}") from None
+    for older, columns in ADDED.items():
+        if "schema" in frame and (frame["schema"] == older).all():
+            frame = frame.assign(**dict.fromkeys(columns, 0), schema=frame["schema"] + 1)
+            names = (CELLS_SCHEMA if name == CELLS else SAMPLES_SCHEMA).names
+            frame = frame[[column for column in names if column in frame]]
     if "schema" not in frame or (frame["schema"] != SCHEMA_VERSION).any():
         raise UserError(f"{path} was not written with schema {SCHEMA_VERSION}; run it again")
     return frame.assign(_run=run)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvbench.benchmark import Medium
 from kvbench.decoding import THINK, Thinking
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.decode import Row, Stop, end_tokens
@@ -20,6 +21,7 @@ from kvbench.engine.models import devices_of
 from kvbench.engine.pool import Pool
 from kvbench.engine.prefix import Compression, Prefix
 from kvbench.engine.threads import thread_budget
+from kvbench.engine.vision import Pixels, Vision
 from kvbench.errors import PluginError, plugin_call
 from kvbench.moments import LATER
 from kvbench.progress import Reporter
@@ -47,6 +49,7 @@ class Worker:
         store: Receives responses as soon as they exist.
         reporter: Told of every response.
         batch_size: Rows decoded together, or `auto`.
+        vision: Turns media into tokens and pixels; None for a text model.
 
     Attributes:
         failed: Why cells have failed, by cell; they are not tried again.
@@ -57,6 +60,7 @@ class Worker:
     store: RunStore
     reporter: Reporter
     batch_size: int | str = "auto"
+    vision: Vision | None = None
     failed: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -74,10 +78,32 @@ class Worker:
         """Token ids on the device, `[1, n]`."""
         return torch.tensor([list(ids)], device=self.device)
 
-    def prefill(self, ids: Sequence[int], needs: Iterable[Need]) -> tuple[Prefix, Tensor]:
-        """Prefill tokens with the needed observations; return the logits after them as well."""
+    def prefill(
+        self, ids: Sequence[int], needs: Iterable[Need], media: Sequence[Medium] = ()
+    ) -> tuple[Prefix, Tensor]:
+        """Prefill tokens with the needed observations; return the logits after them as well.
+
+        Args:
+            ids: The tokens.
+            needs: What the policies need.
+            media: Images and videos among the tokens.
+        """
         prefix = Prefix(self.model, needs)
-        return prefix, prefix.extend(self.tensor(ids))
+        return prefix, prefix.extend(self.tensor(ids), pixels=self.pixels(media))
+
+    def pixels(self, media: Sequence[Medium]) -> Pixels | None:
+        """What the model takes for media; None if there are none."""
+        if not media:
+            return None
+        assert self.vision is not None
+        return self.vision.pixels(media, self.device)
+
+    def expanded(self, text: str, media: Sequence[Medium]) -> str:
+        """A text with the tokens of its media in place of their placeholders."""
+        if not media:
+            return text
+        assert self.vision is not None
+        return self.vision.expand(text, media)
 
     def compress(
         self,

@@ -166,8 +166,8 @@ def test_a_history_is_closed_whatever_token_ended_the_answer(
 ) -> None:
     """A byte-level tokenizer: the stop may share a token with the answer, or take several."""
     tokenizer = load_tokenizer(llama_folder)
-    asked = SimpleNamespace(delta=" More.", question=" And?", answer_end="\nUser:")
-    executor: Any = SimpleNamespace(tokenizer=tokenizer)
+    asked = SimpleNamespace(delta=" More.", delta_media=(), question=" And?", answer_end="\nUser:")
+    executor: Any = SimpleNamespace(tokenizer=tokenizer, expanded=lambda text, media: text)
     dialogue: Any = SimpleNamespace(turns=[SimpleNamespace(request=asked)] * 2)
     for answer, until in (("the letter is green.", "\n"), ("a b", "\nUser:"), ("x", ".")):
         stop = Stop(tokenizer, [], [until])

@@ -372,6 +372,21 @@ def test_what_holds_no_run_is_said(tmp_path: Path) -> None:
         load_frames(tmp_path)
 
 
+def test_tables_without_the_columns_of_images_can_still_be_read(run: Path) -> None:
+    with RunStore(run) as store:
+        store.write(*make_frames())
+    for name in ("cells.parquet", "samples.parquet"):
+        old = pq.read_table(run / name).to_pandas()
+        assert (old[["visual_tokens", "held_visual"]] != 0).all(axis=None)
+        old = old.drop(columns=["visual_tokens", "held_visual"]).assign(schema=2)
+        old.astype({"schema": "int32"}).to_parquet(run / name)
+    cells, samples = load_frames(run)
+    for frame, schema in ((cells, CELLS_SCHEMA), (samples, SAMPLES_SCHEMA)):
+        assert list(frame.columns) == schema.names
+        assert (frame[["visual_tokens", "held_visual"]] == 0).all(axis=None)
+        assert (frame["schema"] == 3).all() and frame["schema"].dtype == "int32"
+
+
 def test_another_schema_is_refused(run: Path) -> None:
     cells, samples = make_frames()
     with RunStore(run) as store:
@@ -379,5 +394,5 @@ def test_another_schema_is_refused(run: Path) -> None:
     pq.read_table(run / "cells.parquet").to_pandas().assign(schema=99).to_parquet(
         run / "cells.parquet"
     )
-    with pytest.raises(UserError, match="not written with schema 2"):
+    with pytest.raises(UserError, match="not written with schema 3"):
         load_frames(run)
