@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 import numbers
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from kvbench.errors import UserError
 
-_RIGHT = "use the fraction KEPT such as 0.2, a number of tokens such as 512, or full"
+_RIGHT = (
+    "use the fraction KEPT such as 0.2, a number of tokens such as 512, full, or visual:64 (all "
+    "text and 64 visual tokens)"
+)
+_VISUAL = "visual:"
 
 
 @dataclass(frozen=True)
@@ -19,17 +23,26 @@ class Budget:
 
     Exactly one of `ratio` and `tokens` is set; `full` is ratio 1. The `int` 1 is ONE token, the
     `float` 1.0 is the whole cache.
+
+    Attributes:
+        ratio: The fraction kept.
+        tokens: The number of tokens kept.
+        visual: Whether ratio or tokens are of the visual tokens only, and the budget is as large as
+            all text tokens and these together (arXiv:2605.09649, section 5.1). Which entries are
+            kept is up to the policy.
     """
 
     ratio: Fraction | None = None
     tokens: int | None = None
+    visual: bool = False
 
     @classmethod
     def parse(cls, value: object) -> Budget:
         """Read a budget.
 
         Args:
-            value: `"0.2"`, `"512"`, `"full"`, an int (tokens, >= 1) or a float in (0, 1].
+            value: `"0.2"`, `"512"`, `"full"`, `"visual:0.2"`, `"visual:64"`, an int (tokens, >= 1)
+                or a float in (0, 1].
 
         Raises:
             UserError: The value is none of these.
@@ -43,6 +56,11 @@ class Budget:
                 raise UserError(f"budget {value} is out of range; {_RIGHT}")
             return cls(tokens=int(value))
         text = str(value).strip()
+        if text.startswith(_VISUAL):
+            inner = cls.parse(text.removeprefix(_VISUAL))
+            if inner.visual:
+                raise UserError(f"budget {text!r} says visual twice; {_RIGHT}")
+            return inner if inner.is_full else replace(inner, visual=True)
         if text == "full":
             return cls(ratio=Fraction(1))
         if isinstance(value, str) and re.fullmatch(r"[0-9]+", text):
@@ -67,21 +85,34 @@ class Budget:
         """Whether everything is kept, regardless of the context."""
         return self.ratio == 1
 
-    def per_head(self, length: int) -> int:
+    @property
+    def absolute(self) -> int | None:
+        """The number of tokens, if the budget is the same for every context."""
+        return None if self.visual else self.tokens
+
+    def per_head(self, length: int, visual_tokens: int = 0) -> int:
         """Entries kept per (layer, KV head) on average, `b`.
 
         Args:
             length: Valid context tokens of the sequence, `T`.
+            visual_tokens: How many of them are of images and videos, `V`.
 
         Returns:
-            `max(1, floor(ratio * T + 1/2))` in exact arithmetic, or `min(tokens, T)`.
+            `max(1, floor(ratio * T + 1/2))` in exact arithmetic, or `min(tokens, T)`. A visual
+            budget is `T - V` plus the same of `V`.
         """
+        if self.visual:
+            if not visual_tokens:
+                return length
+            return length - visual_tokens + replace(self, visual=False).per_head(visual_tokens)
         if self.tokens is not None:
             return max(1, min(self.tokens, length))
         assert self.ratio is not None
         return max(1, math.floor(self.ratio * length + Fraction(1, 2)))
 
     def __str__(self) -> str:
+        if self.visual:
+            return f"{_VISUAL}{replace(self, visual=False)}"
         if self.is_full:
             return "full"
         if self.tokens is not None:

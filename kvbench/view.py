@@ -198,6 +198,8 @@ class View:
         model: The model's shapes and output projections.
         scale: Factor of the attention logits.
         seed: Noise seed of every sequence, int64 `[B]`, from the run's seed and the context.
+        visual: Which entries are of images and videos, bool `[B, H, n]`; False everywhere in a text
+            model.
         once: `once(name, make)` returns `make()`, which is called once for all cells of a prefill.
             `name` identifies what is made, with its parameters. It may depend on the layer's K, V,
             observations and the model, not on scores or budgets; nobody may change it in place.
@@ -221,6 +223,7 @@ class View:
         seed: Tensor,
         budget: Tensor,
         turns_ago: Tensor | None = None,
+        visual: Tensor | None = None,
         final: bool = True,
         coming: int = 0,
         once: Callable[[Hashable, Callable[[], Tensor]], Tensor] = _make,
@@ -241,6 +244,7 @@ class View:
         self._budget = budget
         self.read_budget = False
         self.turns_ago = torch.zeros_like(position) if turns_ago is None else turns_ago
+        self.visual = torch.zeros_like(valid) if visual is None else visual
         self.final = final
         self.coming = coming
         self.once = once

@@ -127,6 +127,13 @@ class Cut:
         """Select the sequences of this cut."""
         return x if self._index is None else x[self._index.to(x.device)]
 
+    def _visual(self, col: Tensor) -> Tensor | None:
+        """Which entries are of images and videos, `[B, H, n]`; None in a text model."""
+        if self.cache.visual is None:
+            return None
+        marked = self._own(self.cache.visual).to(col.device)
+        return marked[:, None].expand(-1, col.shape[1], -1).gather(-1, col)
+
     def view(self, layer: RaggedLayer, index: int) -> View:
         """Make the view of one layer as it is now.
 
@@ -177,6 +184,7 @@ class Cut:
             seed=self._own(self.seeds).to(key.device),
             budget=self.mean.to(key.device),
             turns_ago=self._turns_ago(col),
+            visual=self._visual(col),
             final=self.final,
             coming=self.coming,
             once=partial(self._once, None if layer.packed else index),

@@ -108,7 +108,7 @@ class Prefix:
 
     def _compress(self, wanted: Compression, reserve: int | None) -> RaggedCache:
         began = now(self.device)
-        lengths = self.cache.lengths().tolist()
+        lengths, visual = self.cache.lengths().tolist(), self.cache.visual_tokens()
         policy, budget, moment = wanted.policy, wanted.budget, wanted.moment
         final = wanted.whole is None or wanted.whole - wanted.tail <= min(lengths)
         coming = wanted.tail if final else 0
@@ -117,7 +117,10 @@ class Prefix:
             self.cache,
             self.info,
             moment,
-            [first_budget(policy, budget, moment, n, wanted.whole, coming) for n in lengths],
+            [
+                first_budget(policy, budget, moment, n, wanted.whole, coming, v)
+                for n, v in zip(lengths, visual, strict=True)
+            ],
             row_seeds(self.cache, wanted.seed),
             self._shared.setdefault((wanted.seed, moment, final, coming), Shared()),
             final=final,
@@ -131,9 +134,11 @@ class Prefix:
         except BaseException:
             cut.note_changes()
             raise
-        later = [budget.per_head(wanted.whole or n) for n in lengths]
-        if moment == "decode" and budget.tokens is not None:
-            later = [budget.tokens] * len(lengths)
+        later = [
+            budget.per_head(wanted.whole or n, v) for n, v in zip(lengths, visual, strict=True)
+        ]
+        if moment == "decode" and budget.absolute is not None:
+            later = [budget.absolute] * len(lengths)
         start_upkeep(cut, made, later)
         made.seconds = now(self.device) - began + cut.saved
         return made

@@ -90,7 +90,8 @@ class AttachedCache(RaggedCache):
             compress_cache(self.prefill_cut(), self)
             self.end_prefill()
         elif self.upkeep is not None:
-            self.upkeep.budget = [self.budget.per_head(n) for n in self.lengths().tolist()]
+            seen = zip(self.lengths().tolist(), self.visual_tokens(), strict=True)
+            self.upkeep.budget = [self.budget.per_head(n, v) for n, v in seen]
             restore(self, range(self.batch))
         self.turns = [[*row, self.get_seq_length()] for row in self.turns or [[]] * self.batch]
 
@@ -111,14 +112,17 @@ class AttachedCache(RaggedCache):
             lengths = self.lengths().tolist()
             # Between turns `compress` is only called when there is something to cut.
             moment = "context" if self.moment == "turns" else self.moment
-            budget = [first_budget(self.policy, self.budget, moment, n) for n in lengths]
+            budget = [
+                first_budget(self.policy, self.budget, moment, n, visual_tokens=v)
+                for n, v in zip(lengths, self.visual_tokens(), strict=True)
+            ]
             seeds = row_seeds(self, self.seed)
             self.first_cut = Cut(self.policy, self, self.info, self.moment, budget, seeds)
         return self.first_cut
 
     def end_prefill(self) -> None:
         """Free what only the prefill needed, and start the state between cuts."""
-        cut, limit = self.prefill_cut(), self.budget.tokens
+        cut, limit = self.prefill_cut(), self.budget.absolute
         self.first_cut = self.ids = None
         start_upkeep(cut, self, cut.budget if limit is None else [limit] * self.batch)
 
@@ -210,7 +214,7 @@ def attach(
         raise UserError(f"unknown moment {moment!r}; attach takes context, {', '.join(LATER)}")
     if compress not in ("auto", "manual"):
         raise UserError(f"unknown compress={compress!r}; use auto or manual")
-    if moment in ("decode", "chunked") and limit.tokens is None and not chosen.is_full:
+    if moment in ("decode", "chunked") and limit.absolute is None and not chosen.is_full:
         raise UserError(f"moment {moment} needs a budget in tokens such as 512, not {limit}")
     auto = compress == "auto" and moment != "turns"
     cache = AttachedCache(model, chosen, limit, moment, auto, seed)

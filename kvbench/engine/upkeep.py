@@ -49,6 +49,7 @@ def first_budget(
     tokens: int,
     whole: int | None = None,
     coming: int = 0,
+    visual_tokens: int = 0,
 ) -> int:
     """Mean entries per (layer, head) that the first compression leaves of a sequence.
 
@@ -59,10 +60,11 @@ def first_budget(
         tokens: Tokens that the sequence has seen.
         whole: Tokens of the whole prompt, if those seen are only its first chunk.
         coming: Tokens that come after the last cut, if this is the last cut.
+        visual_tokens: How many of the tokens are of images and videos.
     """
     if policy.is_full or moment == "turns":
         return tokens
-    allowed = budget.per_head(whole or tokens) - coming
+    allowed = budget.per_head(whole or tokens, visual_tokens) - coming
     return min(allowed, tokens) if tokens >= allowed + spare(policy, moment) else tokens
 
 

@@ -197,7 +197,8 @@ class PanelMemory:
             serving: Batch and context.
         """
         one = self.token_bytes * self.tokens_of(serving)
-        share = Budget.parse(str(row["budget"])).tokens is None
+        budget = Budget.parse(str(row["budget"]))
+        share = budget.tokens is None and not budget.visual
         held = row["share"] * one if share else min(one, float(row["kv_bytes_live"]))
         return Memory(serving.batch * one, serving.batch * held)
 

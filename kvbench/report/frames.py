@@ -166,12 +166,13 @@ def extras(samples: pd.DataFrame) -> dict[str, dict[str, Any]]:
     return {text: json.loads(text or "{}") for text in set(samples["extra"])}
 
 
-def budget_order(budget: str) -> tuple[bool, float]:
-    """Orders shares of the context before numbers of tokens, each from small to large."""
+def budget_order(budget: str) -> tuple[int, float]:
+    """Orders shares of the context, numbers of tokens and visual budgets, from small to large."""
+    kind, _, amount = budget.rpartition(":")
     try:
-        return (budget.isdigit(), float(budget))
+        return (2 * bool(kind) + amount.isdigit(), float(amount))
     except ValueError:
-        return (True, math.inf)
+        return (4, math.inf)
 
 
 def uncompared(cells: pd.DataFrame) -> list[str]:

@@ -147,9 +147,9 @@ def _cut(cache: RaggedCache, dialogues: list[Dialogue], alive: list[bool]) -> No
     """Cut every dialogue that continues back to its share of the tokens seen so far."""
     if cache.upkeep is None:
         return
-    seen = cache.lengths().tolist()
+    seen, visual = cache.lengths().tolist(), cache.visual_tokens()
     for i, d in enumerate(dialogues):
-        cache.upkeep.budget[i] = d.cell.budget.per_head(seen[i])
+        cache.upkeep.budget[i] = d.cell.budget.per_head(seen[i], visual[i])
     restore(cache, [i for i, ok in enumerate(alive) if ok])
     # Everything from here on belongs to the new turn.
     width = cache.get_seq_length()

@@ -105,7 +105,7 @@ class Grid:
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             object.__setattr__(self, name, READERS[name](value))
-        shares = [str(b) for b in self.parsed_budgets if b.tokens is None and not b.is_full]
+        shares = [str(b) for b in self.parsed_budgets if b.absolute is None and not b.is_full]
         if self.has_moment("decode") and shares:
             raise UserError(
                 f"moment decode needs budgets in tokens such as 128, not {', '.join(shares)}: the "

@@ -99,7 +99,7 @@ def plan(grid: Grid, say: Say) -> Plan:
     leaves = grid.leaves()
     if not variants:
         raise UserError("nothing to run: no policy is left after --no-full")
-    if any(budget.tokens == 1 for budget in grid.parsed_budgets):
+    if any(budget.absolute == 1 for budget in grid.parsed_budgets):
         say(
             "budget 1 keeps 1 entry per KV head; use 1.0 or full to keep everything, or a fraction "
             "such as 0.2"
@@ -276,6 +276,10 @@ class _Planner:
         if grid.has_moment("chunked") and any(prompt.media for prompt in prompts):
             raise UserError(
                 f"{leaf} shows images, which moment chunked does not split; use another --moment"
+            )
+        if any(b.visual for b in grid.parsed_budgets) and not any(p.media for p in prompts):
+            raise UserError(
+                f"{leaf} shows no images; use a budget such as 0.2 instead of a visual one"
             )
         if grid.has_moment("turns"):
             if not all(prompt.request.dialogue for prompt in prompts):

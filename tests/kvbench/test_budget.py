@@ -69,3 +69,25 @@ def test_what_is_no_budget_is_refused_in_one_line(wrong: object) -> None:
     with pytest.raises(UserError, match="budget") as caught:
         Budget.parse(wrong)  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
+
+
+@given(text=st.integers(1, 10**5), seen=st.integers(1, 10**5), tokens=st.integers(1, 10**5))
+def test_a_visual_budget_is_all_text_and_some_visual_tokens(
+    text: int, seen: int, tokens: int
+) -> None:
+    budget = Budget.parse(f"visual:{tokens}")
+    assert budget.per_head(text + seen, seen) == text + min(tokens, seen)
+    assert budget.per_head(text) == text
+    assert budget.absolute is None and str(budget) == f"visual:{tokens}"
+
+
+def test_a_visual_share_is_a_share_of_the_visual_tokens() -> None:
+    assert Budget.parse("visual:0.25").per_head(30 + 16, 16) == 30 + 4
+    assert str(Budget.parse("visual:0.25")) == "visual:0.25"
+    assert Budget.parse("visual:full").is_full
+
+
+@pytest.mark.parametrize("spelling", ["visual:", "visual:0", "visual:visual:3", "text:3"])
+def test_a_wrong_visual_budget_is_refused(spelling: str) -> None:
+    with pytest.raises(UserError, match="use the fraction KEPT"):
+        Budget.parse(spelling)
