@@ -36,9 +36,11 @@ from kvbench.view import (
     Need,
     Observer,
     PerToken,
+    Pruned,
     Queries,
     Surprisal,
     View,
+    VisualTokens,
 )
 
 __all__ = [
@@ -53,6 +55,7 @@ __all__ = [
     "Part",
     "PerToken",
     "Policy",
+    "Pruned",
     "Queries",
     "Score",
     "Scored",
@@ -60,6 +63,7 @@ __all__ = [
     "Selector",
     "Surprisal",
     "View",
+    "VisualTokens",
     "protect_nothing",
     "protect_sinks",
     "protect_window",
@@ -180,6 +184,20 @@ class Score(Part):
     extras: ClassVar[Mapping[str, torch.dtype]] = {}
     nonnegative: ClassVar[bool] = False
     """Whether values are never negative (attention), so that products with norms make sense."""
+    reads_tower: ClassVar[bool] = False
+    """Whether `prune` reads the attention of the vision tower."""
+
+    @property
+    def prunes(self) -> int | None:
+        """The first layer that does not see the visual tokens that `prune` drops.
+
+        0: they are dropped before the language model. None: the score prunes nothing.
+        """
+        return None
+
+    def prune(self, tokens: VisualTokens) -> Pruned:
+        """Choose the visual tokens of a prompt that stay; called once in its prefill."""
+        raise NotImplementedError
 
     @property
     def tail(self) -> int:
@@ -294,6 +312,7 @@ class Policy:
         buffer: Entries that a head may hold beyond its budget before a cut at moment `decode`.
         moments: The moments for which its paper defines it; it runs at all of them.
         cost: Time and extra memory of a cut, per layer, in one line.
+        group: Its group, whose name stands for all its policies; "" for none.
         base: The registered policy that this one is a variant of.
         spelling: The canonical spelling; `kvbench.policy` sets it and `origin`.
         origin: The package and version that registers it, or the digest of its file.
@@ -309,6 +328,7 @@ class Policy:
     buffer: int = 128
     moments: tuple[Moment, ...] = field(default=("context", "question"), compare=False)
     cost: str = field(default="", compare=False)
+    group: str = field(default="", compare=False)
     base: Policy | None = field(default=None, compare=False, repr=False)
     # Not copied by `dataclasses.replace`: a changed policy has another spelling.
     spelling: str = field(default="", init=False, compare=False, repr=False)

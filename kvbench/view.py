@@ -200,6 +200,7 @@ class View:
         seed: Noise seed of every sequence, int64 `[B]`, from the run's seed and the context.
         visual: Which entries are of images and videos, bool `[B, H, n]`; False everywhere in a text
             model.
+        pruned: Which of these the prefill has pruned, bool `[B, H, n]`; see `VisualTokens`.
         once: `once(name, make)` returns `make()`, which is called once for all cells of a prefill.
             `name` identifies what is made, with its parameters. It may depend on the layer's K, V,
             observations and the model, not on scores or budgets; nobody may change it in place.
@@ -224,6 +225,7 @@ class View:
         budget: Tensor,
         turns_ago: Tensor | None = None,
         visual: Tensor | None = None,
+        pruned: Tensor | None = None,
         final: bool = True,
         coming: int = 0,
         once: Callable[[Hashable, Callable[[], Tensor]], Tensor] = _make,
@@ -245,6 +247,7 @@ class View:
         self.read_budget = False
         self.turns_ago = torch.zeros_like(position) if turns_ago is None else turns_ago
         self.visual = torch.zeros_like(valid) if visual is None else visual
+        self.pruned = torch.zeros_like(valid) if pruned is None else pruned
         self.final = final
         self.coming = coming
         self.once = once
@@ -318,3 +321,50 @@ class View:
         x = x & 0xFFFFFFFF
         x = x ^ (x >> 16)
         return (x >> 8).to(torch.float32) / float(1 << 24)
+
+
+@dataclass(frozen=True)
+class VisualTokens:
+    """The visual tokens of one prompt, as a score with `Score.prunes` is shown them.
+
+    `V` visual tokens, `X` text tokens, `D` hidden size of the language model.
+
+    Attributes:
+        keep: How many visual tokens stay, at least 1.
+        feature: What the language model is given for them, `[V, D]`; inside the language model, the
+            hidden states that enter the attention of the layer before the pruning.
+        text: The same of the text tokens, `[X, D]`.
+        image: Number of the image or video of each visual token, from 0, int64 `[V]`.
+        salience: Attention that each receives in the vision tower, float32 `[V]`: from the class
+            token if there is one, otherwise the mean over all patches; mean over heads. It is of
+            the layer whose output the language model is given. None inside the language model.
+        patch_key: Keys of that layer, all heads side by side, `[V, d_tower]`. Where several patches
+            make one token, both are means over them. None inside the language model.
+        attention: Attention from the last token of the prompt in the layer before the pruning, mean
+            over heads, float32 `[V]`. None before the language model.
+        key: Keys of that layer, all heads side by side, `[V, H d]`. None before it.
+        text_key: The same of the text tokens, `[X, H d]`. None before it.
+    """
+
+    keep: int
+    feature: Tensor
+    text: Tensor
+    image: Tensor
+    salience: Tensor | None = None
+    patch_key: Tensor | None = None
+    attention: Tensor | None = None
+    key: Tensor | None = None
+    text_key: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """What is left of visual tokens.
+
+    Attributes:
+        keep: Which tokens stay, bool `[V]`; exactly `VisualTokens.keep` are true.
+        feature: What the language model is given for them instead, `[V, D]`; None: nothing else.
+    """
+
+    keep: Tensor
+    feature: Tensor | None = None

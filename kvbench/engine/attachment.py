@@ -23,6 +23,7 @@ from kvbench.engine.attend import attend
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.models import attention_modules, decoder_of, visual_ids
+from kvbench.engine.pruning import prune_embeddings, prune_inside
 
 NAME = "kvbench"
 
@@ -42,6 +43,7 @@ class Forward:
             cycle would keep the cache alive after its use.
         powers: Powers of the attention weights whose sums packed layers return.
         mask: The attention mask of dense layers; the first of them makes it.
+        blind_mask: The same without pruned columns.
         ids: New token ids `[B, n]`; None if embeddings were given.
         hidden: Final hidden states of the new tokens, set when the forward ends.
     """
@@ -55,6 +57,7 @@ class Forward:
     on_layer: Callable[[Forward, RaggedLayer, Step], None] | None = None
     powers: tuple[int, ...] = ()
     mask: Tensor | None = None
+    blind_mask: Tensor | None = None
     ids: Tensor | None = None
     hidden: Tensor | None = None
 
@@ -136,6 +139,8 @@ def _open(
         cache.shift = torch.zeros(rows, dtype=torch.int64, device=device)
     else:
         cache.valid = torch.cat([cache.valid, new_valid], 1)
+        if cache.pruned is not None:
+            cache.pruned = F.pad(cache.pruned, (0, n))
         joint = cache.visual is not None and visual is not None
         cache.visual = torch.cat([cache.visual, visual], 1) if joint else None  # type: ignore[list-item]
     cache.padded |= valid is not None
@@ -180,18 +185,50 @@ def kvbench_attention(
         layer.append(forward.rank.to(query.device), valid, forward.added, forward.first)
         result, step.mass = attend(query, layer, forward.first, scale, forward.powers, valid)
     else:
-        result = _dense(query, layer, forward, scale)
+        result = _dense(query, layer, forward, scale, hooked.index)
+        _prune_after(forward, step)
     if forward.on_layer is not None:
         forward.on_layer(forward, layer, step)
     return result.transpose(1, 2).contiguous(), None
 
 
-def _dense(query: Tensor, layer: RaggedLayer, forward: Forward, scale: float) -> Tensor:
+def _prune_before(forward: Forward, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Prune visual tokens before the first layer, if that is where they are pruned."""
+    cache = forward.cache
+    embeddings = kwargs.get("inputs_embeds")
+    if cache.pruning is None or cache.pruning.layer or forward.first or embeddings is None:
+        return kwargs
+    if cache.visual is None or not bool(cache.visual.any()):
+        return kwargs
+    assert cache.valid is not None
+    changed, cache.pruned = prune_embeddings(
+        cache.pruning, embeddings, cache.visual, cache.valid, cache.tower
+    )
+    return {**kwargs, "inputs_embeds": changed}
+
+
+def _prune_after(forward: Forward, step: Step) -> None:
+    """Prune visual tokens if this layer is the last one that sees all of them."""
+    cache = forward.cache
+    if cache.pruning is None or cache.pruned is not None or forward.first:
+        return
+    if step.index == cache.pruning.layer - 1 and cache.visual is not None:
+        assert cache.valid is not None
+        where = step.query.device
+        seen = (cache.visual.to(where), cache.valid.to(where))
+        cache.pruned = prune_inside(
+            cache.pruning, step.query, step.key, step.hidden, step.scale, *seen
+        )
+
+
+def _dense(query: Tensor, layer: RaggedLayer, forward: Forward, scale: float, index: int) -> Tensor:
     """Causal attention of new queries over all columns of an uncompressed layer."""
+    cache = forward.cache
+    blind = cache.pruned is not None and cache.pruning is not None and index >= cache.pruning.layer
     key, value = layer.extend()
     group = query.shape[1] // key.shape[1]
     n, columns = query.shape[2], key.shape[2]
-    plain = not forward.cache.padded and n in (1, columns)
+    plain = not cache.padded and n in (1, columns) and not blind
     # Without a mask a GPU kernel shares K and V within a group; otherwise they are repeated.
     shared = plain and query.device.type == "cuda"
     if group > 1 and not shared:
@@ -211,7 +248,16 @@ def _dense(query: Tensor, layer: RaggedLayer, forward: Forward, scale: float) ->
             seen = forward.cache.valid.to(query.device)
             mask = (mask & seen[:, None, None]) | (column == own)
         forward.mask = mask
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=forward.mask, scale=scale)
+        forward.blind_mask = None
+    mask = forward.mask
+    if blind:
+        assert cache.pruned is not None
+        if forward.blind_mask is None:
+            column = torch.arange(columns, device=query.device)
+            own = column == column[forward.first :, None]  # a pruned query sees itself
+            forward.blind_mask = mask & (~cache.pruned.to(query.device)[:, None, None] | own)
+        mask = forward.blind_mask
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
 
 
 AttentionInterface.register(NAME, kvbench_attention)
@@ -273,6 +319,7 @@ def attached(
         _ACTIVE.append(forward)
         state.active = forward
         before(cache, forward)
+        kwargs = _prune_before(forward, kwargs)
         if cache.padded and kwargs.get("position_ids") is None:
             # By default the model would count padding columns, and a later `generate` would not.
             assert cache.valid is not None

@@ -24,6 +24,7 @@ from transformers.cache_utils import (
 
 from kvbench.engine.layer import RaggedLayer, starts
 from kvbench.engine.observers import SurprisalObserver
+from kvbench.engine.pruning import Pruning, TowerFacts
 from kvbench.engine.upkeep import Upkeep
 from kvbench.errors import UserError
 from kvbench.plugin import Need, Observer
@@ -39,6 +40,9 @@ class RaggedCache(Cache):
             int64 `[B]`. Images of models with M-RoPE take fewer positions than tokens.
         visual: Which columns are tokens of images or videos, bool `[B, S]`; None for a text model,
             or if the model was given embeddings.
+        pruning: Prunes the visual tokens of the prefill; None prunes nothing.
+        tower: What the vision tower has seen, if `pruning` reads it.
+        pruned: Which columns it has pruned, bool `[B, S]`; None: none.
         ids: Token ids of the forwards so far; None if a forward was given embeddings.
         observers: Observers of layers, by need.
         token_observers: Observers of tokens, by need.
@@ -67,6 +71,8 @@ class RaggedCache(Cache):
         self.observers: dict[Need, Observer] = {}
         self.token_observers: dict[Need, SurprisalObserver] = {}
         self.upkeep: Upkeep | None = None
+        self.pruning: Pruning | None = None
+        self.tower: TowerFacts | None = None
         self.reset_sequences()
 
     def reset_sequences(self) -> None:
@@ -75,6 +81,7 @@ class RaggedCache(Cache):
         self.padded = False
         self.shift: Tensor | None = None
         self.visual: Tensor | None = None
+        self.pruned: Tensor | None = None
         self.ids: list[Tensor] | None = []
         self.turns: list[list[int]] = []
         self.budget_entries: list[int] | None = None
@@ -224,7 +231,7 @@ class RaggedCache(Cache):
         out.valid = torch.cat(rows)
         out.padded = any(s > 0 for s in shifts) or any(c.padded for c in caches)
         out.shift = torch.cat([c.shift for c in caches if c.shift is not None])
-        out.visual = None
+        out.visual = out.pruned = out.pruning = out.tower = None
         if all(c.visual is not None for c in caches):
             seen_as = [c.visual for c in caches if c.visual is not None]
             padded = [

@@ -127,12 +127,12 @@ class Cut:
         """Select the sequences of this cut."""
         return x if self._index is None else x[self._index.to(x.device)]
 
-    def _visual(self, col: Tensor) -> Tensor | None:
-        """Which entries are of images and videos, `[B, H, n]`; None in a text model."""
-        if self.cache.visual is None:
+    def _marked(self, columns: Tensor | None, col: Tensor) -> Tensor | None:
+        """Which entries are in marked columns (bool `[B, S]`, or None), `[B, H, n]`."""
+        if columns is None:
             return None
-        marked = self._own(self.cache.visual).to(col.device)
-        return marked[:, None].expand(-1, col.shape[1], -1).gather(-1, col)
+        own = self._own(columns).to(col.device)
+        return own[:, None].expand(-1, col.shape[1], -1).gather(-1, col)
 
     def view(self, layer: RaggedLayer, index: int) -> View:
         """Make the view of one layer as it is now.
@@ -184,7 +184,8 @@ class Cut:
             seed=self._own(self.seeds).to(key.device),
             budget=self.mean.to(key.device),
             turns_ago=self._turns_ago(col),
-            visual=self._visual(col),
+            visual=self._marked(self.cache.visual, col),
+            pruned=self._marked(self.cache.pruned, col),
             final=self.final,
             coming=self.coming,
             once=partial(self._once, None if layer.packed else index),

@@ -14,6 +14,7 @@ from kvbench.engine.draw import row_seeds
 from kvbench.engine.driver import forward, start_observers
 from kvbench.engine.evict import compress_cache, start_upkeep
 from kvbench.engine.models import decoder_of, model_info
+from kvbench.engine.pruning import Pruning, watching
 from kvbench.engine.shared import Shared
 from kvbench.engine.upkeep import first_budget
 from kvbench.moments import Moment
@@ -48,13 +49,17 @@ class Prefix:
     Args:
         model: The model, inside `engine`.
         needs: Observations that the policies of the cells need.
+        pruning: Visual tokens to prune, for the only cell of this prefix.
     """
 
-    def __init__(self, model: nn.Module, needs: Iterable[Need]) -> None:
+    def __init__(
+        self, model: nn.Module, needs: Iterable[Need], pruning: Pruning | None = None
+    ) -> None:
         self.model = model
         self.info: ModelInfo = model_info(model)
         self.cache = RaggedCache(decoder_of(model).config)
         start_observers(self.cache, frozenset(needs), self.info)
+        self.cache.pruning = pruning
         self.device = next(model.parameters()).device
         self.seconds = 0.0
         self._shared: dict[tuple[int, Moment, bool, int], Shared] = {}
@@ -75,7 +80,8 @@ class Prefix:
             pixels: The media among them; see `kvbench.engine.vision.Vision`.
         """
         begin = now(ids.device)
-        logits = forward(self.model, self.cache, ids, mask, pixels=pixels)
+        with watching(self.model, self.cache.pruning if pixels else None) as self.cache.tower:
+            logits = forward(self.model, self.cache, ids, mask, pixels=pixels)
         self._shared = {}
         self.seconds += now(ids.device) - begin
         return logits

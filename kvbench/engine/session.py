@@ -24,6 +24,7 @@ from kvbench.engine.evict import (
 )
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.models import decoder_of, model_info
+from kvbench.engine.pruning import pruning_of, watching
 from kvbench.engine.upkeep import first_budget
 from kvbench.errors import UserError
 from kvbench.moments import LATER, Moment
@@ -62,6 +63,7 @@ class AttachedCache(RaggedCache):
 
     def _start(self) -> None:
         start_observers(self, self.policy.needs, self.info)
+        self.pruning = pruning_of(self.policy, self.budget)
         self.upkeep = None
         self.first_cut: Cut | None = None
         self.compressing = self.in_forward = False
@@ -219,7 +221,10 @@ def attach(
     auto = compress == "auto" and moment != "turns"
     cache = AttachedCache(model, chosen, limit, moment, auto, seed)
     try:
-        with _AttachDriver(model, cache).running():
+        with (
+            watching(model, cache.pruning) as cache.tower,
+            _AttachDriver(model, cache).running(),
+        ):
             yield cache
     finally:
         cache.close()

@@ -17,6 +17,7 @@ from kvbench.engine.driver import forward
 from kvbench.engine.evict import restore
 from kvbench.engine.pool import Pooled
 from kvbench.engine.prefix import Prefix
+from kvbench.engine.pruning import pruning_of
 from kvbench.engine.upkeep import tail_of
 from kvbench.errors import PluginError, plugin_call
 from kvbench.runs.answers import (
@@ -55,6 +56,11 @@ def answer_contexts(worker: Worker, prompts: Sequence[Prompt], cells: Sequence[C
     _Contexts(worker, prompts).answer(cells)
 
 
+def _prunes(cell: Cell) -> bool:
+    """Whether a cell's policy prunes visual tokens in the prefill, which no other cell shares."""
+    return cell.policy.score is not None and cell.policy.score.prunes is not None
+
+
 class _Contexts:
     """The prompts of one task, and the answers that wait to be decoded."""
 
@@ -79,7 +85,11 @@ class _Contexts:
             ]
             wanted = [(cell, missing) for cell, missing in wanted if missing]
             if wanted:
-                self._whole(ids, media, [(c, m) for c, m in wanted if c.moment != "chunked"])
+                shared = [w for w in wanted if w[0].moment != "chunked" and not _prunes(w[0])]
+                self._whole(ids, media, shared)
+                for cell, missing in wanted:
+                    if _prunes(cell):
+                        self._pruned(cell, missing)
                 self._chunked([(c, m) for c, m in wanted if c.moment == "chunked"])
         for name in list(self.lanes):
             self._flush(name)
@@ -121,6 +131,33 @@ class _Contexts:
         """Context and question together, and the logits after them."""
         longer = prefix.fork()
         return longer, longer.extend(self.worker.tensor(question_ids))
+
+    def _pruned(self, cell: Cell, missing: list[Prompt]) -> None:
+        """Prefill for one cell alone, whose policy prunes visual tokens meanwhile."""
+        worker = self.worker
+        pruning = pruning_of(cell.policy, cell.budget)
+        asked = cell.moment == "question"
+        groups = [missing]  # before the question one prefill serves all of them
+        if asked:
+            groups = [repeats for _, repeats in by_request((cell, p) for p in missing)]
+        for together in groups:
+            prompt = together[0]
+            ids = prompt.ids if asked else prompt.context_ids
+            try:
+                with plugin_call():
+                    prefix, logits = worker.prefill(ids, cell.policy.needs, prompt.media, pruning)
+            except PluginError as error:
+                worker.fail(cell, prompt, str(error))
+                return
+            cache = worker.compress(prefix, cell, prompt, self.reserve)
+            if cache is None:
+                return
+            for one, copy in zip(together, forks(len(together), cache), strict=True):
+                seconds = (prefix.seconds, cache.seconds)
+                if asked:
+                    self._add("told", cell, one, copy, *seconds, logits)
+                else:
+                    self._add("ask", cell, one, copy, *seconds)
 
     # -- chunked prefill ---------------------------------------------------------------------------
 

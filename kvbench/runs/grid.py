@@ -206,22 +206,28 @@ class Grid:
 
     @functools.cached_property
     def built_policies(self) -> tuple[Policy, ...]:
-        """The policies, once each; `all` stands for every installed one.
+        """The policies, once each; `all` stands for every installed one, a group for its own.
 
         Raises:
             UserError: A policy is unknown or has a parameter that is unknown or ill-typed.
         """
-        built = [
-            self._built[name]
-            for spec in self.policies
-            for name in (registry.names(registry.POLICIES) if spec == ALL else [spec])
-        ]
+        built = [self._built[name] for spec in self.policies for name in self._members(spec)]
         return tuple({str(policy): policy for policy in built}.values())
+
+    def _members(self, spec: str) -> list[str]:
+        """The policies that a spelling stands for."""
+        names = registry.names(registry.POLICIES)
+        if spec == ALL:
+            return names
+        if spec in names or not spec.isidentifier():
+            return [spec]
+        return [name for name in names if self._built[name].group == spec] or [spec]
 
     @functools.cached_property
     def named_policies(self) -> frozenset[str]:
         """Canonical spellings of the policies that are named, and not only included in `all`."""
-        return frozenset(str(self._built[spec]) for spec in self.policies if spec != ALL)
+        named = [name for spec in self.policies if spec != ALL for name in self._members(spec)]
+        return frozenset(str(self._built[name]) for name in named)
 
     @functools.cached_property
     def _built(self) -> _Builder:

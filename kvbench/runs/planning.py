@@ -31,6 +31,7 @@ from kvbench.named import lexicon_of, local_model, model_digest, resolve_model
 from kvbench.plugin import Policy
 from kvbench.runs.answers import Prompt
 from kvbench.runs.cell import Cell, Variant
+from kvbench.runs.fitting import check_moments, unfit_policies
 from kvbench.runs.grid import Grid
 from kvbench.runs.prompts import Window, prompts_of
 
@@ -203,7 +204,7 @@ class _Planner:
         prompts, truncated = prompts_of(
             task, model.tokenizer, model.window, grid.truncate, self.say, model.vision
         )
-        self._check_moments(leaf, prompts, truncated)
+        check_moments(grid, leaf, prompts, truncated, self.say)
         template = Cell(
             variant=self.variants[0],
             model=model.name,
@@ -222,7 +223,13 @@ class _Planner:
             generation=self._generation(model, leaf, benchmark, task),
             packages=(*gguf_packages(model.name), *quantization_packages(grid.quantization)),
         )
-        cells = [template.of(v, files[v.policy]) for v in self.variants if v.policy in files]
+        unfit = unfit_policies(grid, leaf, prompts)
+        self.left_out |= unfit
+        cells = [
+            template.of(v, files[v.policy])
+            for v in self.variants
+            if v.policy in files and str(v.policy) not in unfit
+        ]
         return Job(task, prompts, cells, judge, truncated)
 
     def _judge_of(self, benchmark: Benchmark) -> Judge | None:
@@ -265,51 +272,6 @@ class _Planner:
         )
         requests = self.grid.generation.applied(task.requests, self.say)
         return replace(task, requests=tuple(requests))
-
-    def _check_moments(self, leaf: str, prompts: list[Prompt], truncated: int) -> None:
-        """Check that the task can run at all moments, and say where nothing would be cut.
-
-        Raises:
-            UserError: Moment `turns` needs dialogues that fit.
-        """
-        grid = self.grid
-        if grid.has_moment("chunked") and any(prompt.media for prompt in prompts):
-            raise UserError(
-                f"{leaf} shows images, which moment chunked does not split; use another --moment"
-            )
-        if any(b.visual for b in grid.parsed_budgets) and not any(p.media for p in prompts):
-            raise UserError(
-                f"{leaf} shows no images; use a budget such as 0.2 instead of a visual one"
-            )
-        if grid.has_moment("turns"):
-            if not all(prompt.request.dialogue for prompt in prompts):
-                raise UserError(
-                    f"{leaf} has no turns; moment turns needs dialogues such as --task dialogue"
-                )
-            if truncated:
-                raise UserError(
-                    f"{leaf}: a live dialogue is never truncated; use another --moment, or "
-                    "dialogues that fit"
-                )
-        if grid.has_moment("decode"):
-            self._say_idle_buffers(leaf, max(prompt.limit for prompt in prompts))
-        longest = max(len(prompt.ids) for prompt in prompts)
-        for timing in grid.timings:
-            if timing.chunk and longest <= timing.chunk:
-                self.say(
-                    f"{leaf}: no prompt is longer than a chunk of {timing.chunk} tokens, so the "
-                    f"cache is cut only once; use --moment chunked:{max(1, longest // 4)}"
-                )
-
-    def _say_idle_buffers(self, leaf: str, longest: int) -> None:
-        """Say where nothing can be cut while an answer is generated."""
-        idle = [p for p in self.grid.built_policies if not p.is_full and p.buffer >= longest]
-        if idle:
-            self.say(
-                f"{leaf}: no answer is longer than the buffer of {', '.join(map(str, idle[:3]))}"
-                f"{' and others' * (len(idle) > 3)}, so nothing is cut while it is generated; use "
-                f"{idle[0].name}:buffer={max(1, longest // 8)}"
-            )
 
     def _template_hash(self, model: _Model, leaf: str, benchmark: Benchmark) -> str:
         used = model.template and leaf not in benchmark.plain

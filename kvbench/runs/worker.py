@@ -20,6 +20,7 @@ from kvbench.engine.loading import load_model
 from kvbench.engine.models import devices_of
 from kvbench.engine.pool import Pool
 from kvbench.engine.prefix import Compression, Prefix
+from kvbench.engine.pruning import Pruning
 from kvbench.engine.threads import thread_budget
 from kvbench.engine.vision import Pixels, Vision
 from kvbench.errors import PluginError, plugin_call
@@ -79,7 +80,11 @@ class Worker:
         return torch.tensor([list(ids)], device=self.device)
 
     def prefill(
-        self, ids: Sequence[int], needs: Iterable[Need], media: Sequence[Medium] = ()
+        self,
+        ids: Sequence[int],
+        needs: Iterable[Need],
+        media: Sequence[Medium] = (),
+        pruning: Pruning | None = None,
     ) -> tuple[Prefix, Tensor]:
         """Prefill tokens with the needed observations; return the logits after them as well.
 
@@ -87,8 +92,9 @@ class Worker:
             ids: The tokens.
             needs: What the policies need.
             media: Images and videos among the tokens.
+            pruning: Visual tokens to prune.
         """
-        prefix = Prefix(self.model, needs)
+        prefix = Prefix(self.model, needs, pruning)
         return prefix, prefix.extend(self.tensor(ids), pixels=self.pixels(media))
 
     def pixels(self, media: Sequence[Medium]) -> Pixels | None:

@@ -1,0 +1,276 @@
+"""Prunes visual tokens while a prompt is prefilled, before the language model or inside it.
+
+A pruned token is hidden from all others from some layer on, and its entries are evicted when the
+cache is compressed. So every other token computes what it would compute if the pruned tokens had
+been removed in that layer, with the positions of the whole prompt. The prefill itself does not
+become cheaper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from kvbench.budget import Budget
+from kvbench.errors import PluginError, UserError
+from kvbench.plugin import Policy, Score
+from kvbench.view import Pruned, VisualTokens
+
+TOWER = "kvbench_tower"
+
+
+@dataclass(frozen=True)
+class Pruning:
+    """What a prefill has to prune.
+
+    Attributes:
+        score: Chooses the tokens; its `prunes` is not None.
+        budget: The budget of the cell: visual tokens get what all text tokens leave of it.
+    """
+
+    score: Score
+    budget: Budget
+
+    @property
+    def layer(self) -> int:
+        """The first layer that does not see pruned tokens."""
+        assert self.score.prunes is not None
+        return self.score.prunes
+
+    def keep(self, length: int, visual_tokens: int) -> int:
+        """How many visual tokens of a prompt stay."""
+        text = length - visual_tokens
+        left = self.budget.per_head(length, visual_tokens) - text
+        return max(1, min(left, visual_tokens))
+
+
+def pruning_of(policy: Policy, budget: Budget) -> Pruning | None:
+    """What a policy prunes in a prefill; None if it prunes nothing."""
+    if policy.score is None or policy.score.prunes is None or budget.is_full:
+        return None
+    return Pruning(policy.score, budget)
+
+
+def prune_embeddings(
+    pruning: Pruning, embeddings: Tensor, visual: Tensor, valid: Tensor, tower: TowerFacts | None
+) -> tuple[Tensor, Tensor]:
+    """Prune before the language model.
+
+    Args:
+        pruning: What to prune.
+        embeddings: Embeddings of the prompt, `[B, S, D]`.
+        visual: Which columns are visual tokens, bool `[B, S]`.
+        valid: Which columns are tokens, bool `[B, S]`.
+        tower: What the vision tower has seen; None if it was not watched.
+
+    Returns:
+        The embeddings, which merging can have changed, and the pruned columns, bool `[B, S]`.
+    """
+    pruned = torch.zeros_like(visual)
+    changed = embeddings
+    total = int(visual.sum())
+    salience = key = image = None
+    if tower is not None:
+        salience, key, image = tower.tokens(total)
+    first = 0
+    for row in range(len(visual)):
+        own, count = visual[row], int(visual[row].sum())
+        here = slice(first, first + count)
+        first += count
+        if not count:
+            continue
+        shown = VisualTokens(
+            keep=pruning.keep(int(valid[row].sum()), count),
+            feature=embeddings[row, own],
+            text=embeddings[row, valid[row] & ~own],
+            image=_runs(own) if image is None else image[here] - image[here][0],
+            salience=None if salience is None else salience[here],
+            patch_key=None if key is None else key[here],
+        )
+        found = _checked(pruning, shown)
+        pruned[row, own] = ~found.keep
+        if found.feature is not None:
+            if changed is embeddings:
+                changed = embeddings.clone()
+            changed[row, own] = found.feature.to(embeddings.dtype)
+    return changed, pruned
+
+
+def prune_inside(
+    pruning: Pruning,
+    query: Tensor,
+    key: Tensor,
+    hidden: Tensor,
+    scale: float,
+    visual: Tensor,
+    valid: Tensor,
+) -> Tensor:
+    """Prune inside the language model, from the attention of the layer before.
+
+    Args:
+        pruning: What to prune.
+        query: Queries after RoPE, `[B, H_q, S, d]`.
+        key: Keys after RoPE, `[B, H, S, d]`.
+        hidden: Hidden states that enter the attention, `[B, S, D]`.
+        scale: Factor of the attention logits.
+        visual: Which columns are visual tokens, bool `[B, S]`.
+        valid: Which columns are tokens, bool `[B, S]`.
+
+    Returns:
+        The pruned columns, bool `[B, S]`.
+    """
+    pruned = torch.zeros_like(visual)
+    group = query.shape[1] // key.shape[1]
+    shared = key.repeat_interleave(group, 1)
+    logits = (query[:, :, -1:].float() @ shared.float().transpose(-1, -2)) * scale
+    weights = logits.masked_fill(~valid[:, None, None], -torch.inf).softmax(-1)[:, :, 0].mean(1)
+    flat = key.transpose(1, 2).flatten(2)
+    for row in range(len(visual)):
+        own, text = visual[row], valid[row] & ~visual[row]
+        if not bool(own.any()):
+            continue
+        shown = VisualTokens(
+            keep=pruning.keep(int(valid[row].sum()), int(own.sum())),
+            feature=hidden[row, own],
+            text=hidden[row, text],
+            image=_runs(own),
+            attention=weights[row, own],
+            key=flat[row, own],
+            text_key=flat[row, text],
+        )
+        pruned[row, own] = ~_checked(pruning, shown).keep
+    return pruned
+
+
+def _checked(pruning: Pruning, shown: VisualTokens) -> Pruned:
+    found = pruning.score.prune(shown)
+    if found.keep.shape != shown.image.shape or int(found.keep.sum()) != shown.keep:
+        raise PluginError(
+            f"{pruning.score.name} keeps {int(found.keep.sum())} visual tokens instead of "
+            f"{shown.keep}"
+        )
+    return found
+
+
+def _runs(visual: Tensor) -> Tensor:
+    """The number of the image of each visual token: neighbouring tokens are of one image."""
+    begins = visual & ~torch.nn.functional.pad(visual, (1, 0))[:-1]
+    return (begins.long().cumsum(-1) - 1)[visual]
+
+
+# --- the vision tower -----------------------------------------------------------------------------
+
+
+@dataclass
+class TowerFacts:
+    """What the last useful layer of a vision tower has seen.
+
+    Attributes:
+        module: Its attention.
+        classed: Whether the first token of an image is a class token.
+        merged: Patches that make one token of the language model.
+        calls: Queries and keys of every call, `[images, heads, patches, d]`.
+    """
+
+    module: nn.Module
+    classed: bool
+    merged: int
+    calls: list[tuple[Tensor, Tensor, float]]
+
+    def tokens(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Salience `[V]`, keys `[V, d_tower]` and number of the image `[V]` of all visual tokens.
+
+        The calls are forgotten: they belong to one prefill.
+
+        Raises:
+            UserError: The tower makes another number of tokens than `count`.
+        """
+        calls, self.calls = self.calls, []
+        salience: list[Tensor] = []
+        keys: list[Tensor] = []
+        images: list[Tensor] = []
+        for query, key, scale in calls:
+            for q, k in zip(query.float(), key.float(), strict=True):
+                seen = q[:, :1] if self.classed else q
+                weights = (seen @ k.transpose(-1, -2) * scale).softmax(-1).mean((0, 1))
+                flat = k.transpose(0, 1).flatten(1)
+                if self.classed:
+                    weights, flat = weights[1:], flat[1:]
+                salience.append(weights.view(-1, self.merged).mean(-1))
+                keys.append(flat.view(-1, self.merged, flat.shape[-1]).mean(1))
+                images.append(torch.full_like(salience[-1], len(images), dtype=torch.int64))
+        made = sum(map(len, salience))
+        if made != count:
+            raise UserError(
+                f"the vision tower makes {made} tokens and the prompt has {count}: a policy that "
+                "reads its attention does not know this model; use divprune, fastv or dart"
+            )
+        return torch.cat(salience), torch.cat(keys), torch.cat(images)
+
+
+_WATCHED: list[TowerFacts] = []
+
+
+def _tower_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, **options: Any
+) -> Any:
+    """Attention as `sdpa`, which shows its queries and keys to whoever watches this layer."""
+    mask = options.pop("attention_mask", mask)
+    scale = options.get("scaling") or query.shape[-1] ** -0.5
+    for facts in _WATCHED:
+        if facts.module is module:
+            facts.calls.append((query, key, scale))
+    return sdpa_attention_forward(module, query, key, value, mask, **options)
+
+
+AttentionInterface.register(TOWER, _tower_attention)
+
+
+@contextmanager
+def watching(model: nn.Module, pruning: Pruning | None) -> Iterator[TowerFacts | None]:
+    """Watch the vision tower of a model as long as the block lasts, if a pruning reads it.
+
+    Raises:
+        UserError: Its patches are not in the order of the tokens that they make.
+    """
+    if pruning is None or not pruning.score.reads_tower:
+        yield None
+        return
+    inner: Any = getattr(model, "model", model)
+    config: Any = model.config
+    tower = getattr(inner, "visual", None)
+    if config.model_type == "qwen2_5_vl":
+        raise UserError(
+            "a policy that reads the attention of the vision tower does not know Qwen2.5-VL's "
+            "windows; use divprune, fastv or dart"
+        )
+    merge, which = 1, -1
+    if tower is None:
+        tower = inner.vision_tower
+        which = config.vision_feature_layer
+        which = which if isinstance(which, int) else which[-1]
+    else:
+        merge = config.vision_config.spatial_merge_size**2
+    attentions = [
+        module
+        for module in tower.modules()
+        if type(module).__name__.endswith("Attention")
+        and not isinstance(module, nn.MultiheadAttention)
+    ]
+    classed = any(name.endswith("class_embedding") for name, _ in tower.named_parameters())
+    facts = TowerFacts(attentions[which], classed, merge, [])
+    before = tower.config._attn_implementation
+    tower.set_attn_implementation(TOWER)
+    _WATCHED.append(facts)
+    try:
+        yield facts
+    finally:
+        _WATCHED.remove(facts)
+        tower.set_attn_implementation(before)

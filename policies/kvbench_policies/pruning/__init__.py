@@ -1,0 +1,1 @@
+"""Pruning of visual tokens in the prefill: all text stays, and some visual tokens."""

@@ -1,0 +1,84 @@
+"""CDPruner: diverse visual tokens that are relevant to the text, by a determinantal point process.
+
+Zhang et al.: Beyond Attention or Similarity: Maximizing Conditional Diversity for Token Pruning in
+MLLMs, arXiv 2506.10967. The paper takes the relevance from CLIP's text encoder. Checkpoints of
+vision-language models do not hold it, so here it is the similarity of a visual token with the text
+tokens, both as the language model is given them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvbench.parts import TopK, Uniform
+from kvbench.plugin import Policy, Pruned, VisualTokens
+from kvbench_policies.pruning.common import PrunesVisual, similarity
+
+_TINY = 1e-6
+
+
+@dataclass(frozen=True)
+class CDPruner(PrunesVisual):
+    """Greedy MAP inference of a DPP with the kernel `r_i S_ij r_j`.
+
+    `S` is the cosine similarity of visual tokens. `r` is the mean cosine similarity of a visual
+    token with the text tokens, scaled to run from 0 to 1 over the tokens of the prompt.
+    """
+
+    name: ClassVar[str] = "cdpruner"
+
+    @property
+    def prunes(self) -> int:
+        """Before the language model."""
+        return 0
+
+    def prune(self, tokens: VisualTokens) -> Pruned:
+        """Choose the tokens one by one."""
+        relevance = similarity(tokens.feature, tokens.text).mean(-1)
+        low, high = relevance.min(), relevance.max()
+        scaled = (relevance - low) / (high - low).clamp(min=_TINY) + _TINY
+        kernel = scaled[:, None] * similarity(tokens.feature, tokens.feature) * scaled[None]
+        return Pruned(greedy_map(kernel, tokens.keep))
+
+
+def greedy_map(kernel: Tensor, count: int) -> Tensor:
+    """Choose items whose kernel has a large determinant, one by one.
+
+    Chen, Zhang, Zhou: Fast Greedy MAP Inference for Determinantal Point Process, arXiv 1709.05135,
+    Algorithm 1.
+
+    Args:
+        kernel: Positive semi-definite, `[V, V]`.
+        count: Number of items, at most `V`.
+
+    Returns:
+        The chosen items, bool `[V]`.
+    """
+    kernel = kernel.double()
+    gain = kernel.diagonal().clone()
+    rows = kernel.new_zeros(count, len(kernel))
+    keep = torch.zeros(len(kernel), dtype=torch.bool, device=kernel.device)
+    for i in range(count):
+        chosen = gain.masked_fill(keep, -torch.inf).argmax()
+        keep[chosen] = True
+        # Rounding can leave a gain of 0 or below: such an item depends on the chosen ones.
+        root = gain[chosen].clamp(min=_TINY**2).sqrt()
+        rows[i] = (kernel[chosen] - rows[:i, chosen] @ rows[:i]) / root
+        gain = gain - rows[i].square()
+    return keep
+
+
+CDPRUNER = Policy(
+    name="cdpruner",
+    score=CDPruner(),
+    allocate=Uniform(),
+    select=TopK(),
+    summary="all text and visual tokens that are diverse and relevant to the text",
+    paper="arXiv 2506.10967; relevance by the model's own embeddings",
+    cost="time O(k^2 V) for k tokens, memory O(V^2) per prompt; a prefill of its own",
+    group="pruning",
+)

@@ -1,0 +1,58 @@
+"""DivPrune: the visual tokens that differ most from one another.
+
+Alvar et al.: DivPrune: Diversity-based Visual Token Pruning for Large Multimodal
+Models, CVPR 2025, arXiv 2503.02175, Algorithm 1: a greedy solution of the
+max-min diversity problem with the cosine distance.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from kvbench.parts import TopK, Uniform
+from kvbench.plugin import Policy, Pruned, VisualTokens
+from kvbench_policies.pruning.common import PrunesVisual, similarity
+
+
+@dataclass(frozen=True)
+class DivPrune(PrunesVisual):
+    """Greedy max-min diversity of the tokens that the language model is given.
+
+    The first token is the one whose nearest other token is farthest away. Then the token joins
+    whose distance to the chosen ones is largest.
+    """
+
+    name: ClassVar[str] = "divprune"
+
+    @property
+    def prunes(self) -> int:
+        """Before the language model."""
+        return 0
+
+    def prune(self, tokens: VisualTokens) -> Pruned:
+        """Choose the tokens one by one."""
+        distance = 1 - similarity(tokens.feature, tokens.feature)
+        keep = torch.zeros(len(distance), dtype=torch.bool, device=distance.device)
+        others = distance.clone().fill_diagonal_(torch.inf)
+        nearest = others.min(-1).values
+        for _ in range(tokens.keep):
+            chosen = nearest.masked_fill(keep, -torch.inf).argmax()
+            # From the first choice on, what counts is the distance to the chosen tokens.
+            nearest = torch.minimum(nearest, distance[chosen]) if keep.any() else distance[chosen]
+            keep[chosen] = True
+        return Pruned(keep)
+
+
+DIVPRUNE = Policy(
+    name="divprune",
+    score=DivPrune(),
+    allocate=Uniform(),
+    select=TopK(),
+    summary="all text and the visual tokens that differ most from one another",
+    paper="arXiv 2503.02175, Algorithm 1",
+    cost="time and memory O(V^2) per prompt; a prefill of its own",
+    group="pruning",
+)
