@@ -1,0 +1,206 @@
+"""Tiny vision-language models with random weights, their processors, and tiny images.
+
+Nothing here needs torchvision: the processors take images only, prepared by Pillow.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import io
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from PIL import Image
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers.processing_utils import ProcessorMixin
+
+KINDS = ("qwen2_vl", "qwen3_vl", "llava")
+
+SPECIAL = (
+    "<|endoftext|> <|im_start|> <|im_end|> <|vision_start|> <|vision_end|> <|image_pad|> "
+    "<|video_pad|> <image>"
+).split()
+
+QWEN_TEMPLATE = (
+    "{% for m in messages %}{% if loop.first and m['role'] != 'system' %}<|im_start|>system\n"
+    "You are a helpful assistant.<|im_end|>\n{% endif %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for c in m['content'] %}"
+    "{% if c['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif c['type'] == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
+    "{% else %}{{ c['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""As Qwen2-VL's: placeholders where the images are."""
+
+LLAVA_TEMPLATE = (
+    "{% for m in messages %}{{ m['role'].upper() + ': ' }}"
+    "{% for c in m['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>\n' }}"
+    "{% endfor %}{% for c in m['content'] | selectattr('type', 'equalto', 'text') %}"
+    "{{ c['text'] + ' ' }}{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+)
+"""As LLaVA-1.5's: all images of a message before its text; messages must be lists of parts."""
+
+_PATCH = {"qwen2_vl": 14, "qwen3_vl": 16, "llava": 14}
+
+
+def picture(color: str = "red", size: tuple[int, int] = (64, 48)) -> Image.Image:
+    """A plain image."""
+    return Image.new("RGB", size, color)
+
+
+def encoded(image: Image.Image | None = None, kind: str = "PNG") -> dict[str, str]:
+    """An image as the rows of a hub table have it."""
+    content = io.BytesIO()
+    (image or picture()).save(content, kind)
+    return {"bytes": base64.b64encode(content.getvalue()).decode(), "path": f"x.{kind.lower()}"}
+
+
+def tokenizer(template: str = QWEN_TEMPLATE) -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer with the placeholders of all kinds of models."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in SPECIAL])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        padding_side="left",
+        model_max_length=4096,
+        chat_template=template,
+    )
+
+
+@functools.cache
+def processor(kind: str = "qwen2_vl") -> Any:
+    """A processor for images of at most 112 x 112 pixels (Qwen) or of 56 x 56 (LLaVA)."""
+    if kind == "llava":
+        images = transformers.CLIPImageProcessorPil(
+            size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56}
+        )
+        return transformers.LlavaProcessor(
+            image_processor=images,
+            tokenizer=tokenizer(LLAVA_TEMPLATE),
+            patch_size=14,
+            vision_feature_select_strategy="default",
+            num_additional_image_tokens=1,
+            chat_template=LLAVA_TEMPLATE,
+        )
+    patch = _PATCH[kind]
+    images = transformers.Qwen2VLImageProcessorPil(
+        patch_size=patch,
+        merge_size=2,
+        size={"shortest_edge": 4 * patch * patch, "longest_edge": 64 * patch * patch},
+    )
+    family = {
+        "qwen2_vl": transformers.Qwen2VLProcessor,
+        "qwen3_vl": transformers.Qwen3VLProcessor,
+    }[kind]
+    return _image_only(family)(images, tokenizer(), QWEN_TEMPLATE)
+
+
+def _image_only(family: type) -> type:
+    """A processor class that needs no video processor, which torchvision is needed for."""
+
+    class ImageOnly(family):  # type: ignore[misc]
+        # ProcessorMixin goes by the names of these parameters.
+        def __init__(self, image_processor: Any, tokenizer: Any, chat_template: str) -> None:
+            self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
+            self.image_token_id = tokenizer.convert_tokens_to_ids(self.image_token)
+            self.video_token_id = tokenizer.convert_tokens_to_ids(self.video_token)
+            ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
+
+    return ImageOnly
+
+
+def model(kind: str = "qwen2_vl") -> Any:
+    """A model of two layers with random weights, the same at every call."""
+    words = processor(kind).tokenizer
+    ids = dict(zip(SPECIAL, words.convert_tokens_to_ids(SPECIAL), strict=True))
+    text: dict[str, Any] = {
+        "vocab_size": len(words),
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+        "initializer_range": 0.15,
+        "bos_token_id": None,
+        "eos_token_id": ids["<|im_end|>"],
+        "pad_token_id": ids["<|endoftext|>"],
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return (_llava if kind == "llava" else _qwen)(kind, text, ids).eval()
+
+
+def _llava(kind: str, text: dict[str, Any], ids: dict[str, int]) -> Any:
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=56,
+        patch_size=14,
+        projection_dim=32,
+    )
+    config = transformers.LlavaConfig(
+        vision_config=vision,
+        text_config=transformers.LlamaConfig(**text),
+        image_token_index=ids["<image>"],
+        vision_feature_layer=-1,
+    )
+    return transformers.LlavaForConditionalGeneration(config)
+
+
+def _qwen(kind: str, text: dict[str, Any], ids: dict[str, int]) -> Any:
+    tokens = {
+        "image_token_id": ids["<|image_pad|>"],
+        "video_token_id": ids["<|video_pad|>"],
+        "vision_start_token_id": ids["<|vision_start|>"],
+        "vision_end_token_id": ids["<|vision_end|>"],
+    }
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    if kind == "qwen2_vl":
+        vision = {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2}
+        config = transformers.Qwen2VLConfig(
+            text_config={**text, "rope_parameters": rope},
+            vision_config={**vision, "patch_size": 14},
+            **tokens,
+        )
+        return transformers.Qwen2VLForConditionalGeneration(config)
+    vision = {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "patch_size": 16,
+        "out_hidden_size": 64,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0],
+    }
+    config = transformers.Qwen3VLConfig(
+        text_config={
+            **text,
+            "head_dim": 16,
+            "rope_parameters": {**rope, "mrope_interleaved": True},
+        },
+        vision_config=vision,
+        **tokens,
+    )
+    return transformers.Qwen3VLForConditionalGeneration(config)
+
+
+def save(kind: str, folder: Path) -> str:
+    """Write a model folder, as a user would have it."""
+    model(kind).save_pretrained(folder)
+    processor(kind).tokenizer.save_pretrained(folder)
+    processor(kind).image_processor.save_pretrained(folder)
+    return str(folder)
