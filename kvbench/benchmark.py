@@ -16,6 +16,9 @@ DocsHook = Callable[..., "list[Doc] | Path"]
 
 LEXICONS = ("natural", "reference")
 
+IMAGE, VIDEO = "<|kvb_image|>", "<|kvb_video|>"
+"""Stand in the `context` of a row where its next medium belongs."""
+
 
 @dataclass(frozen=True)
 class Source:
@@ -28,7 +31,8 @@ class Source:
         file: A raw file of the dataset's repository, read instead of the table that `load_dataset`
             returns: `x.jsonl`, `x.json` (a list, or one object), `x.csv`, `x.tsv` or `x.parquet`,
             each also with `.gz`. `*` matches anything; matching files are read in order of name.
-            `data.zip:data/x.jsonl` names a member of an archive. Use it for repositories that hold
+            `data.zip:data/x.jsonl` names a member of an archive, and `data.zip:pics/*` the images
+            of one, which are rows with `path` and `bytes`. Use it for repositories that hold
             only a loading script (scripts are never run), and for the hub's own conversion of a
             table: `CONFIG/SPLIT/*.parquet` at the revision `refs/convert/parquet`.
         columns: The fields of a row to keep; empty keeps all.
@@ -121,6 +125,8 @@ class Benchmark:
         sized: Whether rows are made to fit `length`. The user's own data is not sized: its cells
             have length 0 at every `--length`.
         lexicons: The lexicons that the benchmark has prompts for.
+        media: The kinds of media in its prompts: `image`, `video`. Only a vision-language model
+            can run its tasks.
         plain: Leaves whose prompts never use the chat template, because the model continues the
             text itself.
         subsets: Leaves by the name of a subset, such as a domain. A subset can be run by its name,
@@ -141,9 +147,15 @@ class Benchmark:
     - `max_new_tokens` (int) and `until` (list of str);
     - `given` (str), in all rows or in none: it follows the prompt directly; see `Request.given`;
     - `variant` (str): which data the row is made of, where machines differ; it joins the version;
+    - `media` (list): the images and videos of `context`, which has the marker `IMAGE` or `VIDEO`
+      in the place of each, in this order. An image is `{"bytes": base64 of a file}`, as the hub's
+      tables have it; a video is `{"kind": "video", "path": file}`;
     - `extra` (mapping): becomes `Request.extra`.
 
     Further fields are for the YAML and must be of one type in all rows.
+
+    With the harness `lmms_eval` a row is a document in the schema of lmms-eval's task, whose images
+    are encoded as above, and only `extra` is known to kvbench.
 
     A row can also be a dialogue: `turns` is a list of rows as above whose `context` is what the
     turn tells, without `gen_prefix`, `shots` and `given`, and with `answer` (str: the reference
@@ -172,6 +184,7 @@ class Benchmark:
     ask: Callable[[Doc, str], Ask] | None = None
     sized: bool = True
     lexicons: tuple[str, ...] = LEXICONS
+    media: tuple[Literal["image", "video"], ...] = ()
     plain: frozenset[str] = frozenset()
     subsets: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 

@@ -45,11 +45,16 @@ WORDS = {"full", "local", "random", "reference", "exact", "value"}
 """Names of policies or tasks that are ordinary words of the core as well."""
 
 HEAVY = {
+    "PIL",
     "accelerate",
     "bitsandbytes",
+    "cv2",  # optional: decodes videos
     "datasets",
     "gguf",
     "huggingface_hub",
+    "latex2sympy2_extended",
+    "lmms_eval",  # optional, and takes seconds to import
+    "loguru",  # optional: comes with lmms_eval
     "math_verify",
     "matplotlib",
     "nltk",

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import base64
 import functools
+import importlib.util
 import io
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -17,6 +18,13 @@ from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.processing_utils import ProcessorMixin
+
+from kvbench.harness.harnesses import HARNESSES
+from kvbench.harness.protocol import TaskSettings
+
+if TYPE_CHECKING:
+    from kvbench.benchmark import Benchmark
+    from kvbench.harness.protocol import LoadedTask
 
 KINDS = ("qwen2_vl", "qwen3_vl", "llava")
 
@@ -48,6 +56,11 @@ LLAVA_TEMPLATE = (
 _PATCH = {"qwen2_vl": 14, "qwen3_vl": 16, "llava": 14}
 
 
+def installed(*packages: str) -> bool:
+    """Whether optional packages are there."""
+    return all(importlib.util.find_spec(package) is not None for package in packages)
+
+
 def picture(color: str = "red", size: tuple[int, int] = (64, 48)) -> Image.Image:
     """A plain image."""
     return Image.new("RGB", size, color)
@@ -58,6 +71,24 @@ def encoded(image: Image.Image | None = None, kind: str = "PNG") -> dict[str, st
     content = io.BytesIO()
     (image or picture()).save(content, kind)
     return {"bytes": base64.b64encode(content.getvalue()).decode(), "path": f"x.{kind.lower()}"}
+
+
+def load_task(
+    leaf: str, bench: Benchmark, cache: Path, kind: str = "qwen2_vl", **changes: Any
+) -> LoadedTask:
+    """A leaf as for a vision-language model; `changes` are other fields of `TaskSettings`."""
+    usual: dict[str, Any] = {
+        "length": 0,
+        "samples": 10,
+        "seed": 0,
+        "tokenizer": processor(kind).tokenizer,
+        "tokenizer_id": "tiny",
+        "lexicon": "natural",
+        "chat_template": True,
+        "cache_dir": cache,
+        "processor": processor(kind),
+    }
+    return HARNESSES[bench.harness].load(leaf, TaskSettings(**usual | changes), bench)
 
 
 def tokenizer(template: str = QWEN_TEMPLATE) -> PreTrainedTokenizerFast:

@@ -13,10 +13,15 @@ from kvbench.data.records import Damaged, NotFetched, Record, Row
 from kvbench.errors import UserError
 
 
-def rows(source: Source, cache_dir: Path) -> list[Row]:
+def rows(
+    source: Source,
+    cache_dir: Path,
+    first: int | None = None,
+    where: Callable[[Row], bool] = lambda row: True,
+) -> list[Row]:
     """Read the rows of a table, which is fetched if needed; see `kvbench.data.sources.rows`."""
     try:
-        return load(source, cache_dir)
+        return load(source, cache_dir, first, where)
     except (FileNotFoundError, Damaged):
         record = fetch(source, cache_dir)
     if why := hub_cache.unreachable():
@@ -25,13 +30,26 @@ def rows(source: Source, cache_dir: Path) -> list[Row]:
             f"because the hub {why}",
             stacklevel=3,
         )
-    return load(source, cache_dir)
+    return load(source, cache_dir, first, where)
 
 
-def load(source: Source, cache_dir: Path) -> list[Row]:
-    """Read the rows of a table that has been fetched; raises what `verify` raises."""
+def load(
+    source: Source,
+    cache_dir: Path,
+    first: int | None = None,
+    where: Callable[[Row], bool] = lambda row: True,
+) -> list[Row]:
+    """Read the rows of a table that has been fetched; raises what `verify` raises.
+
+    All rows are compared with their hash, but only those wanted are held in memory.
+    """
     found: list[Row] = []
-    verify(source, cache_dir, lambda line: found.append(json.loads(line)))
+
+    def each(line: bytes) -> None:
+        if (first is None or len(found) < first) and where(row := json.loads(line)):
+            found.append(row)
+
+    verify(source, cache_dir, each)
     return found
 
 

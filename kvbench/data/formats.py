@@ -1,4 +1,7 @@
-"""Rows of raw files, read one at a time: JSONL, JSON, CSV, TSV and parquet, compressed or not."""
+"""Rows of raw files, read one at a time: JSONL, JSON, CSV, TSV and parquet, compressed or not.
+
+The images of an archive are rows as well, one for each file.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import sys
 import zipfile
 import zlib
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,6 +25,7 @@ from kvbench.data.records import Row
 from kvbench.errors import UserError
 
 KINDS = ("jsonl", "json", "csv", "tsv", "parquet")
+IMAGES = ("jpg", "jpeg", "png", "webp")
 
 _NEXT = re.compile(r"\s*([,\]])\s*")
 """What follows an object of a JSON list."""
@@ -37,13 +42,17 @@ def file_rows(path: Path, member: str = "") -> Iterator[Row]:
 
     Args:
         path: The file. The extension gives the format.
-        member: Name of the file inside the archive `path`, or "".
+        member: Name of the file inside the archive `path`, or "". A pattern such as `pics/*.jpg`
+            gives a row `{"path": name, "bytes": content}` for each image, in order of name.
 
     Raises:
         UserError: The format is unknown, or the content does not match it.
     """
     name = member or path.name
     kind = name.removesuffix(".gz").rpartition(".")[2].lower()
+    if "*" in member and kind not in KINDS:
+        yield from _images(path, member)
+        return
     if kind not in KINDS:
         raise UserError(f"cannot read {name}: use {', '.join(KINDS)}, also as .gz or in a .zip")
     try:
@@ -69,6 +78,16 @@ def file_rows(path: Path, member: str = "") -> Iterator[Row]:
         raise UserError(f"{path.name} does not contain {member}") from None
     except (ValueError, EOFError, zipfile.BadZipFile, gzip.BadGzipFile, zlib.error, csv.Error) as e:
         raise UserError(f"cannot read {name} as {kind}: {e}") from None
+
+
+def _images(path: Path, pattern: str) -> Iterator[Row]:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for name in sorted(archive.namelist()):
+                if fnmatch(name, pattern) and name.rpartition(".")[2].lower() in IMAGES:
+                    yield {"path": name, "bytes": archive.read(name)}
+    except (zipfile.BadZipFile, zlib.error) as error:
+        raise UserError(f"cannot read {path.name} as zip: {error}") from None
 
 
 def json_rows(file: IO[str], chunk: int = 1 << 20) -> Iterator[Row]:

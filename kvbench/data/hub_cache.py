@@ -107,8 +107,12 @@ def read(source: Source, commit: str) -> Iterator[Row]:
         folder = _arrow_folder(source, commit)
         info = datasets.DatasetInfo.from_directory(str(folder))
         reader = ArrowReader(str(folder), info)
-        table = reader.read(info.dataset_name, source.split, (info.splits or {}).values())
-        yield from datasets.Dataset(**table)
+        content = reader.read(info.dataset_name, source.split, (info.splits or {}).values())
+        table = datasets.Dataset(**content)
+        if source.columns:
+            table = table.select_columns([n for n in source.columns if n in table.column_names])
+        for batch in table.with_format("arrow").iter(batch_size=64):  # leaves images encoded
+            yield from batch.to_pylist()
         return
     pattern, member = split_member(source.file)
     folder = _snapshot(source, commit, pattern)

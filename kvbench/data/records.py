@@ -7,6 +7,7 @@ same file, and so do the rows that earlier versions of kvbench copied there.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -136,9 +137,11 @@ def lines(source: Source, rows: Iterable[Row]) -> Iterator[bytes]:
 
 
 def _plain(value: object) -> str:
-    """Write a date, the only type of the hub's tables that JSON lacks and a task can need."""
+    """Write what JSON lacks and a task can need: dates, and the bytes of images, in base64."""
     if isinstance(value, date):
         return value.isoformat()
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
     raise UserError(f"a column contains {type(value).__name__}, which is not a JSON value")
 
 

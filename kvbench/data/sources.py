@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvbench.benchmark import Source
@@ -12,12 +12,21 @@ from kvbench.data.records import NotFetched, Row, keep
 __all__ = ["NotFetched", "Row", "Source", "hinting", "keep", "rows"]
 
 
-def rows(source: Source, cache_dir: Path) -> list[Row]:
+def rows(
+    source: Source,
+    cache_dir: Path,
+    first: int | None = None,
+    where: Callable[[Row], bool] = lambda row: True,
+) -> list[Row]:
     """Read the raw rows of a table; a table that has not been fetched is fetched first.
+
+    Images stay encoded: `{"bytes": base64, "path": name or null}`; see `kvbench.data.media`.
 
     Args:
         source: The table.
         cache_dir: The cache folder, which holds the record of the table.
+        first: How many rows to return; None returns all.
+        where: Whether to return a row; the others do not count.
 
     Raises:
         NotFetched: No cache holds the table, and the hub does not provide it.
@@ -26,7 +35,7 @@ def rows(source: Source, cache_dir: Path) -> list[Row]:
     # Importing `datasets` takes over a second; `kvbench list tasks` imports this module as well.
     from kvbench.data import fetching
 
-    return fetching.rows(source, cache_dir)
+    return fetching.rows(source, cache_dir, first, where)
 
 
 @contextlib.contextmanager

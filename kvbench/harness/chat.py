@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvbench.benchmark import IMAGE, VIDEO
 from kvbench.errors import UserError, reason_of
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 Message = dict[str, str]
+"""`role` and `content`; the content has `IMAGE` or `VIDEO` in the place of each medium."""
 
 Shot = Mapping[str, str]
 """A worked example: `user` asks, `assistant` answers, and `end` follows in plain text."""
@@ -18,25 +21,30 @@ Shot = Mapping[str, str]
 Render = Callable[..., str]
 """`chat` bound to one tokenizer."""
 
+_MEDIA = re.compile(f"({re.escape(IMAGE)}|{re.escape(VIDEO)})")
+
 
 def chat(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | ProcessorMixin,
     tokenizer_id: str,
     messages: list[Message],
     add_generation_prompt: bool = True,
     closed: bool = False,
     thinking: bool | None = None,
+    parts: bool = False,
 ) -> str:
-    """Apply the tokenizer's chat template.
+    """Apply the chat template of a tokenizer or processor.
 
     Args:
-        tokenizer: The tokenizer.
+        tokenizer: The tokenizer, or the processor of a vision-language model.
         tokenizer_id: Its name in messages.
         messages: Messages of the chat.
         add_generation_prompt: Whether to start an answer; otherwise the last message is an answer
             that was started, and is left open.
         closed: Whether the last message is a complete answer.
         thinking: Passed to the template as `enable_thinking`; None: not passed.
+        parts: Whether the template takes the content of a message as a list of its texts and media,
+            as those of processors do.
 
     Raises:
         UserError: There is no chat template, or it fails.
@@ -44,9 +52,10 @@ def chat(
     if not tokenizer.chat_template:
         raise UserError(f"{tokenizer_id} has no chat template; use --no-chat-template")
     options: Any = {} if thinking is None else {"enable_thinking": thinking}
+    given: Any = [{**m, "content": _parts(m["content"])} for m in messages] if parts else messages
     try:
         text = tokenizer.apply_chat_template(
-            messages,
+            given,
             tokenize=False,
             add_generation_prompt=add_generation_prompt and not closed,
             continue_final_message=not add_generation_prompt and not closed,
@@ -59,6 +68,16 @@ def chat(
         ) from error
     assert isinstance(text, str)
     return text
+
+
+def _parts(content: str) -> list[dict[str, str]]:
+    """The texts and media of a message, as chat templates take them."""
+    kinds = {IMAGE: "image", VIDEO: "video"}
+    return [
+        {"type": kinds[piece]} if piece in kinds else {"type": "text", "text": piece}
+        for piece in _MEDIA.split(content)
+        if piece
+    ]
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, tokenizer_id: str) -> None:

@@ -12,22 +12,21 @@ import logging
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import datasets
 from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
-from lm_eval.tasks._yaml_loader import load_yaml  # the only way to `include` and `!function`
 from lm_eval.utils import env
 
 from kvbench.benchmark import Ask, Benchmark, Doc, Marks
+from kvbench.data import media
 from kvbench.data.sources import hinting
 from kvbench.decoding import Thinking, scored_text
-from kvbench.errors import LeftOut, UserError
-from kvbench.harness import catalogue, chat, dialogue
+from kvbench.errors import UserError
+from kvbench.harness import chat, dialogue, loading
 from kvbench.harness import rows as data
 from kvbench.harness.encode import count_tokens, tokenizer_hash
 from kvbench.harness.protocol import Key, LoadedTask, Request, TaskSettings
@@ -46,19 +45,9 @@ class LmEvalHarness:
         self, task: str, settings: TaskSettings, benchmark: Benchmark | None = None
     ) -> LmEvalTask:
         """Load a leaf task; see `Harness.load`."""
-        leaf, bench = _find(task, benchmark)
-        if settings.lexicon not in bench.lexicons:
-            raise LeftOut(_no_prompts(bench, settings.lexicon))
-        if settings.samples < 1:
-            raise UserError(f"samples must be at least 1, not {settings.samples}")
-        chats = settings.chat_template and leaf not in bench.plain
-        settings = replace(
-            settings,
-            chat_template=chats,
-            length=settings.length if bench.sized else 0,
-            thinking=settings.thinking if chats else None,
-        )
-        render = _render(settings)
+        leaf, bench = loading.find(task, benchmark)
+        settings = loading.settle(leaf, bench, settings)
+        render = loading.renderer(settings)
         with hinting(leaf):
             rows, data_hash = _rows(bench, leaf, settings, render)
         docs, places = dialogue.flat(rows, render is not None)
@@ -157,32 +146,6 @@ class LmEvalTask(LoadedTask):
         return instances
 
 
-def _render(settings: TaskSettings) -> chat.Render | None:
-    """The chat template of the settings, or None if none is applied."""
-    if not settings.chat_template:
-        return None
-    return partial(chat.chat, settings.tokenizer, settings.tokenizer_id, thinking=settings.thinking)
-
-
-def _no_prompts(bench: Benchmark, lexicon: str) -> str:
-    if lexicon == "reference":
-        return "the reference model knows only its own 900 words; use --model with a real model"
-    known = ", ".join(bench.lexicons)
-    return f"{bench.name} has no prompts in the lexicon {lexicon!r}; it has {known}"
-
-
-def _find(task: str, benchmark: Benchmark | None) -> tuple[str, Benchmark]:
-    if benchmark is not None:
-        if task not in benchmark.leaves:
-            raise UserError(f"{benchmark.name} has no task {task!r}")
-        return task, benchmark
-    resolved = catalogue.resolve_task(task)
-    if len(resolved) != 1:
-        leaves = ", ".join(leaf for leaf, _ in resolved)
-        raise UserError(f"{task!r} is a group; name one of its tasks: {leaves}")
-    return resolved[0]
-
-
 # --- rows -----------------------------------------------------------------------------------------
 
 
@@ -221,16 +184,21 @@ def _rows(
         name = f"{leaf}-{data.digest(depends)}.jsonl"
         file = settings.cache_dir / "data" / bench.name / name
         rows = data.cached(file, settings.samples, make)
-        data_hash = data.digest([*depends, rows[0]])
+        first = media.identity(rows[0]) if bench.media else rows[0]
+        data_hash = data.digest([*depends, first])
     else:
         given = make(settings.samples)
         content = [row for _, row in data.read_rows(given)] if isinstance(given, Path) else given
         rows = content[: settings.samples]
-        data_hash = data.digest([version, content])
+        data_hash = data.digest([version, media.identity(content) if bench.media else content])
     full = []
     for i, row in enumerate(rows):
         complete = dialogue.complete if dialogue.is_dialogue(row) else data.complete
         full.append(complete(row, f"{leaf}, row {i}"))
+        if data.has_media(row) and not bench.media:
+            raise UserError(
+                f"{leaf}: its rows have media, so benchmark {bench.name} must set media"
+            )
     return full, data_hash
 
 
@@ -282,15 +250,11 @@ def _quiet() -> Iterator[None]:
 
 def _build(bench: Benchmark, leaf: str, rows: Sequence[Doc], settings: TaskSettings) -> Any:
     """Build the lm-eval task from the benchmark's YAML and our rows."""
-    folder = Path(bench.yaml)
-    files = [folder / f"{name}.yaml" for name in (leaf, bench.name)]
-    path = next((file for file in files if file.is_file()), None)
-    if path is None:
-        raise UserError(f"{bench.name} has neither {files[0]} nor {files[1].name}")
-    config = load_yaml(path, resolve_func=True)
-    # The YAML needs neither of these two. The fields of `extra` differ from row to row; Arrow would
-    # add nulls.
-    plain = [{k: v for k, v in row.items() if k not in ("extra", "shots")} for row in rows]
+    path, config = loading.yaml_of(bench, leaf)
+    # The YAML needs none of these. The fields of `extra` differ from row to row; Arrow would add
+    # nulls.
+    unseen = ("extra", "shots", "media")
+    plain = [{k: v for k, v in row.items() if k not in unseen} for row in rows]
     split = config.get("test_split") or "test"
     table = datasets.Dataset.from_list(plain)
     asks = config.get("doc_to_text")
@@ -329,18 +293,11 @@ def _loaded(
     if metric not in known:
         raise UserError(f"{bench.name}: its YAML has no metric {metric!r}; it has {known}")
     filters = [f.name for f in built._filters]
-    version, variant = bench.version_of(leaf, settings.lexicon), rows[0].get("variant")
-    chance = bench.chance.get(leaf, 0.0) if isinstance(bench.chance, Mapping) else bench.chance
     return LmEvalTask(
-        name=leaf,
-        group=bench.name,
-        version=f"{version}+{variant}" if variant else version,
+        **loading.facts(bench, leaf, settings, rows[0].get("variant", "")),
         data_hash=data_hash,
         metric=metric,
-        rubric=bench.judge,
         higher_is_better=bool(built.higher_is_better()[metric]),
-        chance=chance,
-        length=settings.length,
         requests=tuple(made),
         built=built,
         filter=wanted or filters[0],

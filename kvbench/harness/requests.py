@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from kvbench.benchmark import Doc
+from kvbench.benchmark import Doc, Medium
+from kvbench.data.media import medium
 from kvbench.decoding import from_yaml
 from kvbench.errors import UserError
 from kvbench.harness import chat, dialogue
@@ -67,9 +68,47 @@ def requests(
         parted.append(("".join(before), question))
     if len({bool(row.get("given")) for row in rows}) > 1:
         raise UserError(f"{leaf}: either all rows or no row can have 'given'")
+    media = [tuple(map(medium, row.get("media", ()))) for row in rows]
+    asked = Asked(built.config.generation_kwargs, int(built.config.repeats or 1))
+    return arranged(leaf, rows, places, parted, media, render, asked)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a task's YAML says about its answers.
+
+    Attributes:
+        kwargs: Its `generation_kwargs`.
+        repeats: Number of answers to draw.
+    """
+
+    kwargs: Mapping[str, Any]
+    repeats: int = 1
+
+
+def arranged(
+    leaf: str,
+    rows: Sequence[Doc],
+    places: Sequence[dialogue.Place | None],
+    parted: Sequence[tuple[str, str]],
+    media: Sequence[tuple[Medium, ...]],
+    render: chat.Render | None,
+    asked: Asked,
+) -> list[Request]:
+    """Make requests of prompts: those of one context, or of one dialogue, become adjacent.
+
+    Args:
+        leaf: Name of the task.
+        rows: Its documents.
+        places: The place of each document in a dialogue.
+        parted: Context and question of each.
+        media: The images and videos of each; in a dialogue only those that its turn adds.
+        render: The chat template; None: no template.
+        asked: What the YAML says about the answers.
+    """
     order: dict[str, list[int]] = {}
     for i, (place, (context, _)) in enumerate(zip(places, parted, strict=True)):
-        key = f"dialogue {place.row}" if place else data.digest(context)
+        key = f"dialogue {place.row}" if place else _context_id(context, media[i])
         order.setdefault(key, []).append(i)
     found = []
     for sample, (key, members) in enumerate(order.items()):
@@ -77,11 +116,14 @@ def requests(
         turns = [place for i in members if (place := places[i])]
         if turns:
             joints = dialogue.joints(turns, [parted[i] for i in members], render, leaf)
-            key = data.digest([*parted[members[-1]]])
+            key = _context_id([*parted[members[-1]]], [m for i in members for m in media[i]])
+        seen: tuple[Medium, ...] = ()
         for question_id, i in enumerate(members):
-            made = _request(built, leaf, rows[i], i, sample, question_id, key, parted[i])
+            made = _request(leaf, rows[i], i, sample, question_id, key, parted[i], asked)
+            made = replace(made, media=media[i])
             if turns:
                 joint = joints[question_id]
+                seen += media[i]
                 made = replace(
                     made,
                     dialogue=made.sample_id,
@@ -90,13 +132,19 @@ def requests(
                     answer=turns[question_id].answer,
                     answer_begin=joint.answer_begin,
                     answer_end=joint.answer_end,
+                    media=seen,
+                    delta_media=media[i],
                 )
             found.append(made)
     return found
 
 
+def _context_id(text: object, media: Sequence[Medium]) -> str:
+    """Hash of a context; two with the same text can have different images."""
+    return data.digest([text, [one.digest for one in media]] if media else text)
+
+
 def _request(
-    built: Any,
     leaf: str,
     row: Doc,
     doc_id: int,
@@ -104,8 +152,9 @@ def _request(
     question_id: int,
     context_id: str,
     parts: tuple[str, str],
+    asked: Asked,
 ) -> Request:
-    kwargs = built.config.generation_kwargs
+    kwargs = asked.kwargs
     until = row.get("until")
     if until is None:
         until = kwargs.get("until") or []
@@ -127,6 +176,6 @@ def _request(
         target=tuple(row["outputs"]),
         extra=dict(row["extra"]),
         sampling=None if given else from_yaml(kwargs, leaf),
-        repeats=1 if given else int(built.config.repeats or 1),
+        repeats=1 if given else asked.repeats,
         given=given,
     )

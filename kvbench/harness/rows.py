@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvbench.benchmark import Doc
+from kvbench.benchmark import IMAGE, VIDEO, Doc
+from kvbench.data.media import is_medium
 from kvbench.errors import UserError
 from kvbench.files import replacing
 
@@ -94,11 +95,29 @@ def complete(doc: Mapping[str, Any], where: str) -> Doc:
     if not _are_shots(doc.get("shots", [])):
         raise UserError(f"{where}: 'shots' must be a list of objects with {_SHOT_FIELDS}")
     full: Doc = {"gen_prefix": "", "extra": {}, **doc}
+    _check_media(full, where)
     if not full["outputs"] or not all(isinstance(o, str) for o in full["outputs"]):
         raise UserError(f"{where}: 'outputs' must be a list of at least one string")
     if any(SENTINEL in text for text in _strings(full)):
         raise UserError(f"{where}: the data must not contain {SENTINEL}, which kvbench uses itself")
     return full
+
+
+def has_media(row: Mapping[str, Any]) -> bool:
+    """Whether a row has images or videos, in one of its turns if it is a dialogue."""
+    return any(part.get("media") for part in row.get("turns", [row]))
+
+
+def _check_media(doc: Mapping[str, Any], where: str) -> None:
+    media = doc.get("media", [])
+    if not isinstance(media, list) or not all(map(is_medium, media)):
+        raise UserError(f"{where}: 'media' must be a list of images and videos")
+    if (found := doc["context"].count(IMAGE) + doc["context"].count(VIDEO)) != len(media):
+        raise UserError(
+            f"{where}: {len(media)} media need as many markers in 'context', not {found}"
+        )
+    if IMAGE in doc["question"] or VIDEO in doc["question"]:
+        raise UserError(f"{where}: images and videos belong in 'context', not in 'question'")
 
 
 def _are_shots(shots: object) -> bool:
@@ -114,8 +133,9 @@ def _strings(value: object) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _strings(item)
+        for name, item in value.items():
+            if name != "media":  # no text: megabytes of base64
+                yield from _strings(item)
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _strings(item)

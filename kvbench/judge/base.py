@@ -49,7 +49,8 @@ class Judge(Protocol):
 class LocalJudge:
     """Compares words with the reference answer: deterministic, without network or understanding.
 
-    It is for tests and trials only. See `alike` for the rule.
+    It is for tests and trials only. A verdict is `alike`; a rating is ten times the F1 of the words
+    that `shared` counts, at least 1, the same in all respects.
     """
 
     mark = "local judge"
@@ -69,13 +70,16 @@ class LocalJudge:
     def _verdict(self, ask: Ask) -> Verdict:
         criterion = rubric(ask.rubric)
         criterion.render(ask.fields)  # checks the fields
-        yes_or_no = criterion.parse in ("yes_no", "contains_yes")
-        if not yes_or_no or not {"answer", "response"} <= set(criterion.fields):
+        if not {"answer", "response"} <= set(criterion.fields):
             return JudgeError(
-                f"the local judge cannot apply rubric {ask.rubric}, because it is not a yes-or-no "
-                "question about {answer} and {response}; use --judge endpoint"
+                f"the local judge cannot apply rubric {ask.rubric}, because it does not compare "
+                "{response} with {answer}; use --judge endpoint"
             )
-        return {"score": float(alike(ask.fields["response"], ask.fields["answer"]))}
+        response, answer = ask.fields["response"], ask.fields["answer"]
+        if criterion.ratings:
+            rating = max(1, round(10 * shared(response, answer))) / 10
+            return {"score": rating, **dict.fromkeys(criterion.ratings[:-1], rating)}
+        return {"score": float(alike(response, answer))}
 
 
 def alike(response: str, answer: str) -> bool:
@@ -86,8 +90,13 @@ def alike(response: str, answer: str) -> bool:
     text, wanted = (f" {' '.join(_words(part))} " for part in (response, answer))
     if wanted.strip() and wanted in text:
         return True
+    return shared(response, answer) > 0.5
+
+
+def shared(response: str, answer: str) -> float:
+    """F1 of the words that a response shares with an answer."""
     words = (answer_words(part, split_first=True) for part in (response, answer))
-    return f1_words(*words, both_empty=1.0) > 0.5
+    return f1_words(*words, both_empty=1.0)
 
 
 def _words(text: str) -> list[str]:

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ class Rubric:
         version: Rises with every change of the prompt.
         parse: How the answer is read: a key of `READINGS`.
         max_tokens: Limit of the judge's answer.
+        ratings: What is rated from 1 to 10, if the answer is read as ratings; the last is the
+            overall rating.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Rubric:
     version: str
     parse: str
     max_tokens: int
+    ratings: tuple[str, ...] = ()
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -57,7 +60,10 @@ class Rubric:
     def read(self, answer: str) -> Marks | None:
         """Read the judge's answer after its thinking; None if it contains no verdict."""
         verdict = answer.rpartition(THOUGHT)[2]
-        return None if "<think>" in verdict else READINGS[self.parse](verdict)
+        if "<think>" in verdict:
+            return None
+        reading = READINGS[self.parse]
+        return reading(verdict, self.ratings) if self.ratings else reading(verdict)
 
 
 def rubric(name: str) -> Rubric:
@@ -74,7 +80,9 @@ def rubric(name: str) -> Rubric:
     data, templates = _file(stem)
     if variant not in templates:
         raise unknown("rubric", name, [f"{stem}:{v}" if v else stem for v in templates])
-    return Rubric(name, templates[variant], data["version"], data["parse"], data["max_tokens"])
+    rated = tuple(data.get("ratings", ()))
+    known = (data["version"], data["parse"], data["max_tokens"], rated)
+    return Rubric(name, templates[variant], *known)
 
 
 def origin(name: str) -> str:
@@ -104,6 +112,8 @@ def _file(stem: str) -> tuple[dict[str, Any], dict[str, str]]:
     valid = all(isinstance(data.get(key), kind) for key, kind in _KEYS.items())
     if not valid or not isinstance(templates, dict):
         raise UserError(f"{path}: a rubric needs {', '.join(_KEYS)}, and template or templates")
+    if (data["parse"] == "ratings") != bool(data.get("ratings")):
+        raise UserError(f"{path}: a rubric with the reading ratings must list what it rates")
     if data["parse"] not in READINGS:
         raise UserError(f"{path}: {unknown('parse', data['parse'], READINGS)}")
     return data, templates
@@ -111,6 +121,7 @@ def _file(stem: str) -> tuple[dict[str, Any], dict[str, str]]:
 
 # --- readings -------------------------------------------------------------------------------------
 
+_OBJECT = re.compile(r"\{[^{}]*\}")
 _BOTH = re.compile(r"\b(?:yes|no)\b\s*(?:/|or|and)\s*\b(?:yes|no)\b")
 
 
@@ -137,8 +148,27 @@ def contains_yes(answer: str) -> Marks | None:
     return {"score": float("yes" in answer.lower())} if answer.strip() else None
 
 
-READINGS: dict[str, Callable[[str], Marks | None]] = {
+def ratings(answer: str, names: Sequence[str]) -> Marks | None:
+    """Ratings from 1 to 10, from the last JSON object of the answer, as marks from 0.1 to 1.
+
+    `score` is the last of the names. An answer that lacks one of them, or has a rating that is not
+    a whole number from 1 to 10, has no verdict.
+    """
+    objects = _OBJECT.findall(answer)
+    try:
+        found = json.loads(objects[-1].replace("'", '"')) if objects else {}
+        given = {name: found[name] for name in names}
+    except (ValueError, KeyError):
+        return None
+    if not given or not all(type(v) is int and 1 <= v <= 10 for v in given.values()):
+        return None
+    marks = {name: value / 10 for name, value in given.items()}
+    return {"score": marks.pop(names[-1]), **marks}
+
+
+READINGS: dict[str, Callable[..., Marks | None]] = {
     "yes_no": yes_no,
     "contains_yes": contains_yes,
+    "ratings": ratings,
 }
 """How answers are read. The marks contain `score` and, for several criteria, further numbers."""

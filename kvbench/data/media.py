@@ -1,0 +1,108 @@
+"""Images and videos in the rows of tasks: encoded in JSON, decoded when a model sees them."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib.util
+import io
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from kvbench.benchmark import Medium
+from kvbench.errors import LeftOut, UserError
+
+FRAMES = 32
+"""Frames of a video that a model sees, unless a row has `frames`: the default of lmms-eval."""
+
+
+def is_medium(value: object) -> bool:
+    """Whether a value of a row is an image or a video; see `Benchmark.docs`."""
+    return isinstance(value, Mapping) and (
+        isinstance(value.get("bytes"), str) or value.get("kind") == "video"
+    )
+
+
+def image(content: bytes) -> dict[str, str]:
+    """An image for a row, from the content of a file such as a PNG."""
+    return {"bytes": base64.b64encode(content).decode()}
+
+
+def video(path: str | Path, frames: int = FRAMES) -> dict[str, Any]:
+    """A video for a row.
+
+    Args:
+        path: The file.
+        frames: How many frames the model sees, evenly spread from the first to the last.
+    """
+    return {"kind": "video", "path": str(path), "frames": frames}
+
+
+def medium(value: Mapping[str, Any]) -> Medium:
+    """Make a medium of the value of a row.
+
+    Raises:
+        LeftOut: It is a video, and opencv is not installed.
+        UserError: It cannot be read.
+    """
+    if value.get("kind") == "video":
+        return _video(Path(value["path"]), int(value.get("frames", FRAMES)))
+    content = base64.b64decode(value["bytes"])
+    return Medium("image", hashlib.sha256(content).hexdigest(), partial(_image, content))
+
+
+def identity(value: object) -> Any:
+    """A JSON value in which media are replaced by their kind and digest."""
+    if isinstance(value, Mapping):
+        if is_medium(value):
+            found = medium(value)
+            return {"kind": found.kind, "digest": found.digest}
+        return {name: identity(part) for name, part in value.items()}
+    return [identity(part) for part in value] if isinstance(value, list) else value
+
+
+def _image(content: bytes) -> Any:
+    from PIL import Image
+
+    return Image.open(io.BytesIO(content)).convert("RGB")
+
+
+def _video(path: Path, frames: int) -> Medium:
+    if importlib.util.find_spec("cv2") is None:
+        raise LeftOut("its videos need opencv, which is not installed; run `make vision`")
+    try:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise UserError(f"cannot read the video {path}: {error.strerror}") from None
+    return Medium("video", f"{digest}/{frames}", partial(_frames, path, frames))
+
+
+def spread(total: int, count: int) -> list[int]:
+    """Indices from 0 to `total - 1`, evenly spread and rounded down, as `np.linspace` has them."""
+    step = (total - 1) / max(1, count - 1)
+    return [total - 1 if i and i == count - 1 else int(i * step) for i in range(count)]
+
+
+def _frames(path: Path, count: int) -> list[Any]:
+    """Frames of a video, evenly spread from the first to the last; all if there are fewer."""
+    import cv2
+    from PIL import Image
+
+    video = cv2.VideoCapture(str(path))
+    try:
+        total = int(video.get(cv2.CAP_PROP_FRAME_COUNT))
+        found = []
+        for index in spread(total, min(count, total)):
+            video.set(cv2.CAP_PROP_POS_FRAMES, index)
+            ok, frame = video.read()
+            if not ok:
+                break
+            found.append(Image.fromarray(cv2.cvtColor(frame, cv2.COLOR_BGR2RGB)))
+    finally:
+        video.release()
+    if not found:
+        raise UserError(f"cannot read the video {path}: opencv finds no frames in it")
+    return found

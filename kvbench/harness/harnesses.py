@@ -1,0 +1,11 @@
+"""The harnesses by name, as `Benchmark.harness` gives it."""
+
+from __future__ import annotations
+
+from kvbench.harness.lm_eval import LmEvalHarness
+from kvbench.harness.lmms_eval import LmmsEvalHarness
+from kvbench.harness.protocol import Harness
+
+HARNESSES: dict[str, Harness] = {
+    harness.name: harness for harness in (LmEvalHarness(), LmmsEvalHarness())
+}

@@ -1,0 +1,39 @@
+"""MMDU (arXiv:2406.11833): long dialogues about several images. See README.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from kvbench.benchmark import Benchmark, Doc, Source
+from kvbench.data.sources import rows
+from kvbench_tasks.mmdu.dialogues import dialogue
+from kvbench_tasks.mmdu.metric import ask
+
+DIALOGUES = Source("laolao77/MMDU", file="benchmark.json", columns=("id", "image", "conversations"))
+IMAGES = Source("laolao77/MMDU", file="mmdu_pics.zip:*mmdu_pics/*")
+
+
+def docs(leaf: str, *, cache_dir: Path, **_: Any) -> list[Doc]:
+    """See `Benchmark.docs`."""
+    images = {row["path"].rpartition("/")[2]: row for row in rows(IMAGES, cache_dir)}
+    return [dialogue(row, images) for row in rows(DIALOGUES, cache_dir)]
+
+
+BENCHMARK = Benchmark(
+    name="mmdu",
+    leaves=("mmdu",),
+    docs=docs,
+    yaml=Path(__file__).parent,
+    version="1",
+    summary="Dialogues of up to 27 turns about 2 to 20 images, judged answer by answer",
+    source="https://github.com/Liuziyu77/MMDU (arXiv:2406.11833)",
+    licence="CC-BY-NC-4.0",
+    sources={"mmdu": (DIALOGUES, IMAGES)},
+    metric="overall",
+    judge="dialogue_answer",
+    ask=ask,
+    media=("image",),
+    sized=False,
+    lexicons=("natural",),
+)

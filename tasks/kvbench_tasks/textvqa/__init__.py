@@ -1,0 +1,38 @@
+"""TextVQA (arXiv:1904.08920): questions about the text in an image. See README.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from kvbench.benchmark import Benchmark, Doc, Source
+from kvbench.data.sources import rows
+
+SOURCE = Source(
+    "lmms-lab-encoder/textvqa",
+    split="validation",
+    columns=("question_id", "question", "image", "answers"),
+)
+
+
+def docs(leaf: str, *, cache_dir: Path, samples: int, **_: Any) -> list[Doc]:
+    """See `Benchmark.docs`."""
+    return rows(SOURCE, cache_dir, samples)
+
+
+BENCHMARK = Benchmark(
+    name="textvqa",
+    leaves=("textvqa_val",),
+    docs=docs,
+    yaml=Path(__file__).parent,
+    version="1",
+    summary="Questions about the text in an image, answered in a word or phrase",
+    source="https://textvqa.org (arXiv:1904.08920), asked as lmms-eval does",
+    licence="CC-BY-4.0",
+    sources={"textvqa_val": (SOURCE,)},
+    harness="lmms_eval",
+    metric="exact_match",
+    media=("image",),
+    sized=False,
+    lexicons=("natural",),
+)
