@@ -36,6 +36,7 @@ class Question:
         answer: The word of the answer.
         cells: The cells that the answer depends on: picture (its place in the sample) and cell.
         name: Name of the picture that it asks about; 0 if it names none or two.
+        compared: Places of the two pictures that it compares, if it does.
     """
 
     kind: str
@@ -43,6 +44,7 @@ class Question:
     answer: str
     cells: tuple[tuple[int, int], ...] = ()
     name: int = 0
+    compared: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass
@@ -186,7 +188,7 @@ def _more(scene: Scene, rng: np.random.Generator) -> Question | None:
         words = ("more", *called[0], *called[1], word)
         answer = NAMES[pictures[len(second) > len(first)].name - 1]
         cells = (*((a, cell) for cell in first), *((b, cell) for cell in second))
-        return Question("more", words, answer, cells)
+        return Question("more", words, answer, cells, compared=(a, b))
     return None
 
 
@@ -214,7 +216,9 @@ def _same(scene: Scene, rng: np.random.Generator) -> Question | None:
         image_words(scene.pictures[n].name, rng, scene.ordinals) for n in (first[0], second[0])
     ]
     words = ("same", attribute, *called[0], *called[1], word)
-    return Question("same", words, YES if wanted else NO, (first[:2], second[:2]))
+    answer = YES if wanted else NO
+    compared = (first[0], second[0])
+    return Question("same", words, answer, (first[:2], second[:2]), compared=compared)
 
 
 def _note(scene: Scene, rng: np.random.Generator) -> Question | None:

@@ -94,6 +94,8 @@ class Batch:
         answers: Flat index into `ids` of each answer, `[answers]`.
         cues: Index into `CUES` of the word before the last of each question that says where to
             look, `[answers]`; -1 for other questions.
+        needed: Which tokens of its row each answer depends on, `[2, answers, length]`: the cells
+            of the two pictures that are compared; twice the same cells for other questions.
         kinds: Kind of each question.
     """
 
@@ -108,6 +110,7 @@ class Batch:
     names: torch.Tensor
     answers: torch.Tensor
     cues: torch.Tensor
+    needed: torch.Tensor
     kinds: list[str]
 
 
@@ -119,6 +122,7 @@ def make_batch(samples: Sequence[Encoded], rng: np.random.Generator) -> Batch:
     visual: list[int] = []
     answers: list[int] = []
     cues: list[int] = []
+    needed: list[np.ndarray] = []
     kinds: list[str] = []
     shown: list[Picture] = []
     for row, sample in enumerate(samples):
@@ -130,6 +134,7 @@ def make_batch(samples: Sequence[Encoded], rng: np.random.Generator) -> Batch:
         for _, question in sample.exchanges:
             kinds.append(question.kind)
             cues.append(_cue(question))
+            needed.append(_needed(question, sample, length))
     objects = np.array([thing for picture in shown for thing in picture.objects])
     empty = objects == EMPTY
     places = np.concatenate(
@@ -153,6 +158,7 @@ def make_batch(samples: Sequence[Encoded], rng: np.random.Generator) -> Batch:
         names=torch.from_numpy(np.repeat([p.name - 1 for p in shown], [p.side**2 for p in shown])),
         answers=torch.tensor(answers),
         cues=torch.tensor(cues),
+        needed=torch.from_numpy(np.stack(needed, 1)),
         kinds=kinds,
     )
 
@@ -161,6 +167,17 @@ def _cue(question: Question) -> int:
     if question.kind == "which":
         return CUES.index(question.words[-2])
     return question.name - 1 if question.name else _NONE
+
+
+def _needed(question: Question, sample: Encoded, length: int) -> np.ndarray:
+    """Return which tokens the answer depends on, `[2, length]`; see `Batch.needed`."""
+    starts = np.cumsum([0, *(len(p.objects) for p in dialogues.pictures(sample.exchanges))])
+    tokens = np.zeros((2, length), dtype=bool)
+    for n, cell in question.cells:
+        token = sample.visual[int(starts[n]) + cell]
+        for side in range(2):
+            tokens[side, token] = not question.compared or question.compared[side] == n
+    return tokens
 
 
 def patchify(cells: np.ndarray) -> torch.Tensor:

@@ -73,6 +73,7 @@ CURRICULUM = (
     Stage(
         "cells", 1_400_000, (_simple(1, (3,)), _simple(4, (1,)), _simple(2, (2,)), _simple(2, (3,)))
     ),
+    Stage("names", 1_600_000, (_simple(4, (1,)), _simple(2, (2,)), _simple(3, (1, 2, 3)))),
     Stage(
         "kinds",
         4_000_000,

@@ -22,7 +22,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch.nn import functional
-from transformers import Qwen2VLForConditionalGeneration
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    Qwen2VLForConditionalGeneration,
+)
 
 from kvbench.reference_vl import dialogues
 from kvbench.reference_vl.questions import KINDS
@@ -36,6 +40,9 @@ _WARMUP_STEPS = 50
 _LOG_SECONDS = 15.0
 _SAVE_SECONDS = 120.0
 _NAMED_LAYER = 1
+_POINTING = {2: 2, 3: 1}
+"""Layers whose attention is trained to point, and the tokens from there to the answer."""
+_ATTENTION = "reference_vl_training"
 _STREAM = 2**31
 """First number of the training seeds; evaluation seeds are smaller."""
 
@@ -75,11 +82,45 @@ class Trainee:
         tower.patch_embed.forward = lambda x: functional.linear(
             x, projection.weight.flatten(1), projection.bias
         )
+        self.attended: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        AttentionInterface.register(_ATTENTION, self._attend)
+        AttentionMaskInterface.register(_ATTENTION, lambda *_, **__: None)
+        model.model.language_model.set_attn_implementation(_ATTENTION)
         layers: Any = model.model.language_model.layers
         layers[_NAMED_LAYER].register_forward_hook(self._keep)
 
     def _keep(self, module: Any, inputs: Any, output: Any) -> None:
         self.named = output[0] if isinstance(output, tuple) else output
+
+    def _attend(
+        self, module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, None]:
+        if module.layer_idx in _POINTING:
+            self.attended[module.layer_idx] = q, k
+        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2).contiguous(), None
+
+    def _pointing(self, batch: Batch) -> torch.Tensor:
+        """Return the loss of one query head per KV head that should attend to what is asked.
+
+        It is the negative logarithm of the attention that falls on the needed tokens. In
+        comparisons, the first KV head looks for the first picture, the second for the second.
+        """
+        losses = []
+        length = batch.ids.shape[1]
+        for layer, before in _POINTING.items():
+            q, k = (states.float() for states in self.attended[layer])
+            rows = (batch.answers - before) // length
+            at = (batch.answers - before) % length
+            later = torch.arange(length) > at[:, None]
+            for head in range(k.shape[1]):
+                query = q[rows, head * (q.shape[1] // k.shape[1]), at]
+                scores = torch.einsum("nd,nld->nl", query, k[rows, head]) / q.shape[-1] ** 0.5
+                scores = scores.masked_fill(later, -torch.inf).log_softmax(-1)
+                needed = batch.needed[head]
+                found = scores.masked_fill(~needed, -torch.inf)[needed.any(-1)].logsumexp(-1)
+                losses.append(-found.mean())
+        return torch.stack(losses).mean()
 
     def features(self, batch: Batch) -> torch.Tensor:
         """Return the output of the vision tower, `[cells, hidden]`, in the order of the cells."""
@@ -122,6 +163,7 @@ class Trainee:
             + self._reads(features, CELLS, batch.cells)
             + self._reads(named[batch.visual], NAMES, batch.names)
             + self._reads(asking, CUES, batch.cues[cued])
+            + self._pointing(batch)
         )
         return answers + 0.5 * early + 0.1 * stop, extra, logits.argmax(-1) == ids[batch.answers]
 
