@@ -19,6 +19,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvbench.budget import Budget
+from kvbench.engine.models import visual_ids
 from kvbench.errors import PluginError, UserError
 from kvbench.plugin import Policy, Score
 from kvbench.view import Pruned, VisualTokens
@@ -240,7 +241,7 @@ def watching(model: nn.Module, pruning: Pruning | None) -> Iterator[TowerFacts |
     Raises:
         UserError: Its patches are not in the order of the tokens that they make.
     """
-    if pruning is None or not pruning.score.reads_tower:
+    if pruning is None or not pruning.score.reads_tower or not visual_ids(model):
         yield None
         return
     inner: Any = getattr(model, "model", model)

@@ -22,8 +22,8 @@ from kvbench.errors import LeftOut, UserError
 from kvbench.files import cache_dir
 from kvbench.harness.chat import check_template, check_thinking
 from kvbench.harness.encode import tokenizer_hash
-from kvbench.harness.lm_eval import LmEvalHarness
-from kvbench.harness.protocol import Harness, LoadedTask, TaskSettings
+from kvbench.harness.harnesses import HARNESSES
+from kvbench.harness.protocol import LoadedTask, TaskSettings
 from kvbench.judge.base import Judge
 from kvbench.judge.choosing import choose
 from kvbench.judge.rubrics import origin
@@ -36,8 +36,6 @@ from kvbench.runs.grid import Grid
 from kvbench.runs.prompts import Window, prompts_of
 
 Say = Callable[[str], None]
-
-HARNESSES: dict[str, Harness] = {LmEvalHarness.name: LmEvalHarness()}
 
 
 @dataclass(frozen=True)

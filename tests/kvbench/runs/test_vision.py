@@ -1,0 +1,199 @@
+"""Runs of vision-language models: images in contexts and dialogues, at every moment."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import kvbench
+from kvbench.benchmark import IMAGE, Benchmark, Doc
+from kvbench.data.media import image
+from kvbench.errors import UserError
+from kvbench.harness import catalogue
+from kvbench.runs.runner import Run
+from tests import vision
+
+KEY = ["policy", "budget", "moment", "sample_id", "question_id"]
+COLOURS = ("red", "green", "blue", "yellow", "white", "black")
+SIZES = ((64, 48), (40, 90))
+
+
+def docs(leaf: str, **_: Any) -> list[Doc]:
+    """Two contexts of two questions, or two dialogues of three turns that bring new images."""
+    if leaf == "pictures_chat":
+        return [_dialogue(seed) for seed in range(2)]
+    return [
+        {
+            "context": f"Look: {IMAGE} and {IMAGE} are two pictures. ",
+            "question": f"Which is {word}?",
+            "outputs": ["x"],
+            "media": [_picture(seed), _picture(seed + 1)],
+            "max_new_tokens": 4,
+        }
+        for seed in range(2)
+        for word in ("larger", "darker")
+    ]
+
+
+def _dialogue(seed: int) -> Doc:
+    turns = [
+        {
+            "context": f"Picture {turn}: {IMAGE} " * (turn != 1),
+            "question": f"What is it, {turn}?",
+            "answer": "a picture",
+            "outputs": ["x"],
+            "media": [_picture(seed + turn)] * (turn != 1),
+            "max_new_tokens": 4,
+        }
+        for turn in range(3)
+    ]
+    return {"turns": turns, "frame": {"user": "", "assistant": "", "end": ""}}
+
+
+def _picture(seed: int) -> dict[str, str]:
+    file = io.BytesIO()
+    vision.picture(COLOURS[seed], SIZES[seed % 2]).save(file, "PNG")
+    return image(file.getvalue())
+
+
+@pytest.fixture(scope="module")
+def yaml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("yaml")
+    (folder / "pictures.yaml").write_text(
+        "task: pictures\noutput_type: generate_until\ntest_split: test\n"
+        'doc_to_text: "{{context}}<|kvb_split|>{{question}}"\ndoc_to_target: outputs\n'
+        "process_results: !function kvbench.harness.own.process_results\n"
+        "metric_list:\n  - {metric: score, aggregation: mean, higher_is_better: true}\n"
+        "generation_kwargs: {do_sample: false, until: []}\n"
+    )
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def benchmark(
+    yaml: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Benchmark(
+        name="pictures",
+        leaves=("pictures", "pictures_chat"),
+        docs=lambda leaf, **k: [_with_metric(row) for row in docs(leaf, **k)],
+        yaml=yaml,
+        sized=False,
+        media=("image",),
+    )
+    monkeypatch.setattr(catalogue, "resolve_task", lambda spec: [(spec, made)])
+    monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path_factory.getbasetemp() / "pictures-cache"))
+
+
+def _with_metric(row: Doc) -> Doc:
+    return {**row, "metric": "contains_all"}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    base = tmp_path_factory.mktemp("vl")
+    return {kind: vision.save(kind, base / kind) for kind in ("qwen2_vl", "qwen3_vl")}
+
+
+def run(out: Path, model: str, **changes: Any) -> Run:
+    base = {"task": "pictures", "samples": 9, "out": str(out), "device": "cpu", "model": model}
+    return kvbench.run({**base, **changes}, progress=False)
+
+
+def texts(made: Run) -> dict[tuple[Any, ...], str]:
+    frame = made.samples.set_index(KEY)
+    return dict(zip(frame.index, frame["response"], strict=True))
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl"])
+@torch.no_grad()
+def test_the_full_cache_answers_like_the_model_itself(
+    kind: str, models: dict[str, str], tmp_path: Path
+) -> None:
+    made = run(tmp_path, models[kind], policy="full")
+    processor, model = vision.processor(kind), vision.model(kind)
+    for row, doc in zip(made.samples.itertuples(), docs("pictures"), strict=True):
+        seed = int(row.sample_id)
+        pictures = [vision.picture(COLOURS[s], SIZES[s % 2]) for s in (seed, seed + 1)]
+        content: list[dict[str, str]] = []
+        for i, text in enumerate(doc["context"].split(IMAGE)):
+            content += [{"type": "image"}] * bool(i) + [{"type": "text", "text": text}]
+        content.append({"type": "text", "text": doc["question"]})
+        messages = [{"role": "user", "content": content}]
+        prompt = processor.apply_chat_template(messages, add_generation_prompt=True)
+        inputs = processor(text=[prompt], images=pictures, return_tensors="pt")
+        out = model.generate(**inputs, max_new_tokens=4, do_sample=False)
+        answer = out[0, inputs["input_ids"].shape[1] :]
+        assert row.response == processor.tokenizer.decode(answer, skip_special_tokens=True)
+        visual = int((inputs["input_ids"] == processor.image_token_id).sum())
+        assert row.visual_tokens == visual > 0
+        assert row.context_tokens + row.question_tokens == inputs["input_ids"].shape[1]
+    assert len({row.response for row in made.samples.itertuples()}) > 1
+
+
+GRIDS: dict[str, dict[str, Any]] = {
+    "context": {"policy": "h2o,snapkv:window=4,random", "budget": "0.3,visual:3"},
+    "question": {"policy": "snapkv:window=4,fastv:layer=1", "budget": "visual:0.3"},
+    "decode": {"policy": "h2o:buffer=1", "budget": "20"},
+    "turns": {"policy": "h2o,random", "budget": "0.3,visual:0.5", "task": "pictures_chat"},
+}
+
+
+@pytest.mark.parametrize("moment", GRIDS)
+def test_responses_depend_neither_on_the_batch_nor_on_the_other_cells(
+    moment: str, models: dict[str, str], tmp_path: Path
+) -> None:
+    grid = {**GRIDS[moment], "moment": moment}
+    together = run(tmp_path / "all", models["qwen2_vl"], **grid)
+    assert not together.failed
+    alone: dict[tuple[Any, ...], str] = {}
+    for policy in str(grid["policy"]).split(","):
+        for budget in str(grid["budget"]).split(","):
+            only = {**grid, "policy": policy, "budget": budget, "full": False, "batch_size": 1}
+            folder = tmp_path / f"{policy}-{budget}".replace(":", "-")
+            alone |= texts(run(folder, models["qwen2_vl"], **only))
+    shared = texts(together)
+    assert {k: v for k, v in shared.items() if k[0] != "full"} == alone
+    assert len(set(shared.values())) > 2
+
+
+def test_a_visual_budget_is_held_to_the_entry(models: dict[str, str], tmp_path: Path) -> None:
+    made = run(tmp_path, models["qwen2_vl"], policy="divprune,random", budget="visual:3")
+    heads = 2 * 2
+    for row in made.samples[made.samples["policy"] != "full"].itertuples():
+        text = row.context_tokens - row.visual_tokens
+        assert row.held_entries == row.budget_entries == (text + 3) * heads
+        if row.policy == "divprune":
+            assert row.held_visual == 3 * heads
+    cells = made.cells.set_index("policy")
+    assert cells.loc["divprune", "held_visual"] == 12
+    assert cells.loc["random", "held_visual"] != 12
+    assert cells.loc["full", "held_visual"] == cells.loc["full", "visual_tokens"] * heads
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"moment": "chunked:16", "policy": "h2o", "budget": "20"}, "moment chunked does not"),
+        ({"policy": "fastv", "moment": "decode", "budget": "20"}, "prunes once"),
+        ({"policy": "h2o", "truncate": "middle:60"}, "never truncated"),
+    ],
+)
+def test_what_images_do_not_allow_is_refused(
+    changes: dict[str, Any], message: str, models: dict[str, str], tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=message):
+        run(tmp_path, models["qwen2_vl"], **changes)
+
+
+def test_a_dialogue_goes_on_from_its_images(models: dict[str, str], tmp_path: Path) -> None:
+    """With the reference answers in the history, and live: the tokens of all images are seen."""
+    made = run(tmp_path, models["qwen2_vl"], policy="random", budget="0.5", moment="turns",
+               task="pictures_chat")  # fmt: skip
+    full = made.samples[made.samples["policy"] == "full"].sort_values(["sample_id", "question_id"])
+    seen = full.groupby("sample_id")["visual_tokens"].apply(list)
+    assert all(a == b > 0 and c >= a for a, b, c in seen)
