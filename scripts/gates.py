@@ -40,13 +40,16 @@ entries of this model. {note}
 """
 _DATA = {
     "reference": "samples of the reference model's own tasks",
+    "reference-vl": "samples of the model's own tasks, `shapes_vqa` and `shapes_dialogue`",
     "smollm2": "made-up conversations (`--data chats`)",
 }
-_NOTES = {
-    "reference": """\
+_OWN_TASKS = """\
 They were trained on the distribution of the tasks that evaluate the reference
 model, but on none of the samples. Their scores therefore show that the method works, not how it
-compares with methods that were not trained on these tasks.""",
+compares with methods that were not trained on these tasks."""
+_NOTES = {
+    "reference": _OWN_TASKS,
+    "reference-vl": _OWN_TASKS.replace("the reference\nmodel", "`reference-vl`"),
     "smollm2": """\
 No task of kvbench was trained on, but the
 conversations resemble needle tasks: facts among sentences, and questions about them. The training

@@ -36,7 +36,10 @@ from kvbench.runs.planning import plan
 from kvbench.training import chats
 
 Item = dict[str, Tensor]
-"""`input_ids` int64 `[T]`, and `supervised` bool `[T]`: positions whose next token is learned."""
+"""`input_ids` int64 `[T]`, and `supervised` bool `[T]`: positions whose next token is learned.
+
+With images, also what the model's forward takes for them, such as `pixel_values`.
+"""
 
 _RNG_KEY = 0x67617465
 """Separates the random numbers of these trainings from all others with the same seed."""
@@ -96,7 +99,10 @@ class Sequences(Dataset[Item]):
 
 
 def collate(items: Sequence[Item], pad: int = 0) -> Item:
-    """Pad sequences on the left; the batch has `valid` only if there is padding."""
+    """Pad sequences on the left; the batch has `valid` only if there is padding.
+
+    Images of all sequences follow one another.
+    """
     longest = max(len(item["input_ids"]) for item in items)
     missing = [longest - len(item["input_ids"]) for item in items]
     batch = {
@@ -105,6 +111,9 @@ def collate(items: Sequence[Item], pad: int = 0) -> Item:
         )
         for name, fill in (("input_ids", pad), ("supervised", False))
     }
+    for name in dict.fromkeys(name for item in items for name in item):
+        if name not in batch:
+            batch[name] = torch.cat([item[name] for item in items if name in item])
     if any(missing):
         batch["valid"] = torch.arange(longest) >= torch.tensor(missing)[:, None]
     return batch
@@ -236,18 +245,21 @@ def _task(
         }
     )
     (stage,) = plan(grid, message).stages
-    items = []
-    for prompt in (prompt for job in stage.jobs for prompt in job.prompts):
+    prompts = [prompt for job in stage.jobs for prompt in job.prompts]
+    order = np.random.default_rng([_RNG_KEY, seed]).permutation(len(prompts))
+
+    def get(index: int) -> Item:
+        prompt = prompts[int(order[index % len(prompts)])]
         request = prompt.request
         answer = request.answer or " ".join(request.target)
         answer_ids = _answer_ids(tokenizer, request.context + request.question, answer)
-        items.append(_with_answer([*prompt.context_ids, *prompt.question_ids], answer_ids))
-    order = np.random.default_rng([_RNG_KEY, seed]).permutation(len(items))
+        item = _with_answer(prompt.ids, answer_ids)
+        if prompt.media:
+            assert stage.vision is not None
+            item |= stage.vision.pixels(prompt.media, torch.device("cpu"))
+        return item
 
-    def get(index: int) -> Item:
-        return items[int(order[index % len(items)])]
-
-    return Stream(get, True, {"data": name, "samples": len(items), "seed": grid.seed})
+    return Stream(get, True, {"data": name, "samples": len(prompts), "seed": grid.seed})
 
 
 # --- rows of a file or of the hub -----------------------------------------------------------------

@@ -16,7 +16,14 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from kvbench.engine.models import attention_modules, decoder_of, head_of, model_info
+from kvbench.engine.models import (
+    attention_modules,
+    decoder_of,
+    head_of,
+    model_info,
+    rotary_model,
+)
+from kvbench.engine.vision import media_positions
 from kvbench.errors import UserError
 from kvbench.training import losses
 from kvbench.training.method import Gates, Method
@@ -99,6 +106,7 @@ class Student(nn.Module):
         self.terms = losses.Terms(settings["kl"], settings["ntp"], settings["reverse_kl"])
         self._info = model_info(model)
         self._running: _Pass | None = None
+        self._pixels: Mapping[str, Tensor] = {}
         decoder_of(model).set_attn_implementation(NAME)
         for index, module in attention_modules(model):
             module.register_forward_pre_hook(
@@ -128,7 +136,11 @@ class Student(nn.Module):
         return self
 
     def forward(
-        self, input_ids: Tensor, supervised: Tensor, valid: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        supervised: Tensor,
+        valid: Tensor | None = None,
+        **pixels: Tensor,
     ) -> dict[str, Tensor]:
         """Compute the loss on a batch.
 
@@ -136,10 +148,12 @@ class Student(nn.Module):
             input_ids: `[B, T]`, padded on the left.
             supervised: Positions whose next token is learned, bool `[B, T]`.
             valid: Which positions are tokens, bool `[B, T]`; None for all.
+            pixels: The images among the tokens; see `kvbench.engine.vision`.
 
         Returns:
             `loss`; without gradient, its parts and, for `distil`, `retained`.
         """
+        self._pixels = pixels
         if self.method.objective == "regress":
             return self._regress(input_ids, supervised, valid)
         return self._distil(input_ids, supervised, valid)
@@ -220,7 +234,14 @@ class Student(nn.Module):
         if valid is not None:
             kwargs["attention_mask"] = valid.long()
             kwargs["position_ids"] = (valid.long().cumsum(-1) - 1).clamp(min=0)
-        out: Tensor = decoder_of(self.base)(ids, use_cache=False, **kwargs).last_hidden_state
+        decoder: Any = decoder_of(self.base)
+        if self._pixels:  # the module around the decoder puts the images among the embeddings
+            decoder = self.base.model
+            kwargs |= self._pixels
+            if rotary_model(self.base) is not None:
+                position, _ = media_positions(self.base, ids, valid, self._pixels)
+                kwargs["position_ids"] = position
+        out: Tensor = decoder(input_ids=ids, use_cache=False, **kwargs).last_hidden_state
         return out
 
     def _entering(self, index: int, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
