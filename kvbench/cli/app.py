@@ -13,6 +13,7 @@ import typer
 
 from kvbench.cli import (
     analyze,
+    bench,
     compare,
     complete,
     data,
@@ -44,6 +45,7 @@ app.command()(published.published)
 app.command()(table.table)
 app.command()(compare.compare)
 app.command()(power.power)
+app.command()(bench.bench)
 app.add_typer(profile.app, name="profile")
 app.add_typer(analyze.app, name="analyze")
 app.add_typer(train.app, name="train")

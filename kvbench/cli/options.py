@@ -102,8 +102,8 @@ Budgets = Annotated[
         CACHE,
         "B",
         "What is KEPT of the cache, per layer and KV head, with commas: a fraction (0.2), a "
-        "number of tokens (512) or full. Default: 0.2. In kvpress a ratio is the fraction "
-        "removed.",
+        "number of tokens (512), full, or all text and some visual tokens (visual:64). Default: "
+        "0.2. In kvpress a ratio is the fraction removed.",
         autocompletion=complete.budgets,
     ),
 ]

@@ -196,7 +196,7 @@ def complete(line: str) -> list[str]:
         ("kvbench run --policy critical_s", ["critical_snapkv"]),
         ("kvbench run --policy snapkv,critical_s", ["snapkv,critical_snapkv"]),
         ("kvbench run --task niah_single_", [f"niah_single_{n}" for n in (1, 2, 3)]),
-        ("kvbench run --model ref", ["reference"]),
+        ("kvbench run --model ref", ["reference", "reference-vl"]),
         ("kvbench run --moment que", ["question"]),
         ("kvbench analyze allocation --policy pyr", ["pyramidkv"]),
         ("kvbench train gates --policy tr", ["trimkv"]),
@@ -246,7 +246,7 @@ def test_completion_can_be_installed(tmp_path: Path) -> None:
         ("--task", "zzzz", "unknown task 'zzzz' (kvbench list tasks shows all)"),
         ("--policy", "snapvk", "unknown policy 'snapvk'; did you mean snapkv"),
         ("--policy", "wxyz", "(kvbench list policies shows all)"),
-        ("--model", "refernce", "did you mean reference?"),
+        ("--model", "refernce", "did you mean reference"),
     ],
 )
 def test_an_unknown_name_lists_the_nearest_and_never_all(

@@ -1,0 +1,1 @@
+"""`kvbench bench`: time and memory of policies beside the full cache."""

@@ -1,0 +1,105 @@
+"""`kvbench bench`. What is heavy is imported inside the command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from kvbench.cli.analyze import _command, _show
+from kvbench.cli.options import (
+    MODEL,
+    OUTPUT,
+    PROMPTS,
+    Budgets,
+    Device,
+    Dtype,
+    Policies,
+    Revision,
+    Seed,
+    option,
+    split_names,
+)
+from kvbench.errors import UserError
+from kvbench.progress import Reporter
+
+if TYPE_CHECKING:
+    from kvbench.analysis.write import Done
+
+
+def bench(
+    policy: Policies = None,
+    budget: Budgets = None,
+    model: Annotated[
+        str,
+        option(
+            MODEL,
+            "NAME",
+            "A named model, folder, GGUF file or hub id. Default: reference.",
+            show_default=False,
+        ),
+    ] = "reference",
+    context: Annotated[
+        str,
+        option(
+            PROMPTS, "TOKENS", "Tokens of a prompt, with commas. Default: 1024.", show_default=False
+        ),
+    ] = "1024",
+    batch: Annotated[
+        str,
+        option(
+            PROMPTS, "N", "Sequences side by side, with commas. Default: 1.", show_default=False
+        ),
+    ] = "1",
+    generate: Annotated[
+        str,
+        option(
+            PROMPTS,
+            "TOKENS",
+            "Decode steps after the prompt, with commas. Default: 32.",
+            show_default=False,
+        ),
+    ] = "32",
+    repeats: Annotated[
+        int,
+        option(PROMPTS, "N", "How often everything is measured. Default: 5.", show_default=False),
+    ] = 5,
+    seed: Seed = None,
+    out: Annotated[
+        Path | None, option(OUTPUT, "DIR", "Folder of the results. Default: results/bench-HASH.")
+    ] = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    revision: Revision = None,
+) -> None:
+    """Measure time to first token, decode steps and memory beside the full cache."""
+    from kvbench.bench.settings import Bench
+
+    made = Bench(
+        model=model,
+        policies=tuple(split_names(policy)) or ("snapkv",),
+        budgets=tuple(split_names(budget)) or ("0.2",),
+        contexts=_counts("--context", context),
+        batches=_counts("--batch", batch),
+        generates=_counts("--generate", generate),
+        repeats=repeats,
+        seed=seed or 0,
+        device=device or "auto",
+        dtype=dtype or "auto",
+        revision=revision,
+    )
+
+    def work(reporter: Reporter) -> Done:
+        from kvbench.bench.write import write_bench
+
+        return write_bench(made, out, reporter, command=_command())
+
+    _show(work)
+
+
+def _counts(flag: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in split_names([text]))
+    except ValueError:
+        raise UserError(
+            f"{flag} {text!r}: use whole numbers with commas, such as 512,2048"
+        ) from None
