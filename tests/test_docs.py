@@ -117,3 +117,17 @@ def test_the_page_of_published_figures_lists_the_contradictions_that_the_check_f
     assert "out of date" in capsys.readouterr().out
     assert published.main([]) == 0
     assert "51.67" in old.read_text()
+
+
+def test_the_page_of_the_recipes_is_up_to_date(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made = script("make_recipes")
+    assert made.main(["--check"]) == 0, "python docs/make_recipes.py"
+    old = tmp_path / "recipes.md"
+    old.write_text(made.PAGE.read_text().replace("LongProc: Countdown", "Countdown"))
+    monkeypatch.setattr(made, "PAGE", old)
+    assert made.main(["--check"]) == 1
+    assert "out of date" in capsys.readouterr().out
+    assert made.main([]) == 0
+    assert "LongProc: Countdown" in old.read_text()

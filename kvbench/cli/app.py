@@ -121,7 +121,7 @@ def list_(
     kind: Annotated[
         str,
         typer.Argument(
-            metavar="policies|tasks|models|runs|layouts",
+            metavar="policies|tasks|models|runs|layouts|recipes",
             help="What to list.",
             autocompletion=complete.lists,
         ),
@@ -134,7 +134,7 @@ def list_(
     ] = Path("results"),
     as_json: Annotated[bool, option(None, FLAG, "Print the list as JSON.", "--json")] = False,
 ) -> None:
-    """List policies (paper, parts, parameters), tasks, models, runs or layouts of tables."""
+    """List policies (paper, parts, parameters), tasks, models, runs, layouts or recipes."""
     rows, failed = listing.records(kind, folder)
     if as_json:
         print_json(rows)

@@ -72,6 +72,13 @@ def layouts(incomplete: str) -> list[str]:
     return [name for name in published_layouts() if name.startswith(incomplete)]
 
 
+def recipes(incomplete: str) -> list[tuple[str, str]]:
+    """Recipes, with what they show."""
+    from kvbench.recipes import recipes
+
+    return [(name, one.title) for name, one in recipes().items() if name.startswith(incomplete)]
+
+
 def _listed(incomplete: str, names: Iterable[str]) -> list[str]:
     """Complete the last name of a list with commas; the names before it are not offered again."""
     before, comma, last = incomplete.rpartition(",")

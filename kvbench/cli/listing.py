@@ -166,7 +166,33 @@ def layouts() -> tuple[list[Record], list[str]]:
     ], []  # fmt: skip
 
 
-KINDS = ("policies", "tasks", "models", "runs", "layouts")
+def recipes() -> tuple[list[Record], list[str]]:
+    """The tables and figures of papers that `kvbench run --recipe` repeats.
+
+    Returns:
+        The records, and no line: what a recipe lacks stands in its record.
+    """
+    from kvbench.recipes import missing_parts, recipes  # needs torch
+
+    return [
+        {
+            "name": name,
+            "paper": one.paper,
+            "item": one.item,
+            "also": one.also,
+            "title": one.title,
+            "command": f"kvbench {one.by}",
+            "missing": missing_parts(one),
+            "needs": list(one.needs),
+            "differs": list(one.differs),
+            "full": dict(one.full),
+            "miniatures": {model: one.settings([model]) for model in one.miniatures},
+        }
+        for name, one in recipes().items()
+    ], []
+
+
+KINDS = ("policies", "tasks", "models", "runs", "layouts", "recipes")
 """What can be listed."""
 
 
@@ -185,7 +211,13 @@ def records(kind: str, folder: Path = Path("results")) -> tuple[list[Record], li
         raise UserError(f"cannot list {kind!r}{hint}")
     if kind == "runs":
         return runs(folder)
-    lists = {"policies": policies, "tasks": tasks, "models": models, "layouts": layouts}
+    lists = {
+        "policies": policies,
+        "tasks": tasks,
+        "models": models,
+        "layouts": layouts,
+        "recipes": recipes,
+    }
     return lists[kind]()
 
 
@@ -235,6 +267,13 @@ def _layout_row(row: Record) -> tuple[Cell, ...]:
     return Name(row["name"]), row["title"], row["lacking"]
 
 
+def _recipe_row(row: Record) -> tuple[Cell, ...]:
+    title = row["title"] + f"; also {row['also']}" * bool(row["also"])
+    if row["command"] != "kvbench run":
+        title += f" (made by {row['command']})"
+    return Name(row["name"]), title, Lines(tuple(row["missing"]) or ("nothing",))
+
+
 def _model_row(row: Record) -> tuple[Cell, ...]:
     return Name(row["name"]), row["note"]
 
@@ -244,5 +283,6 @@ _TABLES: dict[str, tuple[tuple[str, ...], Callable[[Record], tuple[Cell, ...]]]]
     "tasks": (("group", "tasks, and what they are", "needs the hub"), _task_row),
     "models": (("model", "what to know"), _model_row),
     "layouts": (("layout", "what it shows", "why it cannot be filled"), _layout_row),
+    "recipes": (("recipe", "what it shows", "what kvbench lacks of it"), _recipe_row),
     "runs": (("run", "date", "model", "policies", "tasks", "cells", "state"), _run_row),
 }

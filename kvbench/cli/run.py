@@ -44,6 +44,7 @@ from kvbench.cli.options import (
     Truncate,
     given_flags,
     option,
+    split_names,
 )
 from kvbench.cli.screen import FAILED, complain, console, print_json, progress, show, stopping
 from kvbench.errors import UserError
@@ -61,6 +62,17 @@ def run(
     config: Annotated[
         Path | None,
         option(WHAT, "FILE", "Read the options from a YAML file. Flags take precedence."),
+    ] = None,
+    recipe: Annotated[
+        str | None,
+        option(
+            WHAT,
+            "NAME",
+            "Run a table or figure of a paper, such as criticalkv-table1 (kvbench list recipes): "
+            "in full, for a GPU; with --model reference or --model smollm2 its miniature. Other "
+            "flags take precedence.",
+            autocompletion=complete.recipes,
+        ),
     ] = None,
     model: Models = None,
     revision: Revision = None,
@@ -136,14 +148,17 @@ def run(
     """
     if as_json and dry_run:
         raise UserError("--json and --dry-run exclude each other; give only one")
+    if config and recipe:
+        raise UserError("--config and --recipe exclude each other; give only one")
     if quiet:
         warnings.simplefilter("ignore")
     told = Silent() if quiet else progress()
     with stopping(told):
-        told.busy(f"loading model {', '.join(model or ['reference'])}" if not config else "loading")
+        of_file = config or recipe
+        told.busy("loading" if of_file else f"loading model {', '.join(model or ['reference'])}")
         # With --json nothing else may appear on stdout, not even what a user's policy prints.
         with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-            grid = _grid(config, given_flags(context, *_OF_RUN))
+            grid = _grid(config, recipe, given_flags(context, *_OF_RUN))
             done = _execute(grid, told, fresh=fresh, dry_run=dry_run)
     if done is None:
         return
@@ -151,19 +166,25 @@ def run(
         print_json(_as_json(done))
     else:
         _show(done, quiet=quiet)
+        if recipe and not quiet:
+            _show_recipe(recipe, split_names(model), done)
     failed = done.cells[done.cells["status"] != "ok"]
     if len(failed):
         complain(f"{len(failed)} of {len(done.cells)} cells failed: {failed.iloc[0]['error']}")
         raise typer.Exit(FAILED)
 
 
-_OF_RUN = ("config", "fresh", "dry_run", "quiet", "as_json")
+_OF_RUN = ("config", "recipe", "fresh", "dry_run", "quiet", "as_json")
 
 
-def _grid(config: Path | None, given: dict[str, Any]) -> Grid:
-    """The grid of the flags that were given, over that of a file."""
+def _grid(config: Path | None, recipe: str | None, given: dict[str, Any]) -> Grid:
+    """The grid of the flags that were given, over that of a file or a recipe."""
     from kvbench.runs.grid import Grid
 
+    if recipe:
+        from kvbench.recipes import recipe as named
+
+        return named(recipe).grid(split_names(given.get("model")), given)
     return Grid.from_yaml(config, given) if config else Grid.from_dict(given)
 
 
@@ -196,6 +217,20 @@ def _show(done: Run, *, quiet: bool) -> None:
     names = [p.name for p in sorted(done.path.iterdir()) if p.is_file() and p.name[0] != "."]
     print(f"wrote {done.path}: {', '.join(names)}")
     print(f"figures: kvbench report {done.path}")
+
+
+def _show_recipe(name: str, models: list[str], done: Run) -> None:
+    """Print how to lay a recipe's run out, and what differs from the paper."""
+    from kvbench.recipes import recipe
+
+    one = recipe(name)
+    print(f"table: {' '.join(f'kvbench table {done.path} {one.layout_for(models)}'.split())}")
+    if one.is_miniature(models):
+        print(f"a miniature of {one.source}: its scores say nothing about the paper's")
+        return
+    print(f"differs from {one.source}:")
+    for sentence in one.differs:
+        print(f"  - {sentence}")
 
 
 def _as_json(done: Run) -> dict[str, Any]:

@@ -141,13 +141,14 @@ class Grid:
             UserError: As `from_dict`, naming file and line.
         """
         data, lines = read_yaml(path)
-        given = {_SINGULAR.get(k, k): v for k, v in (override or {}).items()}
-        file = {k: v for k, v in data.items() if _SINGULAR.get(k, k) not in given}
+        given = override or {}
+        replaced = {_SINGULAR.get(k, k) for k in given}
 
         def where(key: str) -> str:
-            return f"{path}:{lines[key]}: " if key in file else ""
+            own = key in lines and _SINGULAR.get(key, key) not in replaced
+            return f"{path}:{lines[key]}: " if own else ""
 
-        return cls._read(file | given, where, str(path))
+        return cls._read(overlaid(data, given), where, str(path))
 
     @classmethod
     def _read(
@@ -284,6 +285,17 @@ class Grid:
                     for timing in self.timings
                 ]
         return list(dict.fromkeys(variants))
+
+
+def overlaid(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a grid with others in their place, whether keys are `policy` or `policies`."""
+    given = {_SINGULAR.get(k, k): v for k, v in over.items()}
+    return {k: v for k, v in base.items() if _SINGULAR.get(k, k) not in given} | given
+
+
+def singular(key: str) -> str:
+    """The flag of a key of a grid, without dashes: `policy` for `policies`."""
+    return next((flag for flag, name in _SINGULAR.items() if name == key), key)
 
 
 class _Builder(dict[str, Policy]):

@@ -1,0 +1,214 @@
+"""Reads recipes: one YAML file in `shipped/` per table or figure of a paper."""
+
+from __future__ import annotations
+
+import functools
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from importlib import resources
+from types import MappingProxyType
+from typing import Any
+
+import yaml
+
+from kvbench.errors import UserError, unknown
+from kvbench.harness import catalogue
+from kvbench.published.figures import papers
+from kvbench.runs.grid import Grid, overlaid, singular
+from kvbench.spelling import policy
+
+RUN = "run"
+"""The command of most recipes: what follows `kvbench`."""
+
+_KINDS = ("table", "figure")
+_LEFT_OUT = "left_out.yaml"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to repeat a table or figure.
+
+    Attributes:
+        paper: Name of the paper, a key of `kvbench.published.figures.papers`.
+        item: "table 1" or "figure 4".
+        title: What it shows, in our words.
+        full: The paper's experiment, for a GPU: a grid as `kvbench run --config` takes it, or the
+            flags of `by`.
+        miniatures: By small model, what its miniature changes in `full`. The model itself is not
+            named there again.
+        differs: What differs from the paper's protocol, a sentence each.
+        by: The command that makes it: "run", or such as "analyze perturbation".
+        needs: Commands that make what policies need to know about a model, once per model.
+        lacks: Rows, columns or models of the paper that kvbench cannot run.
+        layout: Options of `kvbench table` that lay the full run out.
+        small_layout: The same for a miniature.
+        also: What else the same run shows, such as "figures 5 and 6"; may be empty.
+    """
+
+    paper: str
+    item: str
+    title: str
+    full: Mapping[str, Any]
+    miniatures: Mapping[str, Mapping[str, Any]]
+    differs: tuple[str, ...]
+    by: str = RUN
+    needs: tuple[str, ...] = ()
+    lacks: tuple[str, ...] = ()
+    layout: str = ""
+    small_layout: str = ""
+    also: str = ""
+
+    @property
+    def name(self) -> str:
+        """What the command line calls it: `criticalkv-table1`."""
+        return f"{self.paper}-{self.item.replace(' ', '')}"
+
+    @property
+    def source(self) -> str:
+        """Where it stands: `table 1 of criticalkv`."""
+        return f"{self.item} of {self.paper}"
+
+    def is_miniature(self, models: Sequence[str]) -> bool:
+        """Whether these models, as given on the command line, mean a miniature."""
+        return bool(set(models) & set(self.miniatures))
+
+    def settings(self, models: Sequence[str] = ()) -> dict[str, Any]:
+        """The experiment for the models that were asked for.
+
+        Args:
+            models: Names from the command line. One of the small models alone means its miniature;
+                anything else is the full experiment, on those models if there are any.
+
+        Raises:
+            UserError: A small model is asked for together with others.
+        """
+        small = [model for model in models if model in self.miniatures]
+        if not small:
+            return overlaid(self.full, {"models": list(models)} if models else {})
+        if len(models) > 1:
+            raise UserError(
+                f"the miniature of {self.name} for {small[0]} is another grid than the full one; "
+                "give one --model at a time"
+            )
+        changed = overlaid(self.full, self.miniatures[small[0]])
+        return overlaid(changed, {"models": small})
+
+    def command(self, models: Sequence[str] = ()) -> str:
+        """The command that makes it, for recipes that `kvbench run` does not run."""
+        words = ["kvbench", *self.by.split()]
+        for key, value in self.settings(models).items():
+            values = value if isinstance(value, list) else [value]
+            words += [f"--{singular(key).replace('_', '-')}", ",".join(map(str, values))]
+        return shlex.join(words)
+
+    def grid(self, models: Sequence[str] = (), override: Mapping[str, Any] | None = None) -> Grid:
+        """The grid that `kvbench run` runs.
+
+        Args:
+            models: As in `settings`.
+            override: Values that take precedence, by attribute or flag name.
+
+        Raises:
+            UserError: Another command makes it, or a value of `override` is wrong.
+        """
+        if self.by != RUN:
+            raise UserError(f"{self.name} is made by another command: {self.command(models)}")
+        return Grid.from_dict(overlaid(self.settings(models), override or {}))
+
+    def layout_for(self, models: Sequence[str] = ()) -> str:
+        """Options of `kvbench table` that lay the run for these models out."""
+        return self.small_layout if self.is_miniature(models) else self.layout
+
+
+@dataclass(frozen=True)
+class LeftOutItem:
+    """A table or figure without a recipe, and the reason, which completes "there is none: "."""
+
+    paper: str
+    item: str
+    reason: str
+
+    @property
+    def name(self) -> str:
+        """What its recipe would be called."""
+        return f"{self.paper}-{self.item.replace(' ', '')}"
+
+
+@functools.cache
+def recipes() -> Mapping[str, Recipe]:
+    """All recipes by name, paper by paper, tables before figures.
+
+    Raises:
+        ValueError: A file of the package is no recipe.
+    """
+    found = []
+    for path in _folder().iterdir():
+        if path.name.endswith(".yaml") and path.name != _LEFT_OUT:
+            one = _read(yaml.safe_load(path.read_text(encoding="utf-8")))
+            if path.name != f"{one.name}.yaml":
+                raise ValueError(f"{path.name} holds {one.name}")
+            found.append(one)
+    found.sort(key=lambda one: _place(one.paper, one.item))
+    return MappingProxyType({one.name: one for one in found})
+
+
+def recipe(name: str) -> Recipe:
+    """A recipe by name.
+
+    Raises:
+        UserError: There is none; the message gives the reason, or the nearest names.
+    """
+    if name in recipes():
+        return recipes()[name]
+    for one in left_out():
+        if one.name == name:
+            raise UserError(f"there is no recipe {name}: {one.reason}")
+    raise unknown("recipe", name, recipes(), "kvbench list recipes")
+
+
+@functools.cache
+def left_out() -> tuple[LeftOutItem, ...]:
+    """The tables and figures that have no recipe, in the order of `recipes`."""
+    text = (_folder() / _LEFT_OUT).read_text(encoding="utf-8")
+    found = [
+        LeftOutItem(paper, item, reason)
+        for paper, items in yaml.safe_load(text).items()
+        for item, reason in items.items()
+    ]
+    return tuple(sorted(found, key=lambda one: _place(one.paper, one.item)))
+
+
+def missing_parts(one: Recipe) -> list[str]:
+    """What of a recipe cannot be run here: what it lacks, and parts that are not installed."""
+    names = {singular(key): value for key, value in one.full.items()}
+    missing = list(one.lacks)
+    for spec in names["policy"]:
+        try:
+            policy(spec)
+        except UserError as error:
+            missing.append(str(error))
+    for task in names["task"]:
+        try:
+            catalogue.resolve_task(task)
+        except UserError as error:
+            missing.append(str(error))
+    return missing
+
+
+def _folder() -> Any:
+    return resources.files(__name__.rpartition(".")[0]) / "shipped"
+
+
+def _read(data: dict[str, Any]) -> Recipe:
+    number = [f"{kind} {data.pop(kind)}" for kind in _KINDS if kind in data]
+    known = {one.name for one in fields(Recipe)}
+    if len(number) != 1 or not set(data) <= known:
+        raise ValueError(f"{data.get('title')}: needs table or figure, and keys of {sorted(known)}")
+    lists = {key: tuple(data.get(key, ())) for key in ("differs", "needs", "lacks")}
+    return Recipe(item=number[0], **(data | lists))
+
+
+def _place(paper: str, item: str) -> tuple[int, bool, int]:
+    kind, number = item.split()
+    return list(papers()).index(paper), kind != "table", int(number)
