@@ -6,7 +6,7 @@ SMOKE := .smoke
 TORCH := $(shell grep '^torch==' constraints.txt)
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: run real real-smoke recipes recipes-smoke regression test test-oldest lint format docs-check smoke clean
+.PHONY: run real real-smoke recipes recipes-smoke regression test test-oldest lint format docs docs-check smoke clean
 
 run: $(VENV)/.installed
 	HF_HUB_OFFLINE=1 $(VENV)/bin/kvbench run --policy criticalkv --budget 0.2 --task ruler
@@ -58,6 +58,15 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt $(TORCH)
 	$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt -e '.[dev]'
+	touch $@
+
+# The site, in build/site. A warning, such as a link to nowhere, is an error (but not with --quiet).
+docs: $(VENV)/.docs
+	$(VENV)/bin/python docs/make_site.py build/site-pages
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
+
+$(VENV)/.docs: $(VENV)/.installed
+	$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt -e '.[docs]'
 	touch $@
 
 # Are the pages that scripts write up to date? Then every example of the pages, as a reader would run it.

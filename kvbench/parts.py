@@ -254,7 +254,8 @@ def largest_remainder(real: Tensor, total: Tensor, most: Tensor, least: Tensor |
     Args:
         real: float64 `[B, K]`, summing to about `total`, within the bounds.
         total: int64 `[B]`.
-        most, least: As in `fill`.
+        most: As in `fill`.
+        least: As in `fill`.
 
     Returns:
         int64 `[B, K]`; the largest fractions are rounded up, of equal ones the first.

@@ -1,0 +1,99 @@
+"""The pages of the site, before mkdocs sees them, and the workflow for forks."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+from .test_docs import script
+
+ROOT = Path(__file__).parents[1]
+LOCAL = re.compile(r"(?<!\\)\]\(([^)\s#:]+)(?:#[^)]*)?\)")
+
+
+@pytest.fixture(scope="module")
+def site() -> ModuleType:
+    return script("make_site")
+
+
+@pytest.fixture(scope="module")
+def pages(site: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
+    folder = tmp_path_factory.mktemp("site")
+    return folder, site.collect(folder)
+
+
+def entries(nav: list[Any]) -> Iterator[str]:
+    """The pages of a navigation."""
+    for item in nav:
+        (found,) = item.values()
+        yield from entries(found) if isinstance(found, list) else [found]
+
+
+def navigation() -> list[str]:
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    return list(entries(yaml.safe_load(text[text.index("\nnav:") :])["nav"]))
+
+
+def test_every_page_of_the_docs_is_in_the_navigation(pages: tuple[Path, list[Path]]) -> None:
+    folder, made = pages
+    nav = navigation()
+    assert len(set(nav)) == len(nav)
+    assert all((folder / name).is_file() for name in nav)
+    assert {str(page) for page in made if page.parts[0] == "docs"} <= set(nav)
+
+
+def test_every_link_to_a_file_leads_somewhere(
+    site: ModuleType, pages: tuple[Path, list[Path]]
+) -> None:
+    folder, made = pages
+    seen = 0
+    for page in made:
+        text = "".join(site.CODE.split((folder / page).read_text(encoding="utf-8"))[::2])
+        for name in LOCAL.findall(text):
+            seen += 1
+            assert (folder / page.parent / name).is_file(), f"{page} links to {name}"
+    assert seen > 50
+
+
+def test_a_link_to_a_folder_is_one_to_its_readme_or_is_left_out(site: ModuleType) -> None:
+    text = "[a](examples/kvbench_example_task) [b](kvbench/judge) `[c](kvbench)` [d](x://y) [e](#z)"
+    found, linked = site.with_links(text, ROOT / "README.md")
+    assert found == (
+        "[a](examples/kvbench_example_task/README.md) b `[c](kvbench)` [d](x://y) [e](#z)"
+    )
+    assert linked == [ROOT / "examples/kvbench_example_task/README.md"]
+
+
+def test_the_api_pages_name_what_there_is() -> None:
+    names = [
+        name
+        for page in sorted((ROOT / "docs" / "api").glob("*.md"))
+        for name in re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    ]
+    assert len(names) > 10
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError:
+            module, _, attribute = name.rpartition(".")
+            assert hasattr(importlib.import_module(module), attribute), name
+
+
+def test_the_workflow_for_forks_runs_targets_that_exist() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert {"lint", "test", "run"} <= set(workflow["jobs"])
+    for job in workflow["jobs"].values():
+        runs = [step["run"] for step in job["steps"] if "run" in step]
+        assert runs
+        for command in runs:
+            assert command.removeprefix("make ") in targets
+        (python,) = (s for s in job["steps"] if "setup-python" in s.get("uses", ""))
+        assert python["with"]["cache"] == "pip"
