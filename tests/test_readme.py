@@ -36,6 +36,12 @@ def test_the_number_of_tasks_is_that_of_the_list() -> None:
     assert f"RULER ({len(ruler['tasks'])})" in README
 
 
+def test_the_number_of_recipes_is_that_of_the_list() -> None:
+    rows, failed = listing.recipes()
+    assert failed == []
+    assert f"| recipes | {len(rows)} tables and figures" in README
+
+
 def test_every_policy_of_the_list_has_a_row_in_the_table() -> None:
     section = README[README.index("## What the reference model says") :]
     shown = set(re.findall(r"^\| `(\w+)` \| \d", section, re.MULTILINE))

@@ -1,4 +1,4 @@
-"""The pages of the site, before mkdocs sees them, and the workflow for forks."""
+"""The pages of the site, before mkdocs sees them, and the workflows for forks."""
 
 from __future__ import annotations
 
@@ -86,10 +86,15 @@ def test_the_api_pages_name_what_there_is() -> None:
             assert hasattr(importlib.import_module(module), attribute), name
 
 
-def test_the_workflow_for_forks_runs_targets_that_exist() -> None:
-    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))
+@pytest.mark.parametrize(
+    ("name", "jobs"),
+    [("ci", {"lint", "test", "run", "docs"}), ("nightly", {"recipes", "oldest"})],
+)
+def test_a_workflow_for_forks_runs_targets_that_exist(name: str, jobs: set[str]) -> None:
+    path = ROOT / ".github" / "workflows" / f"{name}.yml"
+    workflow = yaml.safe_load(path.read_text(encoding="utf-8"))
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert {"lint", "test", "run"} <= set(workflow["jobs"])
+    assert set(workflow["jobs"]) == jobs
     for job in workflow["jobs"].values():
         runs = [step["run"] for step in job["steps"] if "run" in step]
         assert runs
