@@ -161,6 +161,8 @@ def run(
             grid = _grid(config, recipe, given_flags(context, *_OF_RUN))
             done = _execute(grid, told, fresh=fresh, dry_run=dry_run)
     if done is None:
+        if recipe:
+            _show_differences(recipe, split_names(model))
         return
     if as_json:
         print_json(_as_json(done))
@@ -223,8 +225,16 @@ def _show_recipe(name: str, models: list[str], done: Run) -> None:
     """Print how to lay a recipe's run out, and what differs from the paper."""
     from kvbench.recipes import recipe
 
+    layout = recipe(name).layout_for(models)
+    print(f"table: kvbench table {done.path} {layout}".rstrip())
+    _show_differences(name, models)
+
+
+def _show_differences(name: str, models: list[str]) -> None:
+    """Print what differs from the paper in a recipe's run on these models."""
+    from kvbench.recipes import recipe
+
     one = recipe(name)
-    print(f"table: {' '.join(f'kvbench table {done.path} {one.layout_for(models)}'.split())}")
     if one.is_miniature(models):
         print(f"a miniature of {one.source}: its scores say nothing about the paper's")
         return

@@ -245,12 +245,15 @@ def test_a_full_run_says_what_differs_from_the_paper(
     folder = Path(__file__).parents[3] / "kvbench" / "reference" / "reference-1"
     small = {"--task": "vt", "--length": "128", "--samples": "1", "--policy": "h2o"}
     flags = [word for pair in small.items() for word in pair]
-    out = ["--model", str(folder), "--out", str(tmp_path / "run")]
-    assert cli.call(["run", "--recipe", one.name, *flags, *out]) == 0
+    command = ["run", "--recipe", one.name, *flags, "--model", str(folder)]
+    command += ["--out", str(tmp_path / "run")]
+    differences = "".join(f"  - {sentence}\n" for sentence in one.differs)
+    assert cli.call([*command, "--dry-run"]) == 0
+    assert differences in capsys.readouterr().out
+    assert cli.call(command) == 0
     said = capsys.readouterr().out
-    assert f"kvbench table {tmp_path}/run {one.layout}" in said
-    for sentence in one.differs:
-        assert f"  - {sentence}\n" in said
+    assert f"kvbench table {tmp_path}/run {one.layout}\n" in said
+    assert differences in said
 
 
 def test_the_list_names_what_is_lacking(capsys: pytest.CaptureFixture[str]) -> None:
