@@ -25,9 +25,8 @@ GROUND = "errors terminal files budget moments decoding metrics stats progress"
 PAGES = "registry named view plugin parts spelling artifacts benchmark"
 ROOMS = "data harness judge engine runs"
 ABOVE = (
-    "report regression published layouts analysis bench recipes reference reference_vl named_models "
-    "profiles training checks cli"
-    "profiles training checks cli"
+    "report regression published layouts analysis bench recipes reference reference_vl "
+    "named_models profiles training checks cli"
 )
 LAYERS = [*GROUND.split(), *PAGES.split(), *ROOMS.split(), *ABOVE.split()]
 """Files and folders of `kvbench/`; each imports only from those before it."""
