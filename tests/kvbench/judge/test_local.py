@@ -43,6 +43,19 @@ def test_a_missing_field_is_an_error() -> None:
         LocalJudge().judge([Ask("correct", {"answer": "Rome", "response": "Rome"})])
 
 
+def test_ratings_are_the_share_of_common_words(tmp_path: Path) -> None:
+    file = tmp_path / "rated.json"
+    data = {"version": "1", "source": "", "licence": "", "parse": "ratings", "max_tokens": 5}
+    prompt = {"ratings": ["style", "overall"], "template": "{answer} {response}"}
+    file.write_text(json.dumps({**data, **prompt}))
+    asks = [
+        Ask(str(file), {"answer": "red and blue", "response": response})
+        for response in ("Red and blue.", "green and red", "none")
+    ]
+    rated = [{"score": mark, "style": mark} for mark in (1.0, 0.7, 0.1)]
+    assert LocalJudge().judge(asks) == rated
+
+
 def test_a_rubric_beyond_words_is_an_error(tmp_path: Path) -> None:
     file = tmp_path / "style.json"
     data = {"version": "1", "source": "", "licence": "", "parse": "yes_no", "max_tokens": 5}

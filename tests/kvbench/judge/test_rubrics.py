@@ -125,6 +125,31 @@ def test_thinking_is_ignored() -> None:
     assert found.read("<think>Okay, yes") is None
 
 
+@pytest.mark.parametrize(
+    ("answer", "marks"),
+    [
+        ('Fine.\n{"style": 3, "overall": 7}', {"score": 0.7, "style": 0.3}),
+        ("{'style': 1, 'more': 'x', 'overall': 10} Done.", {"score": 1.0, "style": 0.1}),
+        ('{"style": 1, "overall": 1}? {"style": 2, "overall": 2}', {"score": 0.2, "style": 0.2}),
+        ('{"overall": 7}', None),
+        ('{"style": 0, "overall": 7}', None),
+        ('{"style": 3, "overall": 11}', None),
+        ('{"style": 3, "overall": 7.5}', None),
+        ('{"style": 3, "overall": true}', None),
+        ("style 3, overall 7", None),
+        ("{}", None),
+        ("", None),
+    ],
+)  # fmt: skip
+def test_ratings_are_the_last_object_of_the_answer(
+    tmp_path: Path, answer: str, marks: dict[str, float] | None
+) -> None:
+    file = tmp_path / "rated.json"
+    data = {"version": "1", "source": "me", "licence": "MIT", "parse": "ratings", "max_tokens": 99}
+    file.write_text(json.dumps({**data, "ratings": ["style", "overall"], "template": "x"}))
+    assert rubric(str(file)).read(answer) == marks
+
+
 def test_a_rubric_in_the_users_file(tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
     data = {"version": "2", "source": "me", "licence": "MIT", "parse": "yes_no", "max_tokens": 5}
@@ -140,6 +165,8 @@ def test_a_rubric_in_the_users_file(tmp_path: Path) -> None:
     [
         ("{", "cannot read the rubric"),
         ("[]", "a rubric needs version, source"),
+        ('{"version": "1", "source": "", "licence": "", "parse": "ratings", "max_tokens": 1, '
+         '"template": "x"}', "must list what it rates"),
         ('{"version": "1", "source": "", "licence": "", "parse": "stars", "max_tokens": 1, '
          '"template": "x"}', "unknown parse 'stars'; choose from yes_no, contains_yes"),
     ],
