@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from kvbench.engine import torchvision_build
+
 if TYPE_CHECKING:
     from kvbench.budget import Budget
     from kvbench.engine.session import attach, kept
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = ["Budget", "__version__", "attach", "kept", "load", "policy", "run"]
+
+torchvision_build.install()  # before anything imports transformers
 
 _HOMES = {
     "Budget": "kvbench.budget",

@@ -1,0 +1,70 @@
+"""A torchvision that was built for another torch, such as a CUDA build beside a CPU torch.
+
+Its import raises "operator torchvision::nms does not exist". transformers imports torchvision where
+it is installed, and then fails for text models as well. The missing operators are about boxes in
+images, which no model here uses. So they are declared, without an implementation, and the import is
+tried again: text models work, and so do torchvision's transforms of images and videos.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+_MISSING = "operator torchvision::nms does not exist"
+_OPERATORS = ("nms", "qnms")
+
+
+class _Retry(Loader):
+    """Executes torchvision, a second time if its operators are missing."""
+
+    _library: Any = None  # the declarations live as long as it does
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        try:
+            self._loader.exec_module(module)
+        except RuntimeError as error:
+            if _MISSING not in str(error):
+                raise
+            self._declare()
+            for name in [name for name in sys.modules if name.startswith("torchvision.")]:
+                del sys.modules[name]
+            self._loader.exec_module(module)
+
+    @classmethod
+    def _declare(cls) -> None:
+        import torch
+
+        cls._library = torch.library.Library("torchvision", "DEF")
+        for name in _OPERATORS:
+            cls._library.define(
+                f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+            )
+
+
+class _Finder(MetaPathFinder):
+    """Finds torchvision, and leaves every other module to Python."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path, target) if name == "torchvision" else None
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Retry(spec.loader)
+        return spec
+
+
+def install() -> None:
+    """Make a later import of torchvision succeed; nothing is imported now."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
