@@ -6,7 +6,7 @@ SMOKE := .smoke
 TORCH := $(shell grep '^torch==' constraints.txt)
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: run real real-smoke recipes recipes-smoke regression test test-oldest lint format docs docs-check smoke clean
+.PHONY: run real real-smoke vision recipes recipes-smoke regression test test-oldest lint format docs docs-check smoke clean
 
 run: $(VENV)/.installed
 	HF_HUB_OFFLINE=1 $(VENV)/bin/kvbench run --policy criticalkv --budget 0.2 --task ruler
@@ -30,6 +30,17 @@ recipes: $(VENV)/.installed
 
 recipes-smoke: $(VENV)/.installed
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV)/bin/python -m scripts.recipes criticalkv-table1 trimkv-figure3
+
+# Images and videos. lmms-eval and torchvision require other builds of torch, so they go in alone.
+vision: $(VENV)/.vision
+	HF_HUB_OFFLINE=1 $(VENV)/bin/kvbench list tasks
+
+$(VENV)/.vision: $(VENV)/.installed
+	torch=$$($(VENV)/bin/python -c 'import torch; print(torch.__version__)') && \
+	$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt -e '.[vision]' && \
+	$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt --no-deps lmms-eval torchvision && \
+	$(VENV)/bin/python -c "import torch; assert torch.__version__ == '$$torch', 'torch was replaced'"
+	touch $@
 
 # The grid of the baseline again: exit code 1 if a score has dropped, 2 if the grids differ.
 regression: $(VENV)/.smollm2

@@ -10,6 +10,7 @@ from typing import Any
 from kvbench import registry
 from kvbench.errors import UserError, nearest
 from kvbench.harness import catalogue
+from kvbench.harness.optional import lacking
 from kvbench.named import NamedModel
 from kvbench.report.table import Cell, Column, Lines, Name, Row, Table
 
@@ -96,6 +97,8 @@ def tasks() -> tuple[list[Record], list[str]]:
             "subsets": list(group.subsets),
             "needs_hub": [leaf for leaf in group.leaves if leaf in group.hub_leaves],
             "harness": group.harness,
+            "media": list(group.media),
+            "lacking": lacking(group),
             "metric": group.metric,
             "judge": group.judge,
             "summary": group.summary,
@@ -245,8 +248,12 @@ def _task_row(row: Record) -> tuple[Cell, ...]:
     about = row["summary"] + "; needs a judge" * bool(row["judge"])
     if row["subsets"]:
         about += f"; subsets: {', '.join(row['subsets'])}"
+    if row["media"]:
+        about += f"; for models that see {' and '.join(f'{kind}s' for kind in row['media'])}"
     if row["harness"] != "lm_eval":
         about += f"; scored by {row['harness']}"
+    if row["lacking"]:
+        about += f"; {row['lacking']}"
     tasks = [part for task in row["tasks"] for part in (", ", Name(task))][1:]
     return Name(row["name"]), Lines((tuple(tasks), about)), hub
 

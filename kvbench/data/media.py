@@ -71,7 +71,9 @@ def _image(content: bytes) -> Any:
 
 def _video(path: Path, frames: int) -> Medium:
     if importlib.util.find_spec("cv2") is None:
-        raise LeftOut("its videos need opencv, which is not installed; run `make vision`")
+        raise LeftOut(
+            "its videos need opencv, which is not installed; run: pip install 'kvbench[vision]'"
+        )
     try:
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib.util
 import io
 import os
 import random
@@ -35,11 +34,6 @@ from kvbench.harness import chat, loading
 from kvbench.harness import rows as data
 from kvbench.harness.protocol import Key, LoadedTask, Request, TaskSettings
 from kvbench.harness.requests import Asked, arranged
-
-MISSING = (
-    "it needs lmms-eval, which is not installed; run `make vision`, or `pip install "
-    "'kvbench[vision]'` and then `pip install --no-deps lmms-eval==0.7.3`"
-)
 
 _OWN = ("definition", "metric", "percent")
 """What our YAML says to kvbench; the rest replaces what the definition says."""
@@ -65,8 +59,6 @@ class LmmsEvalHarness:
         settings = loading.settle(leaf, bench, settings)
         render = loading.renderer(settings)
         assert render is not None  # `settle` refuses media without a chat template
-        if importlib.util.find_spec("lmms_eval") is None:
-            raise LeftOut(MISSING)
         with hinting(leaf):
             given = bench.docs(
                 leaf,

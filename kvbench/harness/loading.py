@@ -13,6 +13,7 @@ from lm_eval.tasks._yaml_loader import load_yaml  # the only way to `include` an
 from kvbench.benchmark import Benchmark
 from kvbench.errors import LeftOut, UserError
 from kvbench.harness import catalogue, chat
+from kvbench.harness.optional import lacking
 from kvbench.harness.protocol import TaskSettings
 
 
@@ -33,7 +34,7 @@ def settle(leaf: str, bench: Benchmark, settings: TaskSettings) -> TaskSettings:
     """The settings that hold for a leaf.
 
     Raises:
-        LeftOut: The model cannot read its prompts.
+        LeftOut: The model cannot read its prompts, or a package is not installed.
         UserError: The settings do not fit it.
     """
     if bench.media and settings.processor is None:
@@ -42,6 +43,8 @@ def settle(leaf: str, bench: Benchmark, settings: TaskSettings) -> TaskSettings:
             f"model {settings.tokenizer_id} takes no {kinds}; use --model with a vision-language "
             "model"
         )
+    if missing := lacking(bench):
+        raise LeftOut(f"it {missing}")
     if settings.lexicon not in bench.lexicons:
         raise LeftOut(_no_prompts(bench, settings.lexicon))
     if settings.samples < 1:
