@@ -307,14 +307,17 @@ def _definition(name: str) -> dict[str, Any]:
 
     Raises:
         LeftOut: A package that its functions import is not installed.
+        UserError: There is no such definition.
     """
     _prepare()
     try:
         import lmms_eval.tasks
         from lmms_eval.utils import load_yaml_config
 
-        folder = Path(lmms_eval.tasks.__file__).parent
-        found: dict[str, Any] = load_yaml_config(str(folder / name))
+        path = Path(lmms_eval.tasks.__file__).parent / name
+        if not path.is_file():
+            raise UserError(f"lmms-eval has no definition {name}")
+        found: dict[str, Any] = load_yaml_config(str(path))
     except ImportError as error:
         package = (error.name or "").partition(".")[0] or str(error)
         raise LeftOut(f"it needs {package}, which is not installed; run `make vision`") from None
