@@ -11,7 +11,7 @@ from kvbench.errors import UserError
 HERE = "<ImageHere>"
 
 _LIMIT = 1024
-"""New tokens of an answer; the longest reference answers have about 700."""
+"""New tokens of an answer; the authors leave it to each model's default."""
 
 
 def dialogue(row: Mapping[str, Any], images: Mapping[str, Mapping[str, Any]]) -> Doc:

@@ -1,0 +1,33 @@
+"""The READMEs of the tasks with images and videos: licence, version, data; and docs/vision.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvbench import registry
+from kvbench.benchmark import Benchmark
+from kvbench.harness.catalogue import benchmarks
+
+ROOT = Path(__file__).parents[2]
+WITH_HUB = sorted(n for n, b in benchmarks()[0].items() if b.media and b.sources)
+
+
+@pytest.mark.parametrize("name", WITH_HUB)
+def test_a_readme_says_what_the_benchmark_is(name: str) -> None:
+    bench: Benchmark = registry.get(registry.TASKS, name)
+    page = " ".join((Path(bench.yaml) / "README.md").read_text().split())
+    assert f"Licence: {bench.licence}" in page
+    assert f"Version: {bench.version}." in page
+    assert f"`{bench.metric}`" in page
+    for source in {source for leaf in bench.sources.values() for source in leaf}:
+        assert f"`{source.dataset}`" in page
+        assert source.config is None or source.config in page
+    overview = (ROOT / "docs" / "vision.md").read_text()
+    assert all(f"`{leaf}`" in overview for leaf in bench.leaves)
+    assert f"kvbench_tasks/{name}/README.md" in overview
+
+
+def test_there_are_the_tasks_that_the_overview_names() -> None:
+    assert {"mmdu", "mathvision", "mmstar", "gqa", "textvqa", "mme", "videomme"} <= set(WITH_HUB)
