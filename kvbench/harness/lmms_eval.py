@@ -57,6 +57,8 @@ class LmmsEvalHarness:
         """
         leaf, bench = loading.find(task, benchmark)
         settings = loading.settle(leaf, bench, settings)
+        if bench.judge:
+            raise UserError(f"{bench.name}: only tasks of the harness lm_eval can have a judge")
         render = loading.renderer(settings)
         assert render is not None  # `settle` refuses media without a chat template
         with hinting(leaf):

@@ -118,6 +118,26 @@ def test_the_images_of_an_archive_are_rows(tmp_path: Path) -> None:
         list(file_rows(path, "pics/*"))
 
 
+def test_the_images_of_an_archive_are_fetched_from_the_hub(hub: Hub, tmp_path: Path) -> None:
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        archive.writestr("pics/a.png", png())
+    hub.add("me/pictures", "pics.zip", content.getvalue())
+    hub.add("me/pictures", "other.zip", b"")
+    code = (
+        "import json; from pathlib import Path; from kvbench.benchmark import Source;"
+        "from kvbench.data.sources import rows;"
+        "source = Source('me/pictures', file='pics.zip:pics/*');"
+        f"print('rows', json.dumps(rows(source, Path({str(tmp_path)!r}))))"
+    )
+    done = hub.python(code, tmp_path)
+    assert done.returncode == 0, done.stderr
+    [row] = json.loads(done.stdout.partition("rows ")[2])
+    assert row["path"] == "pics/a.png"
+    assert medium(row).digest == hashlib.sha256(png()).hexdigest()
+    assert not any("other.zip" in request for request in hub.requests)
+
+
 @pytest.mark.parametrize(("total", "count"), [(1, 1), (2, 2), (10, 4), (100, 32), (97, 7)])
 def test_frames_are_spread_as_numpy_does(total: int, count: int) -> None:
     assert spread(total, count) == np.linspace(0, total - 1, count, dtype=int).tolist()

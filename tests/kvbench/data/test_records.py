@@ -98,7 +98,7 @@ def test_what_cannot_be_kept_is_one_line_and_leaves_nothing(tmp_path: Path) -> N
     bad = [
         ([], "org/table config test has no rows"),
         ([{"text": ""}], "org/table config test has no column n; it has text"),
-        ([{"text": b"x", "n": 1}], "a column contains bytes, which is not a JSON value"),
+        ([{"text": 3j, "n": 1}], "a column contains complex, which is not a JSON value"),
         ([ROWS[0], ["text"]], "row 2 is a list, not an object"),
     ]
     for content, message in bad:
