@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvbench.benchmark import Medium
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.models import check_single
 from kvbench.engine.prefix import Compression, Prefix
+from kvbench.engine.vision import Pixels, Vision
 from kvbench.errors import PluginError, UserError, plugin_call
-from kvbench.moments import Moment
+from kvbench.moments import LATER
 from kvbench.plugin import Policy
 from kvbench.progress import Reporter
 from kvbench.runs.answers import Prompt
@@ -37,22 +39,33 @@ class Bench:
         model: The model, inside `engine`.
         reporter: Told of failures.
         failed: Reason by cell id; a cell that failed once is not tried again.
+        vision: Turns media into pixels; None for a text model.
     """
 
     model: nn.Module
     reporter: Reporter
     failed: dict[str, str] = field(default_factory=dict)
+    vision: Vision | None = None
 
     @property
     def device(self) -> torch.device:
         """The device of the model."""
         return next(self.model.parameters()).device
 
-    def prefill(self, ids: Sequence[int], needs: frozenset[Need]) -> Prefix:
-        """Prefill one context."""
+    def prefill(
+        self, ids: Sequence[int], needs: frozenset[Need], media: Sequence[Medium] = ()
+    ) -> Prefix:
+        """Prefill one context, with the images and videos in it."""
         prefix = Prefix(self.model, needs)
-        prefix.extend(self.tensor(ids))
+        prefix.extend(self.tensor(ids), pixels=self.pixels(media))
         return prefix
+
+    def pixels(self, media: Sequence[Medium]) -> Pixels | None:
+        """What the model takes for media; None if there are none."""
+        if not media:
+            return None
+        assert self.vision is not None
+        return self.vision.pixels(media, self.device)
 
     def tensor(self, ids: Sequence[int]) -> Tensor:
         """Token ids as a batch of one, `[1, n]`."""
@@ -70,20 +83,28 @@ class Bench:
             policy: The cell's policy, or a policy that selects the same entries.
             reserve: Free rows behind every segment.
         """
-        moment: Moment = "question" if cell.moment == "question" else "context"
-        wanted = Compression(policy, cell.budget, moment, cell.seed)
+        wanted = Compression(policy, cell.budget, cell.moment, cell.seed)
+        if cell.moment in LATER:
+            reserve = None
         try:
             with plugin_call():
                 return prefix.compress([wanted], reserve)[0]
         except PluginError as error:
-            reason = str(error).replace(str(policy), str(cell.policy))
-            self.failed[cell.cell] = reason
-            self.reporter.message(f"{cell} failed: {reason}")
+            self.fail(cell, str(error).replace(str(policy), str(cell.policy)))
             return None
 
+    def fail(self, cell: Cell, reason: str) -> None:
+        """Give a cell up."""
+        self.failed[cell.cell] = reason
+        self.reporter.message(f"{cell} failed: {reason}")
 
-def make_grid(given: Mapping[str, Any]) -> Grid:
+
+def make_grid(given: Mapping[str, Any], moments: Sequence[str] = MOMENTS) -> Grid:
     """Make the grid of an analysis.
+
+    Args:
+        given: The grid, as `Grid.from_dict` takes it.
+        moments: When the analysis can compress.
 
     Raises:
         UserError: As `Grid.from_dict`; or an analysis has no such moment, or only the full cache is
@@ -91,8 +112,9 @@ def make_grid(given: Mapping[str, Any]) -> Grid:
     """
     grid = Grid.from_dict({**given, "full": False, "repeats": 1})
     for timing in grid.timings:
-        if timing.moment not in MOMENTS:
-            raise UserError(f"--moment {timing}: analyses compress at {' or '.join(MOMENTS)} only")
+        if timing.moment not in moments:
+            known = " or ".join(moments)
+            raise UserError(f"--moment {timing}: this analysis compresses at {known} only")
     if all(policy.is_full for policy in grid.built_policies):
         raise UserError("the policy full evicts nothing; choose another such as --policy snapkv")
     if all(budget.is_full for budget in grid.parsed_budgets):
@@ -124,7 +146,13 @@ def loaded(stage: Stage, grid: Grid, message: Callable[[str], None]) -> Iterator
 
 def contexts(job: Job) -> list[list[Prompt]]:
     """The job's prompts, grouped by context."""
-    return [list(group) for _, group in groupby(job.prompts, key=lambda p: p.context_ids)]
+    return [list(g) for _, g in groupby(job.prompts, key=lambda p: (p.context_ids, p.media))]
+
+
+def prompt_name(prompt: Prompt) -> str:
+    """The sample of a prompt, and which question it is if it is not the first."""
+    request = prompt.request
+    return request.sample_id + f"/{request.question_id}" * (request.question_id > 0)
 
 
 def held(cache: RaggedCache) -> list[Tensor]:

@@ -41,7 +41,7 @@ def analyze(grid: Grid, reporter: Reporter) -> Allocation:
     failed: dict[str, str] = {}
     for stage in stages(grid, reporter.message):
         with loaded(stage, grid, reporter.message) as model:
-            bench = Bench(model, reporter, failed)
+            bench = Bench(model, reporter, failed, stage.vision)
             layers = full_layer_ids(model)
             reporter.start(
                 sum(len(job.prompts) * len(job.cells) for job in stage.jobs), stage.model
@@ -72,7 +72,8 @@ def _count(
 ) -> None:
     """Compress one context for all cells, once per question for those of moment `question`."""
     needs = frozenset(need for cell in cells for need in cell.policy.needs)
-    prefix = bench.prefill(prompts[0].context_ids, needs)
+    first = prompts[0]
+    prefix = bench.prefill(first.context_ids, needs, first.media)
     asked: list[tuple[int, ...]] = [()]
     asked += dict.fromkeys(p.question_ids for p in prompts)
     for question in asked:
@@ -82,7 +83,7 @@ def _count(
             continue
 
         def taken(question: tuple[int, ...] = question, fresh: bool = False) -> Any:
-            base = bench.prefill(prompts[0].context_ids, needs) if fresh else prefix
+            base = bench.prefill(first.context_ids, needs, first.media) if fresh else prefix
             if not question:
                 return base
             longer = base.fork()
@@ -98,7 +99,7 @@ def _count(
                 continue
             kept = torch.stack([layer.sum(-1) for layer in held(cache)])
             counts[cell.cell].append(kept.cpu())
-            sizes[cell.cell].append(len(prompts[0].context_ids) + len(question))
+            sizes[cell.cell].append(len(first.context_ids) + len(question))
 
 
 def _rows(cell: Cell, layers: list[int], counts: Tensor, sizes: list[int]) -> list[dict[str, Any]]:

@@ -112,7 +112,7 @@ def analyze(
     failed: dict[str, str] = {}
     for stage in stages(grid, reporter.message):
         with loaded(stage, grid, reporter.message) as model:
-            bench = Bench(model, reporter, failed)
+            bench = Bench(model, reporter, failed, stage.vision)
             reporter.start(sum(len(j.prompts) * len(j.cells) for j in stage.jobs), stage.model)
             try:
                 for job in stage.jobs:
@@ -200,7 +200,7 @@ class Probe:
                 yield Measured(question.prompt.request, question.tokens, index, seen, out, found)
 
     def _prefill(self, prompt: Prompt) -> Prefix:
-        return self.bench.prefill(prompt.context_ids, self.needs)
+        return self.bench.prefill(prompt.context_ids, self.needs, prompt.media)
 
     def _ask(self, prefix: Prefix, prompt: Prompt, cells: Sequence[Cell]) -> Asked:
         """Ask a question on the full cache; compress the cells of moment `question`."""

@@ -23,7 +23,7 @@ from kvbench.budget import Budget
 from kvbench.engine.decide import Cut
 from kvbench.engine.decode import Stop, end_tokens, greedy
 from kvbench.engine.draw import row_seeds
-from kvbench.engine.models import full_layer_ids, model_info
+from kvbench.engine.models import full_layer_ids, model_info, visual_ids
 from kvbench.engine.prefix import Prefix
 from kvbench.errors import PluginError, UserError, plugin_call
 from kvbench.plugin import Need, Policy, Score
@@ -135,7 +135,7 @@ def analyze(grid: Grid, options: Options, reporter: Reporter) -> Found:
         group = list(together)
         stage = group[0][0].stage
         with loaded(stage, grid, reporter.message) as model:
-            bench = Bench(model, reporter, found.failed)
+            bench = Bench(model, reporter, found.failed, stage.vision)
             mine = runnable[stage.model]
             budgets = {str(b): b for b in grid.parsed_budgets if not b.is_full}
             cases = [(p, b) for p in mine for b in budgets]
@@ -190,6 +190,7 @@ class _Probe:
         self.use = InUse(self.options.top, self.options.mass)
         self.gated = {spec: p for spec, p in self.policies.items() if gated(p)}
         self.ends = end_tokens(model, self.tokenizer)
+        self.visual = visual_ids(model)
         layers = chosen(self.options.layers, self.layers, "layers", MOST_LAYERS)
         self.draw_layers = [self.layers.index(layer) for layer in layers]
         heads = range(model_info(model).kv_heads)
@@ -227,7 +228,8 @@ class _Probe:
         needs: set[Need] = {self.use, *(n for p in self.gated.values() for n in p.needs)}
         prefix = Prefix(self.bench.model, needs)
         ids = [*text.context, *text.question]
-        logits = prefix.extend(self.bench.tensor(text.context))
+        pixels = self.bench.pixels(text.media)
+        logits = prefix.extend(self.bench.tensor(text.context), pixels=pixels)
         if text.question:
             logits = prefix.extend(self.bench.tensor(text.question))
         stop = Stop(self.tokenizer, self.ends, text.until)
@@ -270,19 +272,21 @@ class _Probe:
             left, name = text.tokens, f"{case[0]} at {case[1]}"
             policy, budget = self.policies[case[0]], self.budgets[case[1]]
 
-            def advance() -> None:
+            def advance(tokens: int) -> None:
                 nonlocal left
-                self.bench.reporter.advance(left > 0)
-                left -= 1
+                self.bench.reporter.advance(min(tokens, max(0, left)))
+                left -= tokens
 
             if self.options.moment == "decode":
-                allowed = budget.per_head(len(ids))
+                visual = [i for i, token in enumerate(text.context) if token in self.visual]
+                allowed = budget.per_head(len(ids), len(visual))
                 if steps.idle(policy, allowed, len(ids)):
                     self._say_idle(case, policy, allowed, len(ids))
-                arguments = (self.bench, ids, policy, budget, self.seed, advance)
+                start = 1 + max(visual, default=0)
+                arguments = (self.bench, ids, policy, budget, self.seed, advance, text.media, start)
                 trace = self._tried(found, name, steps.passing, *arguments)
             else:
-                prefix = self.bench.prefill(text.context, policy.needs)
+                prefix = self.bench.prefill(text.context, policy.needs, text.media)
                 size = len(text.context), len(ids)
                 trace = self._tried(
                     found, name, steps.once, prefix, policy, budget, self.seed, *size

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvbench.analysis.common import Bench, held
+from kvbench.benchmark import Medium
 from kvbench.budget import Budget
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.driver import forward
@@ -48,14 +49,23 @@ class Trace:
         return self.gone == self.gone.shape[-1]
 
 
-def entries(gone: Tensor) -> Tensor:
-    """Entries held at the end of every step, int64 `[..., T]`, from `Trace.gone`."""
+def entries(gone: Tensor, counted: Tensor | None = None) -> Tensor:
+    """Entries held at the end of every step.
+
+    Args:
+        gone: As in `Trace`, `[..., T]`.
+        counted: Positions to count, bool `[T]`; None: all.
+
+    Returns:
+        Counts, int64 `[..., T]`.
+    """
     tokens = gone.shape[-1]
+    if counted is None:
+        counted = torch.ones(tokens, dtype=torch.bool, device=gone.device)
     shape = (*gone.shape[:-1], tokens + 1)
     left = torch.zeros(shape, dtype=torch.int64, device=gone.device)
-    left.scatter_add_(-1, gone.long(), torch.ones_like(gone, dtype=torch.int64))
-    seen = torch.arange(1, tokens + 1, device=gone.device)
-    return seen - left[..., :tokens].cumsum(-1)
+    left.scatter_add_(-1, gone.long(), counted.long().expand_as(gone))
+    return counted.cumsum(-1) - left[..., :tokens].cumsum(-1)
 
 
 def held_at(gone: Tensor, rows: Tensor) -> Tensor:
@@ -78,7 +88,9 @@ def passing(
     policy: Policy,
     budget: Budget,
     seed: int,
-    advance: Callable[[], None] = lambda: None,
+    advance: Callable[[int], None] = lambda tokens: None,
+    media: Sequence[Medium] = (),
+    start: int = 1,
 ) -> Trace:
     """Let a text pass token by token, as if the model were writing it (moment `decode`).
 
@@ -88,19 +100,21 @@ def passing(
         policy: The policy, which evicts when the budget and its buffer are full, as in any run.
         budget: The budget; a share is a share of this text's tokens.
         seed: Noise seed.
-        advance: Called after every token.
+        advance: Told how many tokens have passed.
+        media: Images and videos of the text.
+        start: Tokens that pass at once, in the beginning: an image cannot pass token by token.
     """
-    allowed = budget.per_head(len(ids))
-    prefix = bench.prefill(ids[:1], policy.needs)
+    prefix = bench.prefill(ids[:start], policy.needs, media)
+    allowed = budget.per_head(len(ids), prefix.cache.visual_tokens()[0])
     wish = Compression(policy, Budget(tokens=allowed), "decode", seed)
     cache = prefix.compress([wish])[0]
-    watch = _Watch(cache, len(ids))
-    advance()
-    for token in ids[1:]:
+    watch = Watch(cache, len(ids))
+    advance(start)
+    for token in ids[start:]:
         forward(bench.model, cache, bench.tensor([token]))
         watch.step()
-        advance()
-    return Trace(watch.gone.cpu(), allowed, watch.cuts)
+        advance(1)
+    return watch.trace(allowed)
 
 
 def once(
@@ -117,8 +131,8 @@ def once(
         tokens: Tokens of the whole text.
     """
     cache = prefix.compress([Compression(policy, budget, "context", seed)], 1)[0]
-    watch = _Watch(cache, tokens)
-    return Trace(watch.gone.cpu(), budget.per_head(context), watch.cuts)
+    watch = Watch(cache, tokens)
+    return watch.trace(budget.per_head(context, cache.visual_tokens()[0]), tokens)
 
 
 def idle(policy: Policy, allowed: int, tokens: int) -> bool:
@@ -126,8 +140,16 @@ def idle(policy: Policy, allowed: int, tokens: int) -> bool:
     return tokens < allowed + spare(policy, "decode")
 
 
-class _Watch:
-    """Observes a cache of one sequence after every step."""
+class Watch:
+    """Observes a cache of one sequence after every step.
+
+    Args:
+        cache: The cache, just compressed.
+        tokens: The most tokens that it will see.
+
+    Attributes:
+        cuts: How often it was cut.
+    """
 
     def __init__(self, cache: RaggedCache, tokens: int) -> None:
         layers = cache.ragged
@@ -135,8 +157,8 @@ class _Watch:
         assert cache.valid is not None
         device = cache.valid.device
         self.cache, self.cuts = cache, 0
-        self.gone = torch.full(shape, tokens, dtype=torch.int32, device=device)
         self.heads = shape[0] * shape[1]
+        self._gone = torch.full(shape, tokens, dtype=torch.int32, device=device)
         self._before = 0
         self._seen = 0
         self.step()
@@ -148,11 +170,22 @@ class _Watch:
         if now == self._before + self.heads * (seen - self._seen):
             self._before, self._seen = now, seen
             return
-        tokens = self.gone.shape[-1]
+        tokens = self._gone.shape[-1]
         kept = torch.stack(held(self.cache))
-        known = self.gone[..., :seen]
+        known = self._gone[..., :seen]
         if bool((kept & (known < tokens)).any()):
             raise BudgetError("an entry that was evicted is held again")
         known[~kept & (known == tokens)] = seen - 1
         self.cuts += 1
         self._before, self._seen = now, seen
+
+    def trace(self, budget: int, tokens: int | None = None) -> Trace:
+        """What was held of the tokens up to now.
+
+        Args:
+            budget: As in `Trace`.
+            tokens: Count as many tokens as seen; later ones are kept. None: those that the cache
+                has seen.
+        """
+        count = self._seen if tokens is None else tokens
+        return Trace(self._gone[..., :count].clamp(max=count).cpu(), budget, self.cuts)

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvbench.analysis.common import stages
+from kvbench.analysis.common import prompt_name, stages
+from kvbench.benchmark import Medium
 from kvbench.engine.loading import load_config, load_tokenizer, pick_device, pick_dtype
 from kvbench.errors import UserError
 from kvbench.harness.encode import split_encode
@@ -29,6 +30,7 @@ class Text:
         context, question: Token ids.
         limit: The most tokens that the model adds.
         until: Strings that end its answer.
+        media: Images and videos of the context.
     """
 
     sample_id: str
@@ -36,6 +38,7 @@ class Text:
     question: tuple[int, ...] = ()
     limit: int = 0
     until: tuple[str, ...] = ()
+    media: tuple[Medium, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -83,9 +86,15 @@ def sources(
             for prompt in job.prompts:
                 asked = prompt.request
                 limit = asked.max_new_tokens if new_tokens is None else new_tokens
-                name = f"{asked.sample_id}" + f"/{asked.question_id}" * (asked.question_id > 0)
                 source.texts.append(
-                    Text(name, prompt.context_ids, prompt.question_ids, limit, tuple(asked.until))
+                    Text(
+                        prompt_name(prompt),
+                        prompt.context_ids,
+                        prompt.question_ids,
+                        limit,
+                        tuple(asked.until),
+                        prompt.media,
+                    )
                 )
             found.append(source)
     return found

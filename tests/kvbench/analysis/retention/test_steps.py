@@ -25,7 +25,7 @@ def pass_by(model: Any, ids: list[int], spec: str, budget: str) -> steps.Trace:
     with engine(model), torch.no_grad():
         bench = Bench(model, Silent())
         trace = steps.passing(
-            bench, ids, policy(spec), Budget.parse(budget), 0, lambda: counted.append(1)
+            bench, ids, policy(spec), Budget.parse(budget), 0, lambda n: counted.extend([1] * n)
         )
     assert len(counted) == len(ids)
     return trace
