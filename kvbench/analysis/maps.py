@@ -6,7 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
@@ -17,6 +19,11 @@ from kvbench.stats import Floats
 
 MOST_ACROSS = 4
 """Panels side by side."""
+
+
+Steps: TypeAlias = tuple[str, Floats, int]
+"""A panel of `step_maps`: its title, a picture `[layers * heads, columns]`, and the number of steps
+that share its columns."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +115,67 @@ def head_maps(
             ax.spines[:].set_visible(False)
             _ticks(ax, values.shape, layers)
         page.colour_bar(image, [values for _, values in line], look.label, line=y)
+    return save(page.figure, stem)
+
+
+def step_maps(
+    lines: Sequence[Sequence[Steps]],
+    colours: Sequence[Colours],
+    title: str,
+    x_label: str,
+    layers: Sequence[int],
+    stem: Path,
+) -> list[Path]:
+    """Draw maps of KV heads (down, those of one layer together) by steps (across).
+
+    Args:
+        lines: Lines of panels.
+        colours: What the colours mean, line by line in turn.
+        title: What the figure shows.
+        x_label: What a step is.
+        layers: The model's own index of each layer.
+        stem: The files without their endings.
+
+    Returns:
+        The files written.
+    """
+    across = max(len(line) for line in lines)
+    rows = lines[0][0][1].shape[0]
+    heads = rows // len(layers)
+    page = sheet(
+        len(lines),
+        across,
+        title=title,
+        width=COLUMN if across == 1 else PAGE,
+        panel=min(3.0, max(1.0, 0.12 * rows)),
+        x_label=x_label,
+        y_label="layer",
+        top=0.2,
+        gap=(0.15, 0.3),
+        right=0.7,
+        sharex="col",
+        sharey=True,
+    )
+    tick = -(-len(layers) // 8)
+    for y, line in enumerate(lines):
+        look = colours[y % len(colours)]
+        for ax, (name, values, steps) in zip(page.axes[y], line, strict=False):
+            image = ax.imshow(
+                np.ma.masked_invalid(values), cmap=look.name, vmin=look.low, vmax=look.high,
+                aspect="auto", interpolation="nearest",
+                extent=(-0.5, steps - 0.5, rows - 0.5, -0.5),
+            )  # fmt: skip
+            ax.set_title(name, loc="left", fontsize=7, y=1.0, pad=2)
+            ax.tick_params(length=0, labelsize=6.5)
+            ax.locator_params(axis="x", nbins=4, integer=True)
+            middles = [heads * (i + 0.5) - 0.5 for i in range(0, len(layers), tick)]
+            ax.set_yticks(middles, [str(i) for i in layers[::tick]])
+            for i in range(1, len(layers)):
+                ax.axhline(heads * i - 0.5, color="white", lw=0.4)
+        for ax in page.axes[y, len(line) :]:
+            ax.set_axis_off()
+        shown = np.concatenate([values.ravel() for _, values, _ in line])
+        page.colour_bar(image, shown, look.label, line=y)
     return save(page.figure, stem)
 
 

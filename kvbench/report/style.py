@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib
 import numpy as np
@@ -167,7 +167,7 @@ def sheet(
     top: float = 0.1,
     gap: tuple[float, float] = (0.12, 0.3),
     right: float = 0.1,
-    sharex: bool = False,
+    sharex: bool | Literal["col"] = False,
     sharey: bool = False,
 ) -> Sheet:
     """Lay out a figure on the Agg canvas: no display and no pyplot state.
@@ -186,7 +186,7 @@ def sheet(
         top: Room between the title and the first line of panels.
         gap: Room between panels, across and down.
         right: Room at the right.
-        sharex: Whether all panels have one x axis.
+        sharex: Whether all panels have one x axis, or `col` for those of one column.
         sharey: Whether all panels have one y axis.
     """
     names = [short(label) for label in labels]

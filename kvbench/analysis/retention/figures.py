@@ -13,12 +13,12 @@ from matplotlib.axes import Axes
 from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
 
-from kvbench.analysis.maps import MOST_ACROSS, Colours, head_maps
+from kvbench.analysis.maps import MOST_ACROSS, Colours, head_maps, step_maps
 from kvbench.analysis.retention.matrices import binned, retention, steps_shown
 from kvbench.analysis.retention.measure import Found, OfTask, Shown
 from kvbench.analysis.retention.steps import held_at
 from kvbench.analysis.retention.tables import criterion
-from kvbench.report.style import COLUMN, PAGE, house_style, looks, save, sheet
+from kvbench.report.style import PAGE, house_style, looks, save, sheet
 from kvbench.report.text import counted, short, slug
 from kvbench.stats import Floats
 
@@ -193,39 +193,15 @@ def _curve(ax: Axes, at: Sequence[int], share: Floats, colour: Any, width: float
 
 
 def _entries(task: OfTask, shown: Shown, title: str, stem: Path) -> list[Path]:
-    """KV heads down, those of one layer together; steps across; a panel per policy and budget."""
-    cases = list(shown.traces.items())
-    heads = cases[0][1].gone.shape[1]
-    rows = cases[0][1].gone.shape[0] * heads
-    across = min(len(cases), 2)
-    page = sheet(
-        -(-len(cases) // across),
-        across,
-        title=title,
-        width=COLUMN if across == 1 else PAGE,
-        panel=min(3.0, max(1.0, 0.12 * rows)),
-        x_label="step t",
-        y_label="layer",
-        top=0.2,
-        gap=(0.15, 0.3),
-        right=0.65,
-        sharex=True,
-        sharey=True,
-    )
-    pictures = [binned(t.entries.flatten(0, 1).double().numpy(), 2 * _PIXELS) for _, t in cases]
-    colours = ("viridis", 0.0, max(float(np.nanmax(p)) for p in pictures))
-    for ax, ((policy, budget), _), picture in zip(
-        page.used(len(cases)), cases, pictures, strict=True
-    ):
-        image = _image(ax, picture, colours, len(shown.ids), rows)
-        ax.set_title(f"{short(policy, 34)} at {budget}", loc="left", fontsize=7, y=1.0, pad=2)
-        step = -(-len(task.layers) // 8)
-        places = [heads * (i + 0.5) - 0.5 for i in range(0, len(task.layers), step)]
-        ax.set_yticks(places, [str(i) for i in task.layers[::step]])
-        for i in range(1, len(task.layers)):
-            ax.axhline(heads * i - 0.5, color="white", lw=0.4)
-    page.colour_bar(image, pictures[0], "entries")
-    return save(page.figure, stem)
+    """Entries of every KV head over the steps; a panel per policy and budget."""
+    panels = []
+    for (policy, budget), trace in shown.traces.items():
+        picture = binned(trace.entries.flatten(0, 1).double().numpy(), 2 * _PIXELS)
+        panels.append((f"{short(policy, 34)} at {budget}", picture, len(shown.ids)))
+    high = max(float(np.nanmax(picture)) for _, picture, _ in panels)
+    lines = [panels[i : i + 2] for i in range(0, len(panels), 2)]
+    colours = [Colours("viridis", 0.0, high, "entries")]
+    return step_maps(lines, colours, title, "step t", task.layers, stem)
 
 
 def _image(

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvbench.analysis.choosing import chosen
 from kvbench.analysis.common import Bench, loaded
 from kvbench.analysis.retention import steps, texts
 from kvbench.analysis.retention.matrices import TokenSums, sparsity
-from kvbench.analysis.retention.options import MOST_HEADS, MOST_LAYERS, Options, chosen
+from kvbench.analysis.retention.options import MOST_HEADS, MOST_LAYERS, Options
 from kvbench.analysis.retention.survive import InUse, Survival, horizons
 from kvbench.budget import Budget
 from kvbench.engine.decide import Cut

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from kvbench.analysis.choosing import parts, whole, whole_or_all
 from kvbench.errors import UserError, nearest
 
 MOMENTS = ("decode", "context")
@@ -80,12 +81,11 @@ class Options:
         values = {k: v for k, v in given.items() if v is not None}
         for name in ("layers", "heads"):
             if name in values:
-                listed = _parts(values[name])
-                values[name] = () if listed == ["all"] else _whole(name, listed, "0,3, or all")
+                values[name] = whole_or_all(name, values[name])
         if "top" in values:
-            values["top"] = _whole("top", _parts(values["top"]), "16,64")
+            values["top"] = whole("top", parts(values["top"]), "16,64")
         if "mass" in values:
-            values["mass"] = _shares(_parts(values["mass"]))
+            values["mass"] = _shares(parts(values["mass"]))
         return cls(**values)
 
     @property
@@ -97,54 +97,6 @@ class Options:
     def to_dict(self) -> dict[str, Any]:
         """The options as plain lists and values."""
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
-
-
-def chosen(wanted: tuple[int, ...] | None, there: Sequence[int], flag: str, most: int) -> list[int]:
-    """Which layers or heads to draw.
-
-    Args:
-        wanted: As in `Options`.
-        there: Those that the model has.
-        flag: What the user calls them, `layers` or `heads`.
-        most: How many at most if none is named.
-
-    Raises:
-        UserError: The model does not have one that is named.
-    """
-    for one in wanted or ():
-        if one not in there:
-            kind = "full-attention layers" if flag == "layers" else "KV heads"
-            raise UserError(f"--{flag} {one}: the model's {kind} are {_ranges(there)}")
-    if wanted:
-        return list(wanted)
-    if wanted is not None or len(there) <= most:
-        return list(there)
-    return [there[round(i * (len(there) - 1) / (most - 1))] for i in range(most)]
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """`0 to 3, 7` for 0, 1, 2, 3, 7."""
-    runs: list[list[int]] = []
-    for n in numbers:
-        if runs and n == runs[-1][-1] + 1:
-            runs[-1].append(n)
-        else:
-            runs.append([n])
-    return ", ".join(f"{r[0]} to {r[-1]}" if len(r) > 1 else str(r[0]) for r in runs)
-
-
-def _parts(value: str | Sequence[str]) -> list[str]:
-    texts = [value] if isinstance(value, str) else value
-    return list(dict.fromkeys(p.strip() for text in texts for p in text.split(",") if p.strip()))
-
-
-def _whole(flag: str, listed: list[str], right: str) -> tuple[int, ...]:
-    for one in listed:
-        if not (one.isascii() and one.isdecimal()):
-            raise UserError(f"--{flag} {one}: use whole numbers with commas, such as {right}")
-    if not listed:
-        raise UserError(f"--{flag} names nothing; use {right}")
-    return tuple(int(one) for one in listed)
 
 
 def _shares(listed: list[str]) -> tuple[float, ...]:
