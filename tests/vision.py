@@ -233,5 +233,8 @@ def save(kind: str, folder: Path) -> str:
     """Write a model folder, as a user would have it."""
     model(kind).save_pretrained(folder)
     processor(kind).tokenizer.save_pretrained(folder)
-    processor(kind).image_processor.save_pretrained(folder)
+    if kind == "llava":
+        processor(kind).save_pretrained(folder)
+    else:  # a processor that was made for images only has a class of its own
+        processor(kind).image_processor.save_pretrained(folder)
     return str(folder)

@@ -15,6 +15,7 @@ from kvbench.benchmark import Medium
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.models import check_single
 from kvbench.engine.prefix import Compression, Prefix
+from kvbench.engine.pruning import prunes
 from kvbench.engine.vision import Pixels, Vision
 from kvbench.errors import PluginError, UserError, plugin_call
 from kvbench.moments import LATER
@@ -99,22 +100,31 @@ class Bench:
         self.reporter.message(f"{cell} failed: {reason}")
 
 
-def make_grid(given: Mapping[str, Any], moments: Sequence[str] = MOMENTS) -> Grid:
+def make_grid(
+    given: Mapping[str, Any], moments: Sequence[str] = MOMENTS, *, pruning: bool = False
+) -> Grid:
     """Make the grid of an analysis.
 
     Args:
         given: The grid, as `Grid.from_dict` takes it.
         moments: When the analysis can compress.
+        pruning: Whether the analysis can run policies that prune images in the prefill.
 
     Raises:
-        UserError: As `Grid.from_dict`; or an analysis has no such moment, or only the full cache is
-            left.
+        UserError: As `Grid.from_dict`; or the analysis cannot run at a moment or with a policy, or
+            only the full cache is left.
     """
     grid = Grid.from_dict({**given, "full": False, "repeats": 1})
     for timing in grid.timings:
         if timing.moment not in moments:
             known = " or ".join(moments)
             raise UserError(f"--moment {timing}: this analysis compresses at {known} only")
+    for policy in grid.built_policies:
+        if not pruning and prunes(policy) and str(policy) in grid.named_policies:
+            raise UserError(
+                f"{policy} prunes images in the prefill, which this analysis does not do; use "
+                "kvbench analyze vision"
+            )
     if all(policy.is_full for policy in grid.built_policies):
         raise UserError("the policy full evicts nothing; choose another such as --policy snapkv")
     if all(budget.is_full for budget in grid.parsed_budgets):
@@ -122,13 +132,23 @@ def make_grid(given: Mapping[str, Any], moments: Sequence[str] = MOMENTS) -> Gri
     return grid
 
 
-def stages(grid: Grid, message: Callable[[str], None]) -> list[Stage]:
-    """Models, tasks, prompts and cells, without the full cache."""
+def stages(grid: Grid, message: Callable[[str], None], *, pruning: bool = False) -> list[Stage]:
+    """Models, tasks, prompts and cells, without the full cache.
+
+    Args:
+        grid: What to analyse.
+        message: Told of tasks and policies that are left out.
+        pruning: Whether cells that prune images in the prefill stay; `all` may include them.
+    """
+
+    def stays(cell: Cell) -> bool:
+        return not cell.is_full and (pruning or not prunes(cell.policy))
+
     return [
         replace(
             stage,
             jobs=[
-                replace(job, cells=[cell for cell in job.cells if not cell.is_full])
+                replace(job, cells=[cell for cell in job.cells if stays(cell)])
                 for job in stage.jobs
             ],
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -112,7 +112,14 @@ def write_table(frame: pd.DataFrame, path: Path) -> Path:
     return path
 
 
-def check_any(frame: pd.DataFrame, failed: Mapping[str, str]) -> None:
+def write_csv(frame: pd.DataFrame, path: Path) -> Path:
+    """Write a frame as CSV."""
+    with replacing(path) as part:
+        frame.to_csv(part, index=False)
+    return path
+
+
+def check_any(frame: Sized, failed: Mapping[str, str]) -> None:
     """Refuse to go on if every cell failed.
 
     Raises:

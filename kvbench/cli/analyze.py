@@ -60,6 +60,12 @@ Out = Annotated[
     str | None,
     option(OUTPUT, "DIR", "Folder of the results. Default: results/ANALYSIS-HASH."),
 ]
+DrawnLayers = Annotated[
+    str | None, option(ANALYSIS, "L", "Layers to draw, with commas, or all. Default: a few.")
+]
+DrawnHeads = Annotated[
+    str | None, option(ANALYSIS, "H", "KV heads to draw, with commas, or all. Default: a few.")
+]
 
 
 @app.callback()
@@ -183,12 +189,8 @@ def retention(
             "limit; 0 with --text.",
         ),
     ] = None,
-    layers: Annotated[
-        str | None, option(ANALYSIS, "L", "Layers to draw, with commas, or all. Default: a few.")
-    ] = None,
-    heads: Annotated[
-        str | None, option(ANALYSIS, "H", "KV heads to draw, with commas, or all.")
-    ] = None,
+    layers: DrawnLayers = None,
+    heads: DrawnHeads = None,
     top: Annotated[
         list[str] | None,
         option(
@@ -231,6 +233,68 @@ def retention(
 _OF_RETENTION = (
     "moment", "text", "traces", "new_tokens", "layers", "heads", "top", "mass", "horizon",
 )  # fmt: skip
+
+
+@app.command("vision")
+def vision(
+    context: typer.Context,
+    policy: Policies = None,
+    budget: Budgets = None,
+    model: Models = None,
+    task: Tasks = None,
+    moment: Annotated[
+        Names,
+        option(
+            CACHE,
+            "WHEN",
+            "When to compress, with commas: context, before the question (the default); question, "
+            "after it; or decode, while the answer is written, with a budget in tokens.",
+            autocompletion=complete.moments,
+        ),
+    ] = None,
+    length: Lengths = None,
+    samples: Annotated[int | None, option(PROMPTS, "N", "Samples per task. Default: 1.")] = None,
+    questions: Annotated[
+        str | None,
+        option(ANALYSIS, "WHICH", "Questions of a sample: last (the default) or all."),
+    ] = None,
+    new_tokens: Annotated[
+        int | None,
+        option(ANALYSIS, "N", "Maximum number of tokens of an answer. Default: the task's limit."),
+    ] = None,
+    steps: Annotated[
+        int | None,
+        option(
+            ANALYSIS,
+            "N",
+            "Decode steps to draw, evenly spaced from the first to the last. Default: 2.",
+        ),
+    ] = None,
+    layers: DrawnLayers = None,
+    heads: DrawnHeads = None,
+    seed: Seed = None,
+    out: Out = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    revision: Revision = None,
+    device_map: DeviceMap = None,
+    quantization: Quantization = None,
+    chat_template: Template = None,
+) -> None:
+    """Show what is kept of images: tokens over the picture, and cache use by modality."""
+    own = {k: context.params[k] for k in _OF_VISION}
+    given = given_flags(context, *_OF_VISION)
+
+    def work(reporter: Reporter) -> Done:
+        from kvbench.analysis.vision.options import Options
+        from kvbench.analysis.vision.write import write_vision
+
+        return write_vision(given, reporter, options=Options.read(own), command=_command())
+
+    _show(work)
+
+
+_OF_VISION = ("questions", "new_tokens", "steps", "layers", "heads")
 
 
 def _command() -> str:

@@ -52,10 +52,16 @@ class Pruning:
         return max(1, min(left, visual_tokens))
 
 
+def prunes(policy: Policy) -> bool:
+    """Whether a policy prunes visual tokens in the prefill, which no other policy can share."""
+    return policy.score is not None and policy.score.prunes is not None
+
+
 def pruning_of(policy: Policy, budget: Budget) -> Pruning | None:
     """What a policy prunes in a prefill; None if it prunes nothing."""
-    if policy.score is None or policy.score.prunes is None or budget.is_full:
+    if not prunes(policy) or budget.is_full:
         return None
+    assert policy.score is not None
     return Pruning(policy.score, budget)
 
 

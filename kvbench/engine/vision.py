@@ -112,6 +112,11 @@ class Vision:
             out += [tokens, part]
         return "".join(out)
 
+    def counts(self, media: Sequence[Medium]) -> list[int]:
+        """How many tokens each medium takes that stand for parts of it."""
+        pairs = zip(media, self._expansions(media), strict=True)
+        return [tokens.count(self._placeholder(medium)) for medium, tokens in pairs]
+
     def pixels(self, media: Sequence[Medium], device: torch.device) -> Pixels:
         """What the model's forward takes for media, in their order; empty if there are none."""
         if not media:

@@ -17,7 +17,7 @@ from kvbench.engine.driver import forward
 from kvbench.engine.evict import restore
 from kvbench.engine.pool import Pooled
 from kvbench.engine.prefix import Prefix
-from kvbench.engine.pruning import pruning_of
+from kvbench.engine.pruning import prunes, pruning_of
 from kvbench.engine.upkeep import tail_of
 from kvbench.errors import PluginError, plugin_call
 from kvbench.runs.answers import (
@@ -56,11 +56,6 @@ def answer_contexts(worker: Worker, prompts: Sequence[Prompt], cells: Sequence[C
     _Contexts(worker, prompts).answer(cells)
 
 
-def _prunes(cell: Cell) -> bool:
-    """Whether a cell's policy prunes visual tokens in the prefill, which no other cell shares."""
-    return cell.policy.score is not None and cell.policy.score.prunes is not None
-
-
 class _Contexts:
     """The prompts of one task, and the answers that wait to be decoded."""
 
@@ -85,10 +80,10 @@ class _Contexts:
             ]
             wanted = [(cell, missing) for cell, missing in wanted if missing]
             if wanted:
-                shared = [w for w in wanted if w[0].moment != "chunked" and not _prunes(w[0])]
+                shared = [w for w in wanted if w[0].moment != "chunked" and not prunes(w[0].policy)]
                 self._whole(ids, media, shared)
                 for cell, missing in wanted:
-                    if _prunes(cell):
+                    if prunes(cell.policy):
                         self._pruned(cell, missing)
                 self._chunked([(c, m) for c, m in wanted if c.moment == "chunked"])
         for name in list(self.lanes):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from kvbench.engine.pruning import prunes
 from kvbench.errors import UserError
 from kvbench.runs.answers import Prompt
 from kvbench.runs.grid import Grid
@@ -61,7 +62,7 @@ def unfit_policies(grid: Grid, leaf: str, prompts: Sequence[Prompt]) -> dict[str
     found: dict[str, str] = {}
     late = [str(t) for t in grid.timings if t.moment not in ("context", "question")]
     for policy in grid.built_policies:
-        if policy.score is None or policy.score.prunes is None:
+        if not prunes(policy):
             continue
         if not any(prompt.media for prompt in prompts):
             found[str(policy)] = f"it prunes images, and {leaf} shows none"

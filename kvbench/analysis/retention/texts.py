@@ -10,6 +10,7 @@ from typing import Any
 from kvbench.analysis.common import prompt_name, stages
 from kvbench.benchmark import Medium
 from kvbench.engine.loading import load_config, load_tokenizer, pick_device, pick_dtype
+from kvbench.engine.pruning import prunes
 from kvbench.errors import UserError
 from kvbench.harness.encode import split_encode
 from kvbench.named import resolve_model
@@ -116,7 +117,7 @@ def runnable(grid: Grid, model: str) -> dict[str, Policy]:
             if str(policy) in grid.named_policies:
                 raise
             continue
-        if not policy.is_full:
+        if not policy.is_full and not prunes(policy):
             found[str(policy)] = policy
     return found
 

@@ -13,7 +13,7 @@ from kvbench.analysis.retention.options import Options
 from kvbench.analysis.retention.page import page
 from kvbench.analysis.retention.tables import READING, frames, retention_tables
 from kvbench.analysis.summary import notes
-from kvbench.analysis.write import Done, folder_of, write_all
+from kvbench.analysis.write import Done, folder_of, write_all, write_csv
 from kvbench.errors import UserError
 from kvbench.files import replacing
 from kvbench.progress import Reporter
@@ -68,9 +68,6 @@ def write_retention(
     whole = path / "retention.html"
     with replacing(whole) as part:
         part.write_text(page(found, command, tables, lines, drawn), encoding="utf-8")
-    csv = [path / f"{name}.csv" for name in _AS_CSV if name in data]
-    for file in csv:
-        with replacing(file) as part:
-            data[file.stem].to_csv(part, index=False)
+    csv = [write_csv(data[name], path / f"{name}.csv") for name in _AS_CSV if name in data]
     summary, *others = done.files
     return replace(done, files=[summary, whole, *csv, *others])

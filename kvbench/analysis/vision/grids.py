@@ -1,0 +1,128 @@
+"""Where the tokens of an image lie: the picture that the model sees, cut into one cell per token.
+
+Qwen2-VL, Qwen2.5-VL and Qwen3-VL stretch an image to a grid of patches and merge patches into
+tokens, row by row (`image_grid_thw`). LLaVA-1.5 sees a square, one token per patch. LLaVA-NeXT and
+LLaVA-OneVision see such a square of the whole image first, and then its tiles, which are not
+drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor, nn
+
+from kvbench.benchmark import Medium
+from kvbench.engine.models import visual_ids
+from kvbench.engine.vision import Pixels, Vision
+from kvbench.errors import UserError
+
+Picture = npt.NDArray[np.uint8]
+"""An RGB picture, `[height, width, 3]`."""
+
+MERGED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+SQUARE = ("llava", "llava_next", "llava_onevision")
+"""Types of models whose token grids are known."""
+
+
+@dataclass(frozen=True)
+class View:
+    """An image as a model sees it.
+
+    Attributes:
+        picture: What its tokens cover.
+        rows, columns: Its tokens, down and across.
+        first: Position of the first of them in the prompt; they follow each other row by row.
+    """
+
+    picture: Picture
+    rows: int
+    columns: int
+    first: int
+
+    @property
+    def positions(self) -> slice:
+        """Where its tokens are in the prompt."""
+        return slice(self.first, self.first + self.rows * self.columns)
+
+    def cells(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Numbers of all positions of a prompt `[..., T]` as cells, `[..., rows, columns]`."""
+        own = values[..., self.positions]
+        return own.reshape(*values.shape[:-1], self.rows, self.columns)
+
+
+def drawable(model: nn.Module) -> bool:
+    """Whether it is known where the tokens of this model's images lie."""
+    config: Any = model.config
+    return config.model_type in (*MERGED, *SQUARE)
+
+
+def views(
+    model: nn.Module, vision: Vision, ids: Sequence[int], media: Sequence[Medium], pixels: Pixels
+) -> list[View]:
+    """The images of a prompt; videos have tokens but are not drawn.
+
+    Args:
+        model: A model that is `drawable`.
+        vision: What made the prompt and its pixels.
+        ids: Tokens of the prompt.
+        media: Its images and videos.
+        pixels: What the model takes for them.
+
+    Raises:
+        UserError: An image does not have the tokens of its grid.
+    """
+    config: Any = model.config
+    marks = set(visual_ids(model))
+    positions = [i for i, token in enumerate(ids) if token in marks]
+    made, at, images = [], 0, 0
+    for medium, count in zip(media, vision.counts(media), strict=True):
+        if medium.kind == "image":
+            if config.model_type in MERGED:
+                view = _merged(config, pixels["image_grid_thw"][images], medium, positions[at])
+            else:
+                view = _square(config, pixels["pixel_values"][images], vision, positions[at])
+            drawn = {*range(view.first, view.positions.stop)}
+            if not drawn <= {*positions[at : at + count]}:
+                raise UserError(
+                    f"an image of model {vision.model} has {count} tokens, which are not a grid "
+                    f"of {view.rows} x {view.columns}; it cannot be drawn"
+                )
+            made.append(view)
+            images += 1
+        at += count
+    return made
+
+
+def _merged(config: Any, grid: Tensor, medium: Medium, first: int) -> View:
+    """An image whose patches are merged; its tokens divide it evenly."""
+    merge = int(config.vision_config.spatial_merge_size)
+    _, rows, columns = (int(n) for n in grid.tolist())
+    return View(np.asarray(medium.load()), rows // merge, columns // merge, first)
+
+
+def _square(config: Any, values: Tensor, vision: Vision, first: int) -> View:
+    """The view of a whole image, which the processor may have cropped, with a token per patch.
+
+    Args:
+        config: The model's configuration.
+        values: Pixel values of the image, `[3, h, w]`, or of its views, `[views, 3, h, w]`.
+        vision: Knows how the values were scaled.
+        first: Position of its first token.
+    """
+    values = values[0] if values.dim() == 4 else values
+    patch = int(config.vision_config.patch_size)
+    rows, columns = (side // patch for side in values.shape[-2:])
+    images = vision.processor.image_processor
+    shown = values.double().cpu().numpy().transpose(1, 2, 0)
+    if images.do_normalize:
+        shown = shown * np.array(images.image_std) + np.array(images.image_mean)
+    scale = 1 / images.rescale_factor if images.do_rescale else 1.0
+    picture = (shown * scale).round().clip(0, 255).astype(np.uint8)
+    # With the strategy `full`, the class token comes before the patches.
+    first += config.vision_feature_select_strategy == "full"
+    return View(picture[: rows * patch, : columns * patch], rows, columns, first)

@@ -1,0 +1,80 @@
+"""The options of `kvbench analyze vision` in addition to a grid, parsed and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kvbench.analysis.choosing import whole_or_all
+from kvbench.errors import UserError, nearest
+from kvbench.runs.answers import Prompt
+
+MOMENTS = ("context", "question", "decode")
+"""When the analysis can compress."""
+
+QUESTIONS = ("last", "all")
+MOST_LAYERS = 4
+MOST_HEADS = 2
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to look at.
+
+    Attributes:
+        questions: Which questions of each sample to look at: the `last` one, which in a dialogue
+            follows all images, or `all`.
+        steps: Decode steps to draw, evenly spaced, with the first and the last.
+        layers, heads: Which layers (the model's own index) and KV heads to draw; None for some,
+            evenly spaced, and empty for all.
+        new_tokens: Maximum tokens of an answer; None for the task's limit.
+    """
+
+    questions: str = "last"
+    steps: int = 2
+    layers: tuple[int, ...] | None = None
+    heads: tuple[int, ...] | None = None
+    new_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the ranges.
+
+        Raises:
+            UserError: A value is out of range.
+        """
+        if self.questions not in QUESTIONS:
+            hint = nearest(self.questions, QUESTIONS) or f"; use {' or '.join(QUESTIONS)}"
+            raise UserError(f"--questions {self.questions}{hint}")
+        for name in ("steps", "new_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                flag = name.replace("_", "-")
+                raise UserError(f"--{flag} {value}: use a whole number from 1")
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> Options:
+        """Parse flags; a flag that is None was not given.
+
+        Args:
+            given: Values by attribute. Layers and heads are texts with commas, or `all`.
+
+        Raises:
+            UserError: A value cannot be parsed or is out of range.
+        """
+        values = {k: v for k, v in given.items() if v is not None}
+        for name in ("layers", "heads"):
+            if name in values:
+                values[name] = whole_or_all(name, values[name])
+        return cls(**values)
+
+    def chosen(self, prompts: list[Prompt]) -> list[Prompt]:
+        """The prompts to look at, in their order."""
+        first = [prompt for prompt in prompts if not prompt.repeat]
+        if self.questions == "all":
+            return first
+        return list({prompt.request.sample_id: prompt for prompt in first}.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """The options as plain lists and values."""
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
