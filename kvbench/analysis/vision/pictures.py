@@ -89,6 +89,8 @@ def draw_kept(
 def _title(shown: Shown, kept: Kept, where: str) -> str:
     labels = kept.cell.labels
     said = f'answer "{short(kept.answer.strip(), 60)}"'
+    if target := ", ".join(shown.prompt.request.target):
+        said += f', reference "{short(target, 60)}"'
     return (
         f"Visual tokens held, {short(labels['policy'])} at {labels['budget']}, "
         f"moment {labels['moment']} · {where} · {said}"

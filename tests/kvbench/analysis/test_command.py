@@ -157,7 +157,7 @@ def test_a_full_disk_leaves_no_unfinished_figure(
         assert [path.suffix for path in files] == [".png"] and files[0].stat().st_size
 
 
-@pytest.mark.parametrize("more", [[], ["perturbation"], ["allocation"], ["retention"]])
+@pytest.mark.parametrize("more", [[], ["perturbation"], ["allocation"], ["retention"], ["vision"]])
 def test_help_imports_nothing_heavy(more: list[str]) -> None:
     code = (
         "import sys; from kvbench import cli; "
