@@ -26,6 +26,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 from hypothesis import settings
 
+import kvbench  # noqa: F401 - before any test imports transformers: torchvision may be broken
+
 atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
 settings.register_profile("any machine", deadline=None)  # a busy machine is no failure
 settings.load_profile("any machine")
