@@ -69,8 +69,8 @@ def run(
             WHAT,
             "NAME",
             "Run a table or figure of a paper, such as criticalkv-table1 (kvbench list recipes): "
-            "in full, for a GPU; with --model reference or --model smollm2 its miniature. Other "
-            "flags take precedence.",
+            "in full, for a GPU; with --model reference, smollm2 or reference-vl its miniature. "
+            "Other flags take precedence.",
             autocompletion=complete.recipes,
         ),
     ] = None,
