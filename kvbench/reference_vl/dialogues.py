@@ -13,6 +13,7 @@ A sample depends only on settings, seed and index.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ import numpy as np
 from kvbench.reference_vl.pictures import EMPTY, Picture
 from kvbench.reference_vl.questions import KINDS, Question, Scene, cell_word, image_words
 from kvbench.reference_vl.words import COLOURS, FILLER, NAMES, SHAPES, TAGS
+
+_ATTEMPTS = 20
 
 Part = str | Picture
 """Text (words separated by spaces), or a picture."""
@@ -147,6 +150,7 @@ class _Maker:
         self.names = rng.permutation(names).tolist() if settings.shuffled else names
         self.words = int(rng.integers(settings.filler[0], settings.filler[1] + 1))
         self.tags = [TAGS[n] for n in rng.permutation(len(TAGS))]
+        self.asked: set[tuple[str, ...]] = set()
         self.scene = Scene(ordinals=0.0 if settings.shuffled else settings.ordinals)
 
     def turn(self, arrivals: int, share: float) -> Turn:
@@ -241,12 +245,16 @@ class _Maker:
     def _ask(self) -> Question:
         weights = np.array(self.settings.kinds, dtype=np.float64)
         kinds = list(KINDS)
-        while True:
+        for attempt in itertools.count():
             # Some picture has an object, so that a kind with positive weight fits in the end.
             kind = kinds[int(self.rng.choice(len(kinds), p=weights / weights.sum()))]
             question = KINDS[kind](self.scene, self.rng)
-            if question is not None:
-                return question
+            # A question that was asked before would be answered from the history.
+            if question and (question.words not in self.asked or attempt >= _ATTEMPTS):
+                break
+        assert question
+        self.asked.add(question.words)
+        return question
 
 
 def _add(parts: list[Part], part: Part) -> None:

@@ -95,7 +95,7 @@ class Batch:
         cues: Index into `CUES` of the word before the last of each question that says where to
             look, `[answers]`; -1 for other questions.
         needed: Which tokens of its row each answer depends on, `[2, answers, length]`: the cells
-            of the two pictures that are compared; twice the same cells for other questions.
+            of the two pictures that are compared; twice the same tokens for other questions.
         kinds: Kind of each question.
     """
 
@@ -173,6 +173,8 @@ def _needed(question: Question, sample: Encoded, length: int) -> np.ndarray:
     """Return which tokens the answer depends on, `[2, length]`; see `Batch.needed`."""
     starts = np.cumsum([0, *(len(p.objects) for p in dialogues.pictures(sample.exchanges))])
     tokens = np.zeros((2, length), dtype=bool)
+    if question.kind == "note":
+        tokens[:, sample.ids.index(IDS[question.answer])] = True
     for n, cell in question.cells:
         token = sample.visual[int(starts[n]) + cell]
         for side in range(2):

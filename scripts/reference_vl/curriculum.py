@@ -63,17 +63,24 @@ def _simple(count: int, sides: tuple[int, ...]) -> Feed:
     )
 
 
+_HARD = (2.0, 2.0, 2.0, 2.0, 3.0, 2.0, 4.0, 2.0)
 _MIXED = Settings(
-    images=(2, 4), sides=(2, 3), filler=(0, 8), questions=14, shuffled=True, ordinals=0.0
+    kinds=_HARD,
+    images=(2, 4),
+    sides=(2, 3),
+    filler=(0, 8),
+    questions=14,
+    shuffled=True,
+    ordinals=0.0,
 )
-_MANY = Settings(questions=12)
-_TURNS = Settings(questions=2)
+_MANY = Settings(questions=12, kinds=_HARD)
+_TURNS = Settings(questions=2, kinds=_HARD)
 
 CURRICULUM = (
     Stage(
         "cells", 1_400_000, (_simple(1, (3,)), _simple(4, (1,)), _simple(2, (2,)), _simple(2, (3,)))
     ),
-    Stage("names", 1_600_000, (_simple(4, (1,)), _simple(2, (2,)), _simple(3, (1, 2, 3)))),
+    Stage("names", 600_000, (_simple(4, (1,)), _simple(2, (2,)), _simple(3, (1, 2, 3)))),
     Stage(
         "kinds",
         4_000_000,

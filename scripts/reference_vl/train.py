@@ -38,7 +38,7 @@ from scripts.reference_vl.model import MERGE, model_config, save_model
 
 _WARMUP_STEPS = 50
 _LOG_SECONDS = 15.0
-_SAVE_SECONDS = 120.0
+_SAVE_SECONDS = 60.0
 _NAMED_LAYER = 1
 _POINTING = {2: 2, 3: 1}
 """Layers whose attention is trained to point, and the tokens from there to the answer."""

@@ -157,6 +157,12 @@ def test_dialogues_have_turns_that_go_back() -> None:
     assert back >= 40
 
 
+def test_no_question_is_asked_twice() -> None:
+    for index in range(20):
+        exchanges = dialogues.vqa(Settings(questions=8), 6, index).exchanges()
+        assert len({question.words for _, question in exchanges}) == len(exchanges)
+
+
 def test_questions_of_one_context_can_be_asked_apart() -> None:
     sample = dialogues.vqa(Settings(questions=3), 2, 0)
     (parts, question), *others = sample.asked(0, 2)
