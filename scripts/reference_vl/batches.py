@@ -12,7 +12,7 @@ from kvbench.reference_vl import dialogues, words
 from kvbench.reference_vl.dialogues import Exchange
 from kvbench.reference_vl.pictures import CELL, EMPTY, Picture, draw
 from kvbench.reference_vl.questions import Question
-from kvbench.reference_vl.words import COLOURS, IDS, NAMES, SHAPES
+from kvbench.reference_vl.words import COLOURS, IDS, NAMES, ORDINALS, SHAPES
 from scripts.reference_vl.model import MERGE, PATCH
 
 _NONE = -1
@@ -29,6 +29,7 @@ class Encoded:
         positions: M-RoPE position of each token: time, row and column.
         visual: Index of each visual token.
         answers: Index of each answer's word.
+        notes: Index of each noted word, and place of its picture's name in `NAMES`.
         exchanges: The dialogue.
     """
 
@@ -36,6 +37,7 @@ class Encoded:
     positions: list[tuple[int, int, int]]
     visual: list[int]
     answers: list[int]
+    notes: list[tuple[int, int]]
     exchanges: list[Exchange]
 
 
@@ -49,6 +51,7 @@ def encode(exchanges: list[Exchange]) -> Encoded:
     positions: list[tuple[int, int, int]] = []
     visual: list[int] = []
     answers: list[int] = []
+    notes: list[tuple[int, int]] = []
     at = 0
 
     def text(new: Sequence[str]) -> None:
@@ -62,7 +65,9 @@ def encode(exchanges: list[Exchange]) -> Encoded:
         text([words.USER])
         for part in parts:
             if isinstance(part, str):
-                text(part.split())
+                said = part.split()
+                notes.extend(_noted(said, len(ids)))
+                text(said)
                 continue
             text([words.VISION_START])
             visual.extend(range(len(ids), len(ids) + part.side**2))
@@ -74,7 +79,18 @@ def encode(exchanges: list[Exchange]) -> Encoded:
         text([*question.words, words.ASSISTANT])
         answers.append(len(ids))
         text([question.answer, words.END])
-    return Encoded(ids, positions, visual, answers, exchanges)
+    return Encoded(ids, positions, visual, answers, notes, exchanges)
+
+
+def _noted(said: Sequence[str], start: int) -> list[tuple[int, int]]:
+    """Return the noted words of a text that begins at token `start`; see `Encoded.notes`."""
+    result = []
+    for n, word in enumerate(said):
+        if word == "note":
+            first, second = said[n + 1 : n + 3]
+            name = NAMES.index(second) if second in NAMES else ORDINALS.index(first)
+            result.append((start + n + 3, name))
+    return result
 
 
 @dataclasses.dataclass
@@ -90,7 +106,9 @@ class Batch:
         colours: Colour of each cell, `[cells]`; `len(COLOURS)` if empty.
         shapes: Shape of each cell, `[cells]`; `len(SHAPES)` if empty.
         cells: Index into `words.CELLS` of each cell, `[cells]`.
-        names: Index into `NAMES` of each cell's picture, `[cells]`.
+        named: Flat index into `ids` of all tokens that belong to a picture: visual tokens and
+            noted words, `[named]`.
+        names: Index into `NAMES` of the picture of each of them, `[named]`.
         answers: Flat index into `ids` of each answer, `[answers]`.
         cues: Index into `CUES` of the word before the last of each question that says where to
             look, `[answers]`; -1 for other questions.
@@ -107,6 +125,7 @@ class Batch:
     colours: torch.Tensor
     shapes: torch.Tensor
     cells: torch.Tensor
+    named: torch.Tensor
     names: torch.Tensor
     answers: torch.Tensor
     cues: torch.Tensor
@@ -125,12 +144,14 @@ def make_batch(samples: Sequence[Encoded], rng: np.random.Generator) -> Batch:
     needed: list[np.ndarray] = []
     kinds: list[str] = []
     shown: list[Picture] = []
+    noted: list[tuple[int, int]] = []
     for row, sample in enumerate(samples):
         ids[row, : len(sample.ids)] = sample.ids
         positions[row, : len(sample.ids)] = sample.positions
         visual += [row * length + n for n in sample.visual]
         answers += [row * length + n for n in sample.answers]
         shown += dialogues.pictures(sample.exchanges)
+        noted += [(row * length + n, name) for n, name in sample.notes]
         for _, question in sample.exchanges:
             kinds.append(question.kind)
             cues.append(_cue(question))
@@ -141,6 +162,7 @@ def make_batch(samples: Sequence[Encoded], rng: np.random.Generator) -> Batch:
         [4 * (np.arange(p.side**2) // p.side) + np.arange(p.side**2) % p.side for p in shown]
     )
     sides = np.concatenate([np.full(p.side**2, p.side) for p in shown])
+    names = [picture.name - 1 for picture in shown for _ in picture.objects]
     order = np.argsort(sides, kind="stable")
     patches = patchify(draw(shown, rng))
     return Batch(
@@ -155,7 +177,8 @@ def make_batch(samples: Sequence[Encoded], rng: np.random.Generator) -> Batch:
         colours=torch.from_numpy(np.where(empty, len(COLOURS), objects // len(SHAPES))),
         shapes=torch.from_numpy(np.where(empty, len(SHAPES), objects % len(SHAPES))),
         cells=torch.from_numpy(places),
-        names=torch.from_numpy(np.repeat([p.name - 1 for p in shown], [p.side**2 for p in shown])),
+        named=torch.tensor([*visual, *(n for n, _ in noted)]),
+        names=torch.tensor([*names, *(name for _, name in noted)]),
         answers=torch.tensor(answers),
         cues=torch.tensor(cues),
         needed=torch.from_numpy(np.stack(needed, 1)),

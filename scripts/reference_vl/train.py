@@ -161,7 +161,7 @@ class Trainee:
             self._reads(features, _COLOUR_WORDS, batch.colours)
             + self._reads(features, _SHAPE_WORDS, batch.shapes)
             + self._reads(features, CELLS, batch.cells)
-            + self._reads(named[batch.visual], NAMES, batch.names)
+            + self._reads(named[batch.named], NAMES, batch.names)
             + self._reads(asking, CUES, batch.cues[cued])
             + self._pointing(batch)
         )

@@ -100,3 +100,10 @@ def test_batches_know_where_answers_and_cells_are() -> None:
     shown = [p for each in drawn for p in dialogues.pictures(each.exchanges())]
     assert len(batch.order) == sum(p.side**2 for p in shown) == len(batch.visual)
     assert sum(len(patches) for patches in batch.patches.values()) == 4 * len(batch.order)
+    texts = [part for each in drawn for part in each.turns[0].parts if isinstance(part, str)]
+    tags = [
+        words[words.index("note") + 3 :][0] for words in map(str.split, texts) if "note" in words
+    ]
+    assert tags
+    noted = batch.named[len(batch.visual) :]
+    assert flat[noted].tolist() == [IDS[tag] for tag in tags]
