@@ -73,8 +73,9 @@ _MIXED = Settings(
     shuffled=True,
     ordinals=0.0,
 )
-_MANY = Settings(questions=12, kinds=_HARD)
-_TURNS = Settings(questions=2, kinds=_HARD)
+_COUNTS = (2.0, 1.5, 1.5, 1.5, 4.0, 2.5, 3.0, 2.0)
+_MANY = Settings(questions=12, kinds=_COUNTS)
+_TURNS = Settings(questions=2, kinds=_COUNTS)
 
 CURRICULUM = (
     Stage(
@@ -92,7 +93,7 @@ CURRICULUM = (
     ),
     Stage(
         "all",
-        4_000_000,
+        3_000_000,
         (
             Feed(_MANY),
             Feed(_TURNS, dialogue=True),
@@ -102,7 +103,7 @@ CURRICULUM = (
     ),
     Stage(
         "decay",
-        4_000_000,
+        3_200_000,
         (Feed(_MANY), Feed(_TURNS, dialogue=True)),
         rate=(1.0, 0.03),
         batch=3600,

@@ -30,7 +30,7 @@ from transformers import (
 
 from kvbench.reference_vl import dialogues
 from kvbench.reference_vl.questions import KINDS
-from kvbench.reference_vl.words import CELLS, COLOURS, EMPTY, END, IDS, NAMES, SHAPES
+from kvbench.reference_vl.words import CELLS, COLOURS, EMPTY, END, IDS, NAMES, SHAPES, TAGS
 from scripts.reference_model.train import optimizers
 from scripts.reference_vl.batches import CUES, Batch, Encoded, encode, make_batch
 from scripts.reference_vl.curriculum import CURRICULUM, Feed, Stage
@@ -157,8 +157,12 @@ class Trainee:
         named = self.named.flatten(0, 1)
         cued = batch.cues >= 0
         asking = named[batch.answers[cued] - 2]
+        # Otherwise noted words become alike, because all are answers in the same place.
+        noted = batch.named[len(batch.visual) :]
+        words = self._reads(named[noted], TAGS, ids[noted] - IDS[TAGS[0]]) if len(noted) else 0.0
         extra = (
-            self._reads(features, _COLOUR_WORDS, batch.colours)
+            words
+            + self._reads(features, _COLOUR_WORDS, batch.colours)
             + self._reads(features, _SHAPE_WORDS, batch.shapes)
             + self._reads(features, CELLS, batch.cells)
             + self._reads(named[batch.named], NAMES, batch.names)
