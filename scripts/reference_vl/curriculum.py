@@ -3,7 +3,10 @@
 - One-cell pictures and names in random order, mixed in from the first step, teach that a picture
   has a name. With one picture first and several later, names were not learned.
 - Counts, comparisons and notes follow when single cells are found.
-- The learning rate falls over the last stage.
+- The learning rate falls over the last two stages.
+
+The curriculum was adapted during training: stages were stopped at a checkpoint and followed by
+others. The lengths and rates are those that were trained.
 """
 
 from __future__ import annotations
@@ -74,6 +77,7 @@ _MIXED = Settings(
     ordinals=0.0,
 )
 _COUNTS = (2.0, 1.5, 1.5, 1.5, 4.0, 2.5, 3.0, 2.0)
+_RARE = (2.0, 1.5, 1.0, 1.0, 5.0, 3.0, 2.0, 4.0)
 _MANY = Settings(questions=12, kinds=_COUNTS)
 _TURNS = Settings(questions=2, kinds=_COUNTS)
 
@@ -93,7 +97,7 @@ CURRICULUM = (
     ),
     Stage(
         "all",
-        3_000_000,
+        2_000_000,
         (
             Feed(_MANY),
             Feed(_TURNS, dialogue=True),
@@ -102,10 +106,21 @@ CURRICULUM = (
         batch=3600,
     ),
     Stage(
-        "decay",
-        3_200_000,
+        "slower",
+        1_800_000,
         (Feed(_MANY), Feed(_TURNS, dialogue=True)),
-        rate=(1.0, 0.03),
+        rate=(1.0, 0.455),
+        batch=3600,
+        hints=0.2,
+    ),
+    Stage(
+        "decay",
+        2_200_000,
+        (
+            Feed(dataclasses.replace(_MANY, kinds=_RARE)),
+            Feed(dataclasses.replace(_TURNS, kinds=_RARE), dialogue=True),
+        ),
+        rate=(0.48, 0.02),
         batch=3600,
         hints=0.2,
     ),

@@ -227,9 +227,11 @@ def policies(seed: int) -> dict[str, Callable[..., torch.Tensor]]:
 
 
 def _shares(hits: dict[str, list[bool]]) -> str:
-    """Return cells of a table: all, then every kind."""
+    """Return cells of a table: the share of right answers, its interval, and that of each kind."""
     every = [hit for kind in KINDS for hit in hits[kind]]
-    return " | ".join(f"{np.mean(x):.3f}" if x else "" for x in (every, *(hits[k] for k in KINDS)))
+    low, high = stats.wilson(float(np.mean(every)), len(every))
+    kinds = (f"{np.mean(hits[kind]):.2f}" if hits[kind] else "" for kind in KINDS)
+    return f"{np.mean(every):.3f} | {low:.3f} to {high:.3f} | {' | '.join(kinds)}"
 
 
 def full_table(model: Any, reader: Reader, by_task: dict[str, list[Case]]) -> None:
@@ -264,8 +266,8 @@ def masked_table(
     seed: int,
 ) -> None:
     """Print accuracy by kind when only a share of the context's entries is seen."""
-    print(f"\n| task | ratio | entries seen | all | {' | '.join(KINDS)} |")
-    print("|---|--:|---|--:|" + "--:|" * len(KINDS))
+    print(f"\n| task | ratio | entries seen | all | 95% interval | {' | '.join(KINDS)} |")
+    print("|---|--:|---|--:|---|" + "--:|" * len(KINDS))
     masking = Masking(model)
     for task, chosen in by_task.items():
         for ratio in ratios:
@@ -283,9 +285,9 @@ def main() -> None:
     """Print both tables."""
     parser = argparse.ArgumentParser(description="Measure the vision-language reference model.")
     parser.add_argument("--model", type=Path, default=path(), help="folder of the model")
-    parser.add_argument("--samples", type=int, default=600, help="questions per task")
-    parser.add_argument("--masked", type=int, default=300, help="questions per masked cell")
-    parser.add_argument("--ratios", type=float, nargs="+", default=[0.2, 0.1, 0.05])
+    parser.add_argument("--samples", type=int, default=500, help="questions per task")
+    parser.add_argument("--masked", type=int, default=250, help="questions per masked cell")
+    parser.add_argument("--ratios", type=float, nargs="+", default=[0.2, 0.05])
     parser.add_argument("--policies", nargs="+", default=list(policies(0)))
     parser.add_argument("--seed", type=int, default=7)
     options = parser.parse_args()

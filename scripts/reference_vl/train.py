@@ -3,7 +3,8 @@
     python -m scripts.reference_vl.train --out DIR
 
 Stages are measured in tokens, and every batch is a pure function of seed and step. A run that was
-killed therefore continues from its last checkpoint. `DIR/latest` is a complete model folder.
+killed therefore continues from its last checkpoint. At the end, `DIR/reference-vl` is the folder
+that ships.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from transformers import (
     Qwen2VLForConditionalGeneration,
 )
 
-from kvbench.reference_vl import dialogues
+from kvbench.reference_vl import NAME, dialogues
 from kvbench.reference_vl.questions import KINDS
 from kvbench.reference_vl.words import CELLS, COLOURS, EMPTY, END, IDS, NAMES, SHAPES, TAGS
 from scripts.reference_model.train import optimizers
@@ -247,7 +248,7 @@ def train(
             optimizer.load_state_dict(saved)
     started = time.monotonic() - progress["seconds"]
     logged = saved_at = time.monotonic()
-    record = _Record(out / "train_log.csv")
+    record = _Record(out / "train_log.csv", int(progress["step"]))
     while max_steps is None or progress["step"] < max_steps:
         stage, done = _stage_at(curriculum, int(progress["tokens"]))
         if stage is None:
@@ -310,10 +311,19 @@ def _save(
 
 
 class _Record:
-    """The training log: means since the last line."""
+    """The training log: means since the last line.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: The CSV file.
+        step: Step from which the run goes on; later lines belong to a part that was killed.
+    """
+
+    def __init__(self, path: Path, step: int) -> None:
         self.path = path
+        if path.exists():
+            head, *lines = path.read_text(encoding="utf-8").splitlines()
+            kept = [line for line in lines if int(line.split(",")[0]) <= step]
+            path.write_text("\n".join([head, *kept]) + "\n", encoding="utf-8")
         self._reset()
 
     def _reset(self) -> None:
@@ -366,7 +376,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="stop after this many steps of the whole run")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print(train(options.out, seed=options.seed, max_steps=options.steps))
+    last = train(options.out, seed=options.seed, max_steps=options.steps)
+    model = Qwen2VLForConditionalGeneration.from_pretrained(last, dtype=torch.float32)
+    shipped = options.out / NAME
+    # Half the size; the configuration still says float32, so that the Auto classes load that.
+    save_model(shipped, model, torch.bfloat16)
+    shutil.copy(options.out / "train_log.csv", shipped)
+    print(shipped)
 
 
 if __name__ == "__main__":
