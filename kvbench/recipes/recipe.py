@@ -38,7 +38,7 @@ class Recipe:
         miniatures: By small model, what its miniature changes in `full`. The model itself is not
             named there again.
         differs: What differs from the paper's protocol, a sentence each.
-        by: The command that makes it: "run", or such as "analyze perturbation".
+        by: The command that makes it: "run", "bench", or such as "analyze perturbation".
         needs: Commands that make what policies need to know about a model, once per model.
         lacks: Rows, columns or models of the paper that kvbench cannot run.
         layout: Options of `kvbench table` that lay the full run out.
@@ -188,7 +188,7 @@ def missing_parts(one: Recipe) -> list[str]:
             policy(spec)
         except UserError as error:
             missing.append(str(error))
-    for task in names["task"]:
+    for task in names.get("task", ()):
         try:
             catalogue.resolve_task(task)
         except UserError as error:
