@@ -46,8 +46,8 @@ RECIPES: dict[str, dict[str, Recipe]] = {
         "locret": {**_REFERENCE, "steps": 160},
     },
     "reference-vl": {
-        "trimkv": {**_REFERENCE_VL, "steps": 240, "capacity": 40},
-        "dbtrimkv": {**_REFERENCE_VL, "steps": 240, "capacity": 40, "bias": 8.0},
+        "trimkv": {**_REFERENCE_VL, "steps": 1000, "capacity": 20},
+        "dbtrimkv": {**_REFERENCE_VL, "steps": 1000, "capacity": 20, "bias": 8.0},
     },
     "smollm2": {
         "trimkv": {**_SMOLLM2, "steps": 450, "capacity": 80, "hidden_dim": 96},
