@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import importlib.util
 import io
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ def medium(value: Mapping[str, Any]) -> Medium:
     if value.get("kind") == "video":
         return _video(Path(value["path"]), int(value.get("frames", FRAMES)))
     content = base64.b64decode(value["bytes"])
-    return Medium("image", hashlib.sha256(content).hexdigest(), partial(_image, content))
+    return Medium("image", hashlib.sha256(content).hexdigest(), functools.partial(_image, content))
 
 
 def identity(value: object) -> Any:
@@ -64,9 +64,10 @@ def identity(value: object) -> Any:
 
 
 def _image(content: bytes) -> Any:
-    from PIL import Image
+    from PIL import Image, ImageOps
 
-    return Image.open(io.BytesIO(content)).convert("RGB")
+    # Upright, as `datasets` decodes photographs that a camera has turned.
+    return ImageOps.exif_transpose(Image.open(io.BytesIO(content))).convert("RGB")
 
 
 def _video(path: Path, frames: int) -> Medium:
@@ -75,11 +76,16 @@ def _video(path: Path, frames: int) -> Medium:
             "its videos need opencv, which is not installed; run: pip install 'kvbench[vision]'"
         )
     try:
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        digest = _file_digest(path, path.stat().st_mtime_ns)
     except OSError as error:
         raise UserError(f"cannot read the video {path}: {error.strerror}") from None
-    return Medium("video", f"{digest}/{frames}", partial(_frames, path, frames))
+    return Medium("video", f"{digest}/{frames}", functools.partial(_frames, path, frames))
+
+
+@functools.cache
+def _file_digest(path: Path, changed: int) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def spread(total: int, count: int) -> list[int]:

@@ -39,6 +39,11 @@ def test_an_image_is_known_by_its_file_and_decoded_to_rgb_when_loaded() -> None:
     content = io.BytesIO()
     picture().convert("L").save(content, "PNG")
     assert medium(image(content.getvalue())).load().mode == "RGB"
+    turned = picture().getexif()
+    turned[0x0112] = 6  # the camera was held upright
+    content = io.BytesIO()
+    picture().save(content, "JPEG", exif=turned)
+    assert medium(image(content.getvalue())).load().size == (48, 64)
     medium(image(b"no image"))  # nothing is decoded before it is needed
 
 
