@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import io
 import os
 import random
@@ -75,8 +76,11 @@ class LmmsEvalHarness:
         assert isinstance(given, list)  # documents in lmms-eval's schema; no JSONL has images
         rows = given[: settings.samples]
         with _quiet():
-            built, own = _build(bench, leaf, rows)
-            made = _requests(built, leaf, rows, render)
+            table = Table(rows)
+            built, own = _build(bench, leaf, table)
+            made = _requests(built, leaf, table, [row.get("extra", {}) for row in rows], render)
+        if not built.config.process_results_use_image:
+            table.forget_media()
         metric = own.get("metric", bench.metric)
         if metric not in (known := list(built.aggregation())):
             raise UserError(f"{bench.name}: {leaf} has no metric {metric!r}; it has {known}")
@@ -87,7 +91,7 @@ class LmmsEvalHarness:
             higher_is_better=bool(built.higher_is_better()[metric]),
             requests=tuple(made),
             built=built,
-            rows=rows,
+            table=table,
             percent=bool(own.get("percent")),
             thinks=Thinking.of(settings.tokenizer) is not None,
         )
@@ -99,13 +103,13 @@ class LmmsEvalTask(LoadedTask):
 
     Attributes:
         built: The task object of lmms-eval.
-        rows: The rows, by `Request.doc_id`.
+        table: The rows, by `Request.doc_id`.
         percent: Whether lmms-eval's metric is a percentage; scores here are from 0 to 1.
         thinks: Whether the model can think; only the text after the thinking is scored.
     """
 
     built: Any = None
-    rows: Sequence[Doc] = ()
+    table: Any = None
     percent: bool = False
     thinks: bool = False
 
@@ -131,7 +135,7 @@ class LmmsEvalTask(LoadedTask):
         return scores, sum(scores.values()) / len(scores)
 
     def _score(self, request: Request, text: str) -> float:
-        doc = _Table(self.rows)[request.doc_id]
+        doc = self.table[request.doc_id]
         # The undecorated method: lmms-eval tries five times, two seconds apart.
         process = type(self.built).process_results.__wrapped__
         value = process(self.built, doc, [text])[self.metric]
@@ -152,12 +156,15 @@ def _data_hash(bench: Benchmark, leaf: str, settings: TaskSettings) -> str:
 # --- prompts --------------------------------------------------------------------------------------
 
 
-def _requests(built: Any, leaf: str, rows: Sequence[Doc], render: chat.Render) -> list[Request]:
+def _requests(
+    built: Any, leaf: str, table: Table, extras: Sequence[Doc], render: chat.Render
+) -> list[Request]:
     """Ask lmms-eval for every prompt, and split it after its last medium."""
     kwargs = built.config.generation_kwargs or {}
     limit = int(kwargs.get("max_new_tokens") or _MAX_NEW_TOKENS)
     docs, parted, media = [], [], []
-    for row, doc in zip(rows, _Table(rows), strict=True):
+    known: dict[Medium, Medium] = {}  # an image of several questions is held once
+    for doc, extra in zip(table, extras, strict=True):
         messages, seen = _messages(built, leaf, doc)
         context, _, question = render(messages).partition(data.SENTINEL)
         target = built.doc_to_target(doc)
@@ -165,13 +172,13 @@ def _requests(built: Any, leaf: str, rows: Sequence[Doc], render: chat.Render) -
         docs.append(
             {
                 "outputs": [str(one) for one in targets],
-                "extra": row.get("extra", {}),
+                "extra": extra,
                 "max_new_tokens": limit,
                 "until": [],
             }
         )
         parted.append((context, question))
-        media.append(tuple(seen))
+        media.append(tuple(known.setdefault(one, one) for one in seen))
     places = [None] * len(docs)
     asked = Asked(kwargs, int(built.config.repeats or 1))
     return arranged(leaf, docs, places, parted, media, render, asked)
@@ -203,7 +210,7 @@ def _messages(built: Any, leaf: str, doc: Doc) -> tuple[list[chat.Message], list
                 continue
             found = part["url"]
             if part["type"] == "video" and isinstance(found, str):
-                found = Picture(medium(video(found)))
+                found = Picture(video(found))
             if not isinstance(found, Picture):
                 raise UserError(f"{leaf}: kvbench cannot pass on its {part['type']}")
             media.append(found.medium)
@@ -229,8 +236,13 @@ class Picture:
     lmms-eval's definitions call `convert("RGB")` on every image. It is not decoded for that.
     """
 
-    def __init__(self, medium: Medium) -> None:
-        self.medium = medium
+    def __init__(self, value: Mapping[str, Any]) -> None:
+        self._value = value
+
+    @functools.cached_property
+    def medium(self) -> Medium:
+        """The medium for a request."""
+        return medium(self._value)
 
     def convert(self, mode: str) -> Picture:
         """The image itself: its pixels are RGB when they are loaded."""
@@ -238,13 +250,16 @@ class Picture:
             raise UserError(f"kvbench gives RGB images, not {mode}")
         return self
 
+    def __deepcopy__(self, memo: Any) -> Picture:
+        return self
 
-class _Table:
-    """Rows as lmms-eval reads them: new mappings, in which media are `Picture`s."""
+
+class Table:
+    """Rows as lmms-eval reads them: a new mapping each time, in which media are `Picture`s."""
 
     def __init__(self, rows: Sequence[Doc]) -> None:
-        self._rows = rows
-        self.features = dict.fromkeys(rows[0])
+        self._rows = [{k: _seen(v) for k, v in row.items() if k != "extra"} for row in rows]
+        self.features = dict.fromkeys(self._rows[0])
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -253,22 +268,25 @@ class _Table:
         return map(self.__getitem__, range(len(self)))
 
     def __getitem__(self, index: int) -> Doc:
-        row = {name: value for name, value in self._rows[index].items() if name != "extra"}
-        return {name: _seen(value) for name, value in row.items()}
+        return copy.deepcopy(self._rows[index])
+
+    def forget_media(self) -> None:
+        """Drop the columns of media; lmms-eval does not see them either when it scores."""
+        for row in self._rows:
+            for name in [name for name, value in row.items() if isinstance(value, Picture)]:
+                del row[name]
 
 
 def _seen(value: Any) -> Any:
     if is_medium(value):
-        return Picture(medium(value))
-    if isinstance(value, list):
-        return [_seen(part) for part in value]
-    return copy.deepcopy(value)
+        return Picture(value)
+    return [_seen(part) for part in value] if isinstance(value, list) else value
 
 
 # --- lmms-eval's task -----------------------------------------------------------------------------
 
 
-def _build(bench: Benchmark, leaf: str, rows: Sequence[Doc]) -> tuple[Any, dict[str, Any]]:
+def _build(bench: Benchmark, leaf: str, table: Table) -> tuple[Any, dict[str, Any]]:
     """Build the task object of lmms-eval from its definition and our rows.
 
     Returns:
@@ -283,7 +301,6 @@ def _build(bench: Benchmark, leaf: str, rows: Sequence[Doc]) -> tuple[Any, dict[
     for name in ("dataset_kwargs", "process_docs"):  # what loads and changes data
         config.pop(name, None)
     split = config["test_split"]
-    table = _Table(rows)
 
     from lmms_eval.api.task import ConfigurableMessagesTask
 

@@ -48,4 +48,5 @@ def test_it_is_asked_and_scored_as_lmms_eval_does(tmp_path: Path) -> None:
     # Questions about one image share its context.
     ids = {r.doc_id: (r.sample_id, r.question_id) for r in task.requests}
     assert ids == {0: ("0", 0), 2: ("0", 1), 1: ("1", 0)}
+    assert task.requests[0].media[0] is task.requests[1].media[0]
     assert {r.max_new_tokens for r in task.requests} == {16}
