@@ -13,6 +13,7 @@ import pytest
 
 import kvbench
 from kvbench import cli, registry
+from kvbench.cli import listing
 from kvbench.errors import UserError
 from kvbench.harness import catalogue
 from kvbench.runs.grid import Grid
@@ -326,3 +327,18 @@ def test_names_of_tasks_are_never_broken(
     words = set(capsys.readouterr().out.replace(",", " ").split())
     groups, _ = catalogue.benchmarks()
     assert {leaf for group in groups.values() for leaf in group.leaves} <= words
+
+
+def test_the_list_says_who_can_see_a_task_and_what_it_lacks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def shown(name: str) -> str:
+        assert cli.call(["list", "tasks"]) == 0
+        text = " ".join(capsys.readouterr().out.split())
+        start = text.index(f" {name} {name} ")
+        return text[start : start + 500]
+
+    monkeypatch.setattr(listing, "lacking", lambda bench: "")
+    assert "for models that see images; scored by lmms_eval niah" in shown("mmstar")
+    monkeypatch.setattr(listing, "lacking", lambda bench: "needs a package; install it")
+    assert "scored by lmms_eval; needs a package; install it niah" in shown("mmstar")
