@@ -18,8 +18,6 @@ import functools
 import io
 import os
 import random
-import sys
-import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +31,7 @@ from kvbench.decoding import Thinking, scored_text
 from kvbench.errors import LeftOut, UserError
 from kvbench.harness import chat, loading
 from kvbench.harness import rows as data
+from kvbench.harness.optional import provide_latex2sympy2
 from kvbench.harness.protocol import Key, LoadedTask, Request, TaskSettings
 from kvbench.harness.requests import Asked, arranged
 
@@ -348,12 +347,7 @@ def _prepare() -> None:
     from huggingface_hub import constants
 
     os.environ.setdefault("HF_HOME", constants.HF_HOME)  # their videos lie there
-    if "latex2sympy2" not in sys.modules:  # a package that the current antlr4 does not run
-        from latex2sympy2_extended.latex2sympy2 import latex2sympy
-
-        module = types.ModuleType("latex2sympy2")
-        module.latex2sympy = latex2sympy  # type: ignore[attr-defined]
-        sys.modules["latex2sympy2"] = module
+    provide_latex2sympy2()
 
 
 @contextlib.contextmanager

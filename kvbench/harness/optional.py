@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
+from types import ModuleType
 
 from kvbench.benchmark import Benchmark
 
@@ -10,6 +12,19 @@ LMMS_EVAL = "pip install 'kvbench[vision]' && pip install --no-deps lmms-eval==0
 """lmms-eval's own requirements would replace torch and transformers."""
 
 OPENCV = "pip install 'kvbench[vision]'"
+
+
+def provide_latex2sympy2() -> None:
+    """Make `from latex2sympy2 import latex2sympy` work, which lmms-eval's mathematics wants.
+
+    That package does not run with the antlr4 of math-verify; the function is the same in another.
+    """
+    if "latex2sympy2" not in sys.modules:
+        from latex2sympy2_extended.latex2sympy2 import latex2sympy
+
+        module = ModuleType("latex2sympy2")
+        module.latex2sympy = latex2sympy  # type: ignore[attr-defined]
+        sys.modules["latex2sympy2"] = module
 
 
 def lacking(bench: Benchmark) -> str:

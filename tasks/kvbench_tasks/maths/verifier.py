@@ -1,4 +1,4 @@
-"""Runs math-verify in a process of its own, so that no expression can hang or exhaust the run.
+"""Compares expressions in a process of its own, so that no expression can hang or exhaust the run.
 
 math-verify's own time limit is an alarm: it works in the main thread only, and it waits for a power
 of large integers to finish, which may never happen. Here ending the process enforces the limit.
@@ -14,6 +14,7 @@ import queue
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
@@ -29,20 +30,22 @@ class Verifier:
 
     Attributes:
         seconds: Limit of one comparison; one that takes longer is "not equal".
+        function: Finds a Python file whose `is_equal` compares; None: math-verify does.
     """
 
-    def __init__(self, seconds: float = 10.0) -> None:
+    def __init__(self, seconds: float = 10.0, function: Callable[[], Path] | None = None) -> None:
         self.seconds = seconds
+        self.function = function
         self._lock = threading.Lock()
         self._owner = 0
         self._process: subprocess.Popen[str] | None = None
         self._lines: queue.Queue[str] = queue.Queue()
 
     def __call__(self, gold: str, answer: str) -> bool:
-        """Ask math-verify whether an answer equals the reference; both are LaTeX.
+        """Whether an answer equals the reference; both are LaTeX.
 
         Raises:
-            UserError: math-verify cannot be started.
+            UserError: The process cannot be started.
         """
         with self._lock:
             process = self._started()
@@ -77,8 +80,9 @@ class Verifier:
             if self._process.poll() is None:
                 return self._process
             self.close()
+        function = [] if self.function is None else [str(self.function())]
         process = subprocess.Popen(
-            [sys.executable, "-P", str(_WORKER)],
+            [sys.executable, "-P", str(_WORKER), *function],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

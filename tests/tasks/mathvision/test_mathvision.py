@@ -10,6 +10,7 @@ import pytest
 from kvbench.data.sources import keep
 from kvbench.errors import LeftOut
 from kvbench_tasks.mathvision import BENCHMARK, SOURCES
+from kvbench_tasks.mathvision.metric import EQUAL
 
 from ... import lmms
 from ...vision import KINDS, encoded, load_task, picture
@@ -54,6 +55,20 @@ def test_it_is_asked_and_scored_as_lmms_eval_does(kind: str, tmp_path: Path) -> 
     assert (first.max_new_tokens, first.until, first.target) == (16384, (), ("B",))
     assert first.extra == {"subject": "counting", "level": 0}
     assert (task.metric, task.higher_is_better) == ("mathvision_standard_eval", True)
+
+
+@lmms.needs_lmms_eval
+def test_an_endless_expression_is_wrong_and_does_not_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep(SOURCES[LEAF], raw(), tmp_path)
+    task = load_task(LEAF, BENCHMARK, tmp_path)
+    keys = {(r.sample_id, r.question_id, 0): ANSWERS[r.doc_id] for r in task.requests}
+    scores, _ = task.score(keys)
+    half = ("3", 0, 0)  # whose reference is a number, so that it is compared by value
+    assert scores[half] == 1
+    monkeypatch.setattr(EQUAL, "seconds", 2.0)
+    assert task.score({**keys, half: "\\boxed{9^{9^{9^9}}}"})[0] == {**scores, half: 0}
 
 
 @lmms.needs_lmms_eval
