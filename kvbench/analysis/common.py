@@ -152,7 +152,7 @@ def stages(grid: Grid, message: Callable[[str], None], *, pruning: bool = False)
                 for job in stage.jobs
             ],
         )
-        for stage in plan(grid, message).stages
+        for stage in plan(grid, message, scored=False).stages
     ]
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
 from kvbench.benchmark import Medium
+from kvbench.decoding import THINK, Thinking
 from kvbench.engine.cache import RaggedCache
-from kvbench.engine.decode import Row
+from kvbench.engine.decode import Row, Stop
 from kvbench.harness.protocol import Request
 from kvbench.runs.cell import Cell
 from kvbench.runs.store import Key, Response
@@ -89,6 +90,21 @@ class _OfCell(Protocol):
 
 
 _Row = TypeVar("_Row", bound=_OfCell)
+
+
+def stop_of(
+    request: Request, tokenizer: Any, ends: Sequence[int], thinking: Thinking | None
+) -> Stop:
+    """Decides when the answer to a request ends.
+
+    Args:
+        request: The request.
+        tokenizer: Decodes tokens.
+        ends: Token ids that end a response.
+        thinking: The tokens around thinking, if the tokenizer has them.
+    """
+    opened = request.question.rstrip().endswith(THINK)
+    return Stop(tokenizer, ends, request.until, thinking, opened)
 
 
 def by_cell(rows: Sequence[_Row]) -> list[list[_Row]]:

@@ -82,12 +82,13 @@ class Plan:
     left_out: dict[str, str]
 
 
-def plan(grid: Grid, say: Say) -> Plan:
+def plan(grid: Grid, say: Say, *, scored: bool = True) -> Plan:
     """Load the tasks and name the cells, without any model weights.
 
     Args:
         grid: What to run.
         say: Told of tasks and policies that are left out.
+        scored: Whether responses are scored; otherwise no task needs a judge.
 
     Raises:
         UserError: A policy, task, model or option is unknown or out of range, or a prompt is longer
@@ -103,7 +104,7 @@ def plan(grid: Grid, say: Say) -> Plan:
             "budget 1 keeps 1 entry per KV head; use 1.0 or full to keep everything, or a fraction "
             "such as 0.2"
         )
-    planner = _Planner(grid, say, leaves, variants)
+    planner = _Planner(grid, say, leaves, variants, scored)
     stages = [planner.stage(name) for name in grid.models]
     if not any(stage.jobs for stage in stages):
         raise UserError("nothing to run: none of the tasks is available here")
@@ -145,6 +146,7 @@ class _Planner:
     say: Say
     leaves: list[tuple[str, Benchmark]]
     variants: list[Variant]
+    scored: bool
 
     def __post_init__(self) -> None:
         self.left_out: dict[str, str] = {}
@@ -231,13 +233,13 @@ class _Planner:
         return Job(task, prompts, cells, judge, truncated)
 
     def _judge_of(self, benchmark: Benchmark) -> Judge | None:
-        """The judge of a benchmark's responses; None if its metric needs none.
+        """The judge of a benchmark's responses; None if none is needed.
 
         Raises:
             LeftOut: It needs a judge and none is configured.
             UserError: A variable is wrong, or there is no such rubric.
         """
-        if not benchmark.judge:
+        if not benchmark.judge or not self.scored:
             return None
         origin(benchmark.judge)  # raises if there is no such rubric
         if self._judge is None:

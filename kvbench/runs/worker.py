@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from kvbench.benchmark import Medium
-from kvbench.decoding import THINK, Thinking
+from kvbench.decoding import Thinking
 from kvbench.engine.cache import RaggedCache
-from kvbench.engine.decode import Row, Stop, end_tokens
+from kvbench.engine.decode import Row, end_tokens
 from kvbench.engine.draw import Draw
 from kvbench.engine.driver import engine
 from kvbench.engine.loading import load_model
@@ -26,7 +26,7 @@ from kvbench.engine.vision import Pixels, Vision
 from kvbench.errors import PluginError, plugin_call
 from kvbench.moments import LATER
 from kvbench.progress import Reporter
-from kvbench.runs.answers import Prompt, empty
+from kvbench.runs.answers import Prompt, empty, stop_of
 from kvbench.runs.cell import Cell
 from kvbench.runs.grid import Grid
 from kvbench.runs.planning import Say, Stage
@@ -143,8 +143,7 @@ class Worker:
     def row(self, cell: Cell, prompt: Prompt) -> Row:
         """A response of a cell to a prompt, still to be generated."""
         request = prompt.request
-        opened = request.question.rstrip().endswith(THINK)
-        stop = Stop(self.tokenizer, self._ends, request.until, self._thinking, opened)
+        stop = stop_of(request, self.tokenizer, self._ends, self._thinking)
         draw = None
         if request.sampling is not None:
             # Neither policy nor budget: cells that are compared draw with the same noise.

@@ -19,15 +19,16 @@ from kvbench.analysis.common import Bench, loaded, prompt_name, stages
 from kvbench.analysis.retention.steps import Trace, Watch, entries, held_at
 from kvbench.analysis.vision.grids import View, drawable, views
 from kvbench.analysis.vision.options import MOST_HEADS, MOST_LAYERS, Options
+from kvbench.decoding import Thinking
 from kvbench.engine.cache import RaggedCache
-from kvbench.engine.decode import Row, Stop, end_tokens
+from kvbench.engine.decode import Row, end_tokens
 from kvbench.engine.driver import forward
 from kvbench.engine.models import full_layer_ids, model_info, visual_ids
 from kvbench.engine.prefix import Prefix
 from kvbench.engine.pruning import prunes, pruning_of
 from kvbench.errors import PluginError, UserError, plugin_call
 from kvbench.progress import Reporter
-from kvbench.runs.answers import Prompt
+from kvbench.runs.answers import Prompt, stop_of
 from kvbench.runs.cell import Cell
 from kvbench.runs.grid import Grid
 from kvbench.runs.planning import Job, Stage
@@ -236,6 +237,7 @@ class _Follower:
 
     def __post_init__(self) -> None:
         self._ends = end_tokens(self.bench.model, self.tokenizer)
+        self._thinking = Thinking.of(self.tokenizer)
 
     def follow(self, prompt: Prompt, cells: Sequence[Cell]) -> list[Kept]:
         """Answer one prompt with every cell that has not failed."""
@@ -305,7 +307,7 @@ class _Follower:
         """
         model, size = self.bench.model, len(prompt.ids)
         allowed = cell.budget.per_head(cache.get_seq_length(), cache.visual_tokens()[0])
-        row = Row(limit, Stop(self.tokenizer, self._ends, prompt.request.until))
+        row = Row(limit, stop_of(prompt.request, self.tokenizer, self._ends, self._thinking))
         try:
             with plugin_call():
                 watch = Watch(cache, size + limit)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from kvbench.benchmark import Benchmark, Medium
+from kvbench.benchmark import Ask, Benchmark, Medium
 from kvbench.harness.protocol import LoadedTask, Request, TaskSettings
 from kvbench.runs.grid import Grid
 from kvbench.runs.planning import HARNESSES
@@ -78,7 +78,17 @@ class Harness:
 @pytest.fixture(autouse=True, scope="module")
 def task() -> Iterator[str]:
     """The made-up task, by the name that --task knows it by."""
-    bench = Benchmark("made-up", ("images",), list, Path(), harness="made-up", sized=False)
+    bench = Benchmark(
+        "made-up",
+        ("images",),
+        list,
+        Path(),
+        harness="made-up",
+        sized=False,
+        # An analysis scores nothing, so it needs no judge, and none is configured.
+        judge="longmemeval",
+        ask=lambda doc, response: Ask("longmemeval", {}),
+    )
     leaves = Grid.leaves
 
     def known(grid: Grid) -> list[tuple[str, Benchmark]]:
