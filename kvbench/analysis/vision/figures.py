@@ -78,7 +78,7 @@ def _usage(task: OfTask, shown: Shown, cells: Sequence[Kept], title: str, stem: 
     lines, colours = [], []
     for kind in counts[0]:
         panels = [
-            _panel(kept, found[kind], _KINDS[kind])
+            _panel(kept, found[kind], 34 if len(cells) < 3 else 18)
             for kept, found in zip(cells, counts, strict=True)
         ]
         lines.append(panels)
@@ -87,7 +87,8 @@ def _usage(task: OfTask, shown: Shown, cells: Sequence[Kept], title: str, stem: 
     return step_maps(lines, colours, title, "decode step", task.layers, stem)
 
 
-def _panel(kept: Kept, counts: Tensor, kind: str) -> Steps:
+def _panel(kept: Kept, counts: Tensor, width: int) -> Steps:
+    """A panel of counts `[L, H, steps]`, its policy named in at most `width` characters."""
     labels = kept.cell.labels
-    name = f"{kind}: {short(labels['policy'], 24)} at {labels['budget']}"
+    name = f"{short(labels['policy'], width)} at {labels['budget']}"
     return name, binned(counts.flatten(0, 1).double().numpy(), _PIXELS), kept.steps

@@ -56,8 +56,9 @@ def draw_kept(
     steps = drawn_steps(kept, shown, task.draw_steps)
     heads = [(layer, head) for layer in task.draw_layers for head in task.draw_heads]
     placed, canvas = place(shown.views)
-    across = len(steps) * max(1, _MOST_ACROSS // len(steps))
     count = len(steps) * (1 + len(heads))
+    beside = max(1, _MOST_ACROSS // len(steps)) if len(heads) > 1 else 1
+    across = len(steps) * beside
     lines = -(-count // across)
     panel = (PAGE - 0.2 - 0.08 * (across - 1)) / across
     page = sheet(
