@@ -91,6 +91,7 @@ class Shown:
 
     Attributes:
         prompt: The prompt.
+        question: Its question without special tokens, on one line.
         views: Its images.
         visual: Which of its tokens are of images or videos, bool `[T]`.
         boundaries: Which are the tokens of `BOUNDARIES` that the model has, bool `[T]` by name.
@@ -98,6 +99,7 @@ class Shown:
     """
 
     prompt: Prompt
+    question: str
     views: list[View]
     visual: Tensor
     boundaries: Mapping[str, Tensor]
@@ -200,12 +202,12 @@ def _task(
     )
     follower = _Follower(bench, stage.tokenizer, options.new_tokens)
     for prompt in prompts:
-        task.shown.append(shown := _shown(bench, prompt))
+        task.shown.append(shown := _shown(bench, prompt, stage.tokenizer))
         shown.kept += follower.follow(prompt, job.cells)
     return task
 
 
-def _shown(bench: Bench, prompt: Prompt) -> Shown:
+def _shown(bench: Bench, prompt: Prompt, tokenizer: Any) -> Shown:
     model, ids = bench.model, prompt.ids
     config: Any = model.config
     boundaries = {}
@@ -218,7 +220,8 @@ def _shown(bench: Bench, prompt: Prompt) -> Shown:
         assert bench.vision is not None
         drawn = views(model, bench.vision, ids, prompt.media, pixels)
     visual = torch.isin(torch.tensor(ids), torch.tensor(visual_ids(model)))
-    return Shown(prompt, drawn, visual, boundaries)
+    question = tokenizer.decode(prompt.question_ids, skip_special_tokens=True)
+    return Shown(prompt, " ".join(question.split()), drawn, visual, boundaries)
 
 
 @dataclass

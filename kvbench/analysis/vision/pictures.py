@@ -57,8 +57,8 @@ def draw_kept(
     heads = [(layer, head) for layer in task.draw_layers for head in task.draw_heads]
     placed, canvas = place(shown.views)
     count = len(steps) * (1 + len(heads))
-    beside = max(1, _MOST_ACROSS // len(steps)) if len(heads) > 1 else 1
-    across = len(steps) * beside
+    most = _MOST_ACROSS if len(heads) > 1 else 2
+    across = len(steps) * min(max(1, most // len(steps)), 1 + len(heads))
     lines = -(-count // across)
     panel = (PAGE - 0.2 - 0.08 * (across - 1)) / across
     page = sheet(
@@ -89,7 +89,7 @@ def draw_kept(
 
 def _title(shown: Shown, kept: Kept, where: str) -> str:
     labels = kept.cell.labels
-    said = f'answer "{short(kept.answer.strip(), 60)}"'
+    said = f'question "{short(shown.question, 60)}", answer "{short(kept.answer.strip(), 60)}"'
     if target := ", ".join(shown.prompt.request.target):
         said += f', reference "{short(target, 60)}"'
     return (

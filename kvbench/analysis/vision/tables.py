@@ -54,6 +54,7 @@ def _answers(task: OfTask, shown: Shown, kept: Kept) -> Iterator[dict[str, Any]]
         "budget_entries": kept.trace.budget,
         "steps": kept.steps,
         "cuts": kept.trace.cuts,
+        "question": [shown.question],
         "answer": [kept.answer],
         "target": ["\n".join(shown.prompt.request.target)],
     }

@@ -69,7 +69,7 @@ def test_the_tables_agree_with_each_other(images: tuple[Path, str]) -> None:
             mine = mine[mine[key] == getattr(row, key)]
         assert mine["position"].nunique() == row.visual_tokens
         assert mine["image"].nunique() == row.images == {"a": 3, "b": 1}[row.sample_id]
-        assert row.target == "this"
+        assert (row.question, row.target) == ("Which one?", "this")
         # Held at the first step, counted from both tables.
         first = steps.loc[(row.policy, row.moment, row.sample_id, row.question_id, 0), "visual"]
         assert (mine["evicted"] != 0).fillna(True).sum() == pytest.approx(4 * first)
