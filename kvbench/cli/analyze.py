@@ -118,10 +118,10 @@ def perturbation(
         from kvbench.analysis.perturbation.write import write_perturbation
 
         return write_perturbation(
-            given, reporter, query=query, first_stage=first_stage, command=_command()
+            given, reporter, query=query, first_stage=first_stage, command=command_line()
         )
 
-    _show(work)
+    carry_out(work)
 
 
 @app.command("allocation")
@@ -149,9 +149,9 @@ def allocation(
     def work(reporter: Reporter) -> Done:
         from kvbench.analysis.allocation.write import write_allocation
 
-        return write_allocation(given, reporter, command=_command())
+        return write_allocation(given, reporter, command=command_line())
 
-    _show(work)
+    carry_out(work)
 
 
 @app.command("retention")
@@ -225,9 +225,9 @@ def retention(
         from kvbench.analysis.retention.write import write_retention
 
         options = Options.read({k: v for k, v in own.items() if v not in (None, [], ())})
-        return write_retention(given, reporter, options=options, command=_command())
+        return write_retention(given, reporter, options=options, command=command_line())
 
-    _show(work)
+    carry_out(work)
 
 
 _OF_RETENTION = (
@@ -289,20 +289,21 @@ def vision(
         from kvbench.analysis.vision.options import Options
         from kvbench.analysis.vision.write import write_vision
 
-        return write_vision(given, reporter, options=Options.read(own), command=_command())
+        return write_vision(given, reporter, options=Options.read(own), command=command_line())
 
-    _show(work)
+    carry_out(work)
 
 
 _OF_VISION = ("questions", "new_tokens", "steps", "layers", "heads")
 
 
-def _command() -> str:
+def command_line() -> str:
+    """The command that was given, for the page that says how its files were made."""
     return shlex.join(["kvbench", *sys.argv[1:]])
 
 
-def _show(work: Callable[[Reporter], Done]) -> None:
-    """Carry out an analysis under a progress bar and print its tables."""
+def carry_out(work: Callable[[Reporter], Done]) -> None:
+    """Carry out an analysis or a benchmark under a progress bar and print its tables."""
     told = progress()
     with stopping(told, "an analysis writes its files when it ends"):
         told.busy("loading model")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from kvbench.cli.analyze import _command, _show
+from kvbench.cli.analyze import carry_out, command_line
 from kvbench.cli.options import (
     MODEL,
     OUTPUT,
@@ -91,9 +91,9 @@ def bench(
     def work(reporter: Reporter) -> Done:
         from kvbench.bench.write import write_bench
 
-        return write_bench(made, out, reporter, command=_command())
+        return write_bench(made, out, reporter, command=command_line())
 
-    _show(work)
+    carry_out(work)
 
 
 def _counts(flag: str, text: str) -> tuple[int, ...]:
