@@ -72,7 +72,7 @@ def _usage(task: OfTask, shown: Shown, kept: Kept) -> Iterator[dict[str, Any]]:
 
 
 def _tokens(task: OfTask, shown: Shown, kept: Kept) -> Iterator[dict[str, Any]]:
-    for number, view in enumerate(shown.views):
+    for number, view in enumerate(shown.views, 1):
         gone = kept.evicted[..., view.positions]
         index = _index(task, gone.shape[1], gone.shape[2], "cell")
         cell = index.pop("cell")

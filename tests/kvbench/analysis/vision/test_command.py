@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvbench import cli
+from kvbench.analysis.vision import grids
 
 LOCAL = "local:buffer=0"
 
@@ -73,6 +74,7 @@ def test_the_tables_agree_with_each_other(images: tuple[Path, str]) -> None:
         # Held at the first step, counted from both tables.
         first = steps.loc[(row.policy, row.moment, row.sample_id, row.question_id, 0), "visual"]
         assert (mine["evicted"] != 0).fillna(True).sum() == pytest.approx(4 * first)
+    assert set(tokens["image"]) == {1, 2, 3}
     late = read["answers"]["moment"] == "context"
     assert (read["answers"].loc[late, "cuts"] == 1).all()
     assert (tokens.loc[tokens["moment"] == "context", "evicted"].dropna() == 0).all()
@@ -100,6 +102,18 @@ def test_a_family_without_boundary_tokens_has_empty_columns(
     usage = pd.read_parquet(tmp_path / "usage.parquet")
     assert usage["vision_start"].isna().all() and usage["visual"].gt(0).any()
     assert len(list((tmp_path / "figures").glob("kept-*.png"))) == 1
+
+
+def test_a_family_whose_token_grid_is_unknown_has_counts_but_no_pictures(
+    models: dict[str, str], task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grids, "MERGED", ())
+    run = arguments(models["qwen2_vl"], tmp_path, "--task", task, "--policy", "knorm")
+    done = CliRunner().invoke(cli.app.app, run)
+    assert done.exit_code == 0, done.output
+    assert "no pictures, because it is not known where" in " ".join(done.output.split())
+    assert {p.stem for p in tmp_path.glob("*.parquet")} == {"answers", "steps", "usage"}
+    assert {p.name.split("-")[0] for p in (tmp_path / "figures").iterdir()} == {"usage"}
 
 
 def test_a_policy_that_fails_leaves_the_others_and_exit_code_1(
