@@ -68,11 +68,13 @@ class Medium:
         digest: Hash of the content; contexts and data are identified by it.
         load: Returns an RGB image (`PIL.Image.Image`), or the frames of a video as a list of such
             images.
+        rate: Frames per second of what `load` returns for a video; 0: unknown.
     """
 
     kind: Literal["image", "video"]
     digest: str
     load: Callable[[], Any] = field(compare=False, repr=False)
+    rate: float = 0.0
 
 
 @dataclass(frozen=True)

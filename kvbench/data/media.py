@@ -79,13 +79,29 @@ def _video(path: Path, frames: int) -> Medium:
         digest = _file_digest(path, path.stat().st_mtime_ns)
     except OSError as error:
         raise UserError(f"cannot read the video {path}: {error.strerror}") from None
-    return Medium("video", f"{digest}/{frames}", functools.partial(_frames, path, frames))
+    load = functools.partial(_frames, path, frames)
+    return Medium("video", f"{digest}/{frames}", load, _rate(path, frames))
 
 
 @functools.cache
 def _file_digest(path: Path, changed: int) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _rate(path: Path, count: int) -> float:
+    """Frames per second of the frames that `_frames` returns; 0 if the file does not say."""
+    import cv2
+
+    video = cv2.VideoCapture(str(path))
+    try:
+        total = int(video.get(cv2.CAP_PROP_FRAME_COUNT))
+        shown = min(count, total)
+        if shown < 2:
+            return 0.0
+        return float(video.get(cv2.CAP_PROP_FPS)) * (shown - 1) / (total - 1)
+    finally:
+        video.release()
 
 
 def spread(total: int, count: int) -> list[int]:

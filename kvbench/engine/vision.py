@@ -180,8 +180,17 @@ class Vision:
         if images:
             options["images"] = images
         if videos:
-            options["videos"] = [_loaded(medium) for medium in videos]
-            options["do_sample_frames"] = False
+            shown = [_loaded(medium) for medium in videos]
+            options |= {"videos": shown, "do_sample_frames": False}
+            if all(medium.rate for medium in videos):  # Qwen's positions and texts tell the time
+                options["video_metadata"] = [
+                    {
+                        "fps": medium.rate,
+                        "total_num_frames": len(frames),
+                        "frames_indices": list(range(len(frames))),
+                    }
+                    for medium, frames in zip(videos, shown, strict=True)
+                ]
         return self.processor(**options)
 
 

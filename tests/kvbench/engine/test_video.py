@@ -18,7 +18,8 @@ from kvbench.errors import UserError
 from tests import vision
 
 FRAMES = [Image.new("RGB", (56, 56), (40 * i, 90, 200 - 30 * i)) for i in range(4)]
-VIDEO = Medium("video", "v", lambda: list(FRAMES))
+VIDEO = Medium("video", "v", lambda: list(FRAMES), rate=2.0)
+TIMES = {"fps": 2.0, "total_num_frames": 4, "frames_indices": [0, 1, 2, 3]}
 IMAGE = Medium("image", "i", lambda: vision.picture("red", (64, 48)))
 
 
@@ -59,6 +60,7 @@ def test_images_and_videos_are_those_of_the_processor(folder: str) -> None:
         text=[prompt],
         images=[vision.picture("red", (64, 48))],
         videos=[FRAMES],
+        video_metadata=[TIMES],
         do_sample_frames=False,
         return_tensors="pt",
     )
@@ -66,6 +68,9 @@ def test_images_and_videos_are_those_of_the_processor(folder: str) -> None:
     assert torch.allclose(logits, model(**inputs).logits[:, -1], atol=2e-5)
     seen = int(((ids == processor.image_token_id) | (ids == processor.video_token_id)).sum())
     assert prefix.cache.visual_tokens() == [seen] and seen > 10
+    if "qwen3" in folder:  # two frames make one step, in the middle of which is its time
+        said = seer.processor.tokenizer.decode(ids[0])
+        assert "<0.2 seconds>" in said and "<1.2 seconds>" in said
 
 
 def test_without_torchvision_images_go_on_and_videos_say_what_is_missing(
