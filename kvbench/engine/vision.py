@@ -21,7 +21,7 @@ Pixels = Mapping[str, Tensor]
 
 _TEXT = {"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"}
 _TILED = ("LlavaOnevision", "LlavaNext")
-"""Processors that cut an image into tiles only if it is the only one."""
+"""Processors whose tiles of an image can depend on how many images there are."""
 
 
 # --- processors -----------------------------------------------------------------------------------
