@@ -26,6 +26,8 @@ _MEANS = (
     "budget_entries held_entries kv_bytes_live kv_bytes_allocated kv_bytes_full "
     "visual_tokens held_visual prefill_s compress_s decode_s"
 ).split()
+_PROMPT_END = 400
+"""Characters of a prompt that are stored beside its response."""
 _SCORES = "score score_se score_lo score_hi full_score diff diff_lo diff_hi".split()
 
 
@@ -219,6 +221,7 @@ class _Scorer:
             "stop": response.stop,
             "error": response.error,
             "extra": _extra(request),
+            "prompt_end": prompt_end(request),
             "target": list(request.target),
             "schema": SCHEMA_VERSION,
             "length": self.task.length,
@@ -239,6 +242,12 @@ class _Scorer:
 
 def _key(response: Response) -> Key:
     return (response.sample_id, response.question_id, response.repeat)
+
+
+def prompt_end(request: Request) -> str:
+    """The last characters of a prompt, as a reader needs them to understand a response."""
+    text = request.context + request.question
+    return text if len(text) <= _PROMPT_END else f"…{text[-_PROMPT_END:]}"
 
 
 def _extra(request: Request) -> str:

@@ -11,8 +11,10 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 3
 
-ADDED: dict[int, tuple[str, ...]] = {2: ("visual_tokens", "held_visual")}
-"""By older version, the columns that it lacks; they are 0 in its tables."""
+ADDED: dict[int, dict[str, int | str]] = {
+    2: {"visual_tokens": 0, "held_visual": 0, "prompt_end": ""}
+}
+"""By older version, the columns that its tables lack, with what stands in their place."""
 
 
 def _schema(columns: dict[Any, str]) -> Any:
@@ -36,7 +38,7 @@ CELLS_SCHEMA = _schema(
 SAMPLES_SCHEMA = _schema(
     {
         pa.string(): "cell task policy budget moment sample_id context_id response stop error "
-        "extra",
+        "extra prompt_end",
         pa.list_(pa.string()): "target",
         pa.int32(): "schema length doc_id question_id repeat "
         "context_tokens question_tokens generated_tokens",

@@ -281,8 +281,8 @@ def _read(folder: Path, name: str, run: int) -> pd.DataFrame:
         raise UserError(f"cannot read {path}: {str(error).splitlines()[0]}") from None
     for older, columns in ADDED.items():
         if "schema" in frame and (frame["schema"] == older).all():
-            frame = frame.assign(**dict.fromkeys(columns, 0), schema=frame["schema"] + 1)
             names = (CELLS_SCHEMA if name == CELLS else SAMPLES_SCHEMA).names
+            frame = frame.assign(**columns, schema=frame["schema"] + 1)
             frame = frame[[column for column in names if column in frame]]
     if "schema" not in frame or (frame["schema"] != SCHEMA_VERSION).any():
         raise UserError(f"{path} was not written with schema {SCHEMA_VERSION}; run it again")

@@ -5,7 +5,6 @@ const ALIKE = 0.2; // responses that share less than this are not compared
 const PER_PAGE = 60;
 
 const { cells: CELLS, texts: TEXTS, questions: QUESTIONS } = data.answers;
-const NO_PROMPT = "A run stores responses and no prompts, so prompts cannot be shown.";
 const browsing = { at: 0, page: 0 };
 
 const settingOf = ([cell]) => ({ policy: CELLS[cell][0], budget: CELLS[cell][1], moment: CELLS[cell][2] });
@@ -160,6 +159,7 @@ function drawAnswer(found) {
     element("div", { class: "step" }, step("←", browsing.at - 1, "Previous question"), step("→", browsing.at + 1, "Next question"),
       element("strong", {}, titleOf(question)), element("span", { class: "soft" }, `${browsing.at + 1} of ${found.length}`)),
     element("dl", {}, ...facts.map(([name, text]) => element("div", {}, element("dt", {}, name), element("dd", { dir: "auto" }, text)))),
+    ...(question.prompt ? [element("p", { class: "soft" }, "End of the prompt"), element("pre", { class: "prompt", dir: "auto", tabindex: "0" }, question.prompt)] : []),
     element("p", { class: "note" }, "Compared with the full cache: ", element("ins", {}, "only here"), " ", element("del", {}, "only in full"),
       ". Responses that share little are not compared."),
     element("div", { class: "stack" }, ...cards(question)));
@@ -188,6 +188,6 @@ function drawSamples() {
   byId("questions").scrollTop = kept;
   const { total } = data.answers;
   byId("sample-note").textContent = QUESTIONS.length < total
-    ? `${QUESTIONS.length} of ${total} questions are in this page, the first of every task; all are in samples.parquet. ${NO_PROMPT}` : NO_PROMPT;
+    ? `${QUESTIONS.length} of ${total} questions are in this page, the first of every task; all are in samples.parquet.` : "";
   drawAnswer(found);
 }

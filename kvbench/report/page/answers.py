@@ -48,7 +48,7 @@ def answers(results: Results) -> dict[str, Any]:
     parts = [list(rows) for _, rows in groupby(records(samples), itemgetter(*_QUESTION))]
     for rows in _by_turns(parts):
         mine = {_short(row["error"] or row["response"]) for row in rows} - texts.keys()
-        left -= sum(map(len, mine)) + _ENTRY * len(rows)
+        left -= sum(map(len, mine)) + _ENTRY * len(rows) + len(rows[0]["prompt_end"])
         if left < 0 and questions:
             break
         questions.append(_question(rows, known, texts, order))
@@ -85,6 +85,7 @@ def _question(
         **{name: first[name] for name in (*_QUESTION, "context_id", "doc_id")},
         "context_tokens": int(first["context_tokens"]),
         "question_tokens": int(first["question_tokens"]),
+        "prompt": str(first["prompt_end"]),
         "target": [_short(str(text)) for text in first["target"]],
         "extra": {key: str(value) for key, value in known[first["extra"]].items()},
         "answers": [

@@ -22,7 +22,8 @@ STRENGTH = {
     "keydiff": 0.6,
 }
 _SAMPLES = (
-    "cell task policy budget moment sample_id context_id response stop error extra target schema "
+    "cell task policy budget moment sample_id context_id response stop error extra prompt_end "
+    "target schema "
     "length doc_id question_id repeat context_tokens question_tokens generated_tokens score "
     "budget_entries held_entries kv_bytes_live visual_tokens held_visual"
 ).split()
@@ -118,7 +119,7 @@ def make_run(
                     {"cell": cell, "task": task, "policy": policy, "budget": budget,
                      "moment": moment, "sample_id": k[0], "context_id": c, "response": "x",
                      "stop": "eos", "error": "", "extra": extra(i), "target": ["x"], "schema": 3,
-                     "length": length,
+                     "prompt_end": f"What is {i}?", "length": length,
                      "doc_id": i, "question_id": 0, "repeat": 0, "context_tokens": length - 40,
                      "question_tokens": 20, "generated_tokens": 8, "score": s,
                      "budget_entries": 10, "held_entries": 10, "kv_bytes_live": 1000,

@@ -379,12 +379,14 @@ def test_tables_without_the_columns_of_images_can_still_be_read(run: Path) -> No
         old = pq.read_table(run / name).to_pandas()
         assert (old[["visual_tokens", "held_visual"]] != 0).all(axis=None)
         old = old.drop(columns=["visual_tokens", "held_visual"]).assign(schema=2)
+        old = old.drop(columns="prompt_end", errors="ignore")
         old.astype({"schema": "int32"}).to_parquet(run / name)
     cells, samples = load_frames(run)
     for frame, schema in ((cells, CELLS_SCHEMA), (samples, SAMPLES_SCHEMA)):
         assert list(frame.columns) == schema.names
         assert (frame[["visual_tokens", "held_visual"]] == 0).all(axis=None)
         assert (frame["schema"] == 3).all() and frame["schema"].dtype == "int32"
+    assert (samples["prompt_end"] == "").all()
 
 
 def test_another_schema_is_refused(run: Path) -> None:

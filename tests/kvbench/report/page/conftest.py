@@ -43,6 +43,7 @@ def hostile() -> Frames:
         for policy, doc in zip(samples["policy"], samples["doc_id"], strict=True)
     ]
     samples["target"] = [[HOSTILE[doc % len(HOSTILE)]] for doc in samples["doc_id"]]
+    samples["prompt_end"] = [f"…{HOSTILE[doc % len(HOSTILE)]} why?" for doc in samples["doc_id"]]
     samples["extra"] = [
         json.dumps({"depth": 50 * (i % 2), "x": HOSTILE[0]}) for i in samples["doc_id"]
     ]

@@ -90,6 +90,7 @@ def test_the_same_frames_give_the_same_page(tmp_path: Path) -> None:
 def test_the_page_has_every_score_and_every_response(hostile: Frames, hostile_page: Path) -> None:
     cells, samples = hostile
     data = data_of(hostile_page)
+    assert all(q["prompt"].endswith(" why?") for q in data["answers"]["questions"])
     means = [row for row in data["rows"] if not row["task"]]
     assert {(row["moment"], row["tasks"]) for row in means} == {("context", 2), ("question", 2)}
     told = {row["cell"]: row for row in data["rows"] if row["task"]}
