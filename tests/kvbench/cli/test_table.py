@@ -119,4 +119,4 @@ def test_layouts_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert call(["list", "layouts"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("criticalkv-1  RULER by task") for line in lines)
-    assert any("dbtrimkv-8" in line and "no task for MathVision mini" in line for line in lines)
+    assert any("dbtrimkv-3" in line and "no task for MMDU" in line for line in lines)
