@@ -62,9 +62,7 @@ def place(cache: RaggedCache, rows: Sequence[int], caches: Sequence[RaggedCache]
     cache.valid, cache.padded = valid, not bool(valid.all())
     assert cache.shift is not None
     cache.shift = cache.shift.clone()
-    for row, c in zip(rows, caches, strict=True):
-        assert c.shift is not None
-        cache.shift[row] = c.shift[0]
+    cache.shift[list(rows)] = torch.cat([c.shift for c in caches if c.shift is not None])
     parts = zip(*(c.ragged for c in caches), strict=True)
     for layer, others in zip(cache.ragged, parts, strict=True):
         layer.seen = width

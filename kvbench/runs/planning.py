@@ -16,6 +16,7 @@ from kvbench.benchmark import Benchmark
 from kvbench.decoding import Thinking
 from kvbench.engine.gguf import gguf_packages
 from kvbench.engine.loading import load_config, load_tokenizer, pick_device, pick_dtype
+from kvbench.engine.models import is_vision
 from kvbench.engine.quantization import check_quantization, quantization_packages
 from kvbench.engine.vision import Vision, load_processor
 from kvbench.errors import LeftOut, UserError
@@ -330,12 +331,15 @@ def _model_facts(grid: Grid, name: str) -> _Model:
     if grid.thinking is not None:
         check_thinking(tokenizer, name, template)
     text = config.get_text_config()
-    processor = load_processor(name, grid.revision, tokenizer)
+    vision = None
+    if is_vision(config):
+        processor = load_processor(name, grid.revision, config.model_type, tokenizer)
+        vision = Vision(processor, name)
     label = str(dtype).removeprefix("torch.")
     return _Model(
         name=name,
         tokenizer=tokenizer,
-        vision=None if processor is None else Vision(processor, name),
+        vision=vision,
         device=device,
         dtype=dtype,
         dtype_label=f"{label} ({quantised})" if quantised else label,
