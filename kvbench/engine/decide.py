@@ -56,12 +56,15 @@ class Cut:
         cache: The cache to cut; it is only read.
         info: The model.
         moment: When it is cut.
-        budget: Mean entries per (layer, head) of every sequence that is cut, `b` (on the CPU).
+        budget: Mean entries per (layer, head) of every sequence that is cut, `b` (on the CPU). A
+            cache of one sequence can be cut to several budgets at once: the decisions then have one
+            row for each.
         seeds: Noise seeds of all sequences of the cache, int64 `[B]`.
         shared: Scores of other cells on the same prefill.
         rows: Sequences to cut; None: all.
         final, coming: As in `View`.
         saved: Seconds that this cut saved by reusing scores.
+        shared_seconds: Seconds that it took for what all its budgets, and later cuts, share.
         states: State of the merger in every layer, for the sequences of this cut.
     """
 
@@ -76,6 +79,7 @@ class Cut:
     final: bool = True
     coming: int = 0
     saved: float = 0.0
+    shared_seconds: float = 0.0
     states: dict[int, dict[str, Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -83,6 +87,9 @@ class Cut:
         if self.rows is not None:
             self._index = torch.tensor(self.rows, device=self.seeds.device)
         self.length = self._own(self.cache.lengths())
+        self.spread = len(self.budget) > len(self.length)
+        if self.spread:
+            self.length = self.length.expand(len(self.budget))
         self.mean = torch.tensor(self.budget, device=self.length.device)
         self.total = [b * self.info.layers * self.info.kv_heads for b in self.budget]
         self.by_layer = self.policy.allocate.scope != "model"
@@ -171,7 +178,7 @@ class Cut:
         return View(
             layer=index,
             moment=self.moment,
-            length=self.length.to(key.device),
+            length=self.length[: len(key)].to(key.device),
             col=col,
             position=self.cache.positions(col, self._index),
             valid=valid,
@@ -182,24 +189,24 @@ class Cut:
             model=self.info,
             scale=layer.scale,
             seed=self._own(self.seeds).to(key.device),
-            budget=self.mean.to(key.device),
+            budget=self.mean[: len(key)].to(key.device),
             turns_ago=self._turns_ago(col),
             visual=self._marked(self.cache.visual, col),
             pruned=self._marked(self.cache.pruned, col),
             final=self.final,
             coming=self.coming,
-            once=partial(self._once, None if layer.packed else index),
+            share=None if layer.packed or self.shared is None else partial(self._once, index),
         )
 
-    def _once(self, layer: int | None, name: Hashable, make: Callable[[], Tensor]) -> Tensor:
-        """See `View.once`; without a dense layer there is nothing to share."""
-        if layer is None or self.shared is None:
-            return make()
+    def _once(self, layer: int, name: Hashable, make: Callable[[], Tensor]) -> Tensor:
+        """See `View.once`."""
+        assert self.shared is not None
         known = self.shared.made.get((layer, name))
         if known is None:
             begin = now(self.length.device)
             known = make(), now(self.length.device) - begin
             self.shared.made[layer, name] = known
+            self.shared_seconds += known[1]
         else:
             self.saved += known[1]
         self._changes.show(str(name), known[0], *versions(known[0]))
@@ -250,7 +257,7 @@ class Cut:
 
     def layer(self, view: View) -> Decision:
         """Decide for one layer (scopes `head` and `layer`)."""
-        scores = self.policy.select.prepare(view, self._score(view))
+        view, scores = self._prepared(view)
         total = self.shares[:, view.layer].to(view.col.device)
         shares = self.policy.allocate.allocate([Scored(view, scores)], total)
         decision = self._select(view, scores, shares[:, 0])
@@ -259,7 +266,7 @@ class Cut:
 
     def model(self, views: list[View]) -> list[Decision]:
         """Decide for all layers together (scope `model`)."""
-        scored = [Scored(v, self.policy.select.prepare(v, self._score(v))) for v in views]
+        scored = [self._prepared(v) for v in views]
         total = torch.tensor(self.total, device=self.length.device)
         shares = self.policy.allocate.allocate(_gathered(scored, total.device), total)
         parts = zip(scored, shares.unbind(1), strict=True)
@@ -272,7 +279,7 @@ class Cut:
         if self.policy.score is not None and self.policy.score.extras:
             self._score(view)
         self._untouched()
-        return Decision(view.valid, self._extras(view))
+        return Decision(view.valid.expand(len(self.budget), -1, -1), self._extras(view))
 
     def check(self, held: list[int]) -> None:
         """Compare the held entries with the budget, and read the flags that were collected.
@@ -299,6 +306,22 @@ class Cut:
                     f"{self.budget[row]} per head allows exactly {self.total[row]}"
                 )
 
+    def _prepared(self, view: View) -> Scored:
+        """Score one layer; with several budgets, view and scores get a row for each."""
+        scores = self._score(view)
+        if self.spread:
+            rows = [scores] * len(self.budget)
+            if view.read_budget:
+                own = [copy.copy(view) for _ in self.budget]
+                for one, budget in zip(own, self.mean.to(view.col.device), strict=True):
+                    one._budget = budget[None]
+                rows[1:] = [self._score(one) for one in own[1:]]
+            scores = Scores(
+                torch.cat([row.value for row in rows]), torch.cat([row.protect for row in rows])
+            )
+            view = view.for_budgets(self.mean.to(view.col.device))
+        return Scored(view, self.policy.select.prepare(view, scores))
+
     def _score(self, view: View) -> Scores:
         score = self.policy.score
         assert score is not None
@@ -306,6 +329,7 @@ class Cut:
         if known is not None:
             view.extras = dict(known.extras)
             self.saved += known.seconds
+            self._flags.append(known.flag)
             self._show_scores(known.scores, known.versions)
             return known.scores
         begin = now(view.col.device)
@@ -324,12 +348,14 @@ class Cut:
             )
         found = Scores(found.value.float(), found.protect)
         finite = (found.value.isfinite() | ~view.valid).all()
-        self._flags.append((f"a score of layer {view.layer} is not finite", ~finite))
+        flag = (f"a score of layer {view.layer} is not finite", ~finite)
+        self._flags.append(flag)
         marks = versions(found.value, found.protect)
         self._show_scores(found, marks)
         if self.shared is not None and not view.read_budget:
             seconds = now(view.col.device) - begin
-            entry = Known(found, dict(view.extras), marks, seconds)
+            self.shared_seconds += seconds
+            entry = Known(found, dict(view.extras), marks, seconds, flag)
             self.shared.scores[view.layer, score] = entry
         return found
 

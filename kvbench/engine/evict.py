@@ -73,7 +73,7 @@ def record_counts(cut: Cut, target: RaggedCache) -> None:
     Raises:
         BudgetError: The policy did not keep exactly its budget.
     """
-    held = [target.live_entries(row) for row in range(cut.cache.batch)]
+    held = [target.live_entries(row) for row in range(len(cut.budget))]
     cut.check(held)
     target.budget_entries, target.held_entries = cut.total, held
 

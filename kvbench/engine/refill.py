@@ -27,13 +27,40 @@ def vacant(like: RaggedCache, rows: int) -> RaggedCache:
     return out
 
 
-def sequence(cache: RaggedCache, row: int) -> RaggedCache:
-    """One sequence of a packed cache; it shares the memory."""
-    assert cache.valid is not None
-    out = _derived(cache, lambda layer: _sequence(layer, row))
-    out.valid = cache.valid[row : row + 1]
-    out.shift = None if cache.shift is None else cache.shift[row : row + 1]
+def among(cache: RaggedCache, rows: Sequence[int], new: Sequence[int]) -> RaggedCache:
+    """Some sequences of a packed cache, which share its memory, to feed tokens to them alone.
+
+    Nothing else may use the cache until `absorb` has taken the tokens over.
+
+    Args:
+        cache: The cache.
+        rows: The sequences.
+        new: Tokens that each of them will be fed.
+    """
+    assert cache.valid is not None and cache.shift is not None
+    coming = [0] * cache.batch
+    for row, count in zip(rows, new, strict=True):
+        coming[row] = count
+    for layer in cache.ragged:
+        layer.make_room([count for count in coming for _ in range(layer.heads)])
+    out = _derived(cache, lambda layer: layer.among(rows))
+    out.valid, out.shift = cache.valid[list(rows)], cache.shift[list(rows)]
     return out
+
+
+def absorb(cache: RaggedCache, rows: Sequence[int], fed: RaggedCache) -> None:
+    """Take over the tokens that `among` was fed; they are padding for the other sequences."""
+    assert cache.valid is not None and fed.valid is not None
+    added = fed.get_seq_length() - cache.get_seq_length()
+    cache.valid = pad(cache.valid, (0, added))
+    cache.valid[list(rows)] = fed.valid
+    cache.padded = True
+    for layer, other in zip(cache.ragged, fed.ragged, strict=True):
+        layer.seen = other.seen
+        for i, row in enumerate(rows):
+            own = slice(i * layer.heads, (i + 1) * layer.heads)
+            layer.length[row * layer.heads : (row + 1) * layer.heads] = other.length[own]
+        layer.forget_bounds()
 
 
 def vacate(cache: RaggedCache, row: int) -> None:
@@ -95,19 +122,6 @@ def _vacant(layer: RaggedLayer, rows: int) -> RaggedLayer:
     out.batch, out.seen = rows, 0
     out.key, out.value, out.col = layer.key[:0], layer.value[:0], layer.col[:0]
     out.start, out.length, out.room = ([0] * (rows * layer.heads) for _ in range(3))
-    out.forget_bounds()
-    return out
-
-
-def _sequence(layer: RaggedLayer, row: int) -> RaggedLayer:
-    assert layer.key is not None and layer.value is not None
-    out = copy.copy(layer)
-    here = slice(row * layer.heads, (row + 1) * layer.heads)
-    first = layer.start[here.start]
-    out.batch, out.length, out.room = 1, layer.length[here], layer.room[here]
-    out.start = [s - first for s in layer.start[here]]
-    rows = slice(first, first + sum(out.room))
-    out.key, out.value, out.col = layer.key[rows], layer.value[rows], layer.col[rows]
     out.forget_bounds()
     return out
 

@@ -33,9 +33,9 @@ from kvbench.runs.planning import Say, Stage
 from kvbench.runs.store import Response, RunStore
 from kvbench.view import Need
 
-CPU_SLOTS = 16
+CPU_SLOTS = 32
 GPU_SLOTS = 32
-CPU_INTAKE = 4
+CPU_INTAKE = 16
 GPU_INTAKE = 16
 """Responses whose questions are fed in one forward."""
 
@@ -139,6 +139,28 @@ class Worker:
         except PluginError as error:
             self.fail(cell, prompt, str(error))
             return None
+
+    def compress_all(
+        self, prefix: Prefix, cells: Sequence[Cell], reserve: int
+    ) -> list[RaggedCache | None]:
+        """Compress a prefix for cells of one policy and moment.
+
+        Args:
+            prefix: The prefilled context; see `compress`.
+            cells: The cells.
+            reserve: Free rows behind every segment.
+
+        Returns:
+            A cache for each; only None if the policy fails for one of them, so that each must be
+            compressed alone.
+        """
+        wanted = [Compression(c.policy, c.budget, c.moment, c.seed) for c in cells]
+        room = None if cells[0].moment in LATER else reserve
+        try:
+            with plugin_call():
+                return [*prefix.compress(wanted, room)]
+        except PluginError:
+            return [None] * len(cells)
 
     def row(self, cell: Cell, prompt: Prompt) -> Row:
         """A response of a cell to a prompt, still to be generated."""

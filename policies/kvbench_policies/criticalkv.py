@@ -79,7 +79,9 @@ class TwoStage(Selector):
             attention = attention - valid.amin(-1, keepdim=True).clamp(max=0.0)
         size = v.once(
             ("value_norm", self.norm),
-            lambda: value_norm(v.value, v.model.output_weight(v.layer), self.norm),
+            lambda shown: value_norm(
+                shown.value, shown.model.output_weight(shown.layer), self.norm
+            ),
         )
         worth = (attention + self.eps) * size
         chosen = Scores(worth, stage1.to(torch.int8))
