@@ -81,7 +81,16 @@ def run(
     device_map: DeviceMap = None,
     quantization: Quantization = None,
     batch_size: Annotated[
-        str | None, option(MODEL, "N", "Rows decoded together, or auto (the default).")
+        str | None, option(MODEL, "N", "Most responses decoded together. Default: auto.")
+    ] = None,
+    cache_memory: Annotated[
+        str | None,
+        option(
+            MODEL,
+            "SIZE",
+            "Memory for the caches that are decoded together, such as 40GB. Default: half of a "
+            "CPU's memory, 80% of a GPU's free memory.",
+        ),
     ] = None,
     attn: Annotated[str | None, typer.Option(metavar="A", hidden=True)] = None,
     samples: Annotated[

@@ -18,7 +18,7 @@ from kvbench.engine.decide import now
 from kvbench.engine.decode import Row
 from kvbench.engine.draw import choose
 from kvbench.engine.driver import forward
-from kvbench.engine.refill import absorb, among, place, vacant, vacate
+from kvbench.engine.refill import absorb, among, place, vacancies, vacant, vacate
 
 _Owner = TypeVar("_Owner")
 
@@ -90,10 +90,10 @@ class Pool(Generic[_Owner]):
             yield from self._step()
         items, self.waiting = self.waiting, []
         free = [slot for slot in range(self.slots) if slot not in self.active]
-        slots = free[: len(items)]
         caches = [item.cache for item in items if item.cache is not None]
         if self.cache is None:
             self.cache = vacant(caches[0], self.slots)
+        slots = vacancies(self.cache, free, caches)
         place(self.cache, slots, caches)
         for slot, item in zip(slots, items, strict=True):
             self.active[slot] = item

@@ -49,14 +49,18 @@ def among(cache: RaggedCache, rows: Sequence[int], new: Sequence[int]) -> Ragged
 
 
 def absorb(cache: RaggedCache, rows: Sequence[int], fed: RaggedCache) -> None:
-    """Take over the tokens that `among` was fed; they are padding for the other sequences."""
+    """Take over the tokens that `among` was fed; the columns of the other sequences move."""
     assert cache.valid is not None and fed.valid is not None
     added = fed.get_seq_length() - cache.get_seq_length()
-    cache.valid = pad(cache.valid, (0, added))
+    cache.valid = pad(cache.valid, (added, 0))
     cache.valid[list(rows)] = fed.valid
-    cache.padded = True
+    cache.padded = not bool(cache.valid.all())
+    others = sorted(set(range(cache.batch)) - set(rows))
     for layer, other in zip(cache.ragged, fed.ragged, strict=True):
         layer.seen = other.seen
+        first = [*layer.start[:: layer.heads], len(layer.col)]
+        for row in others:
+            layer.col[first[row] : first[row + 1]] += added
         for i, row in enumerate(rows):
             own = slice(i * layer.heads, (i + 1) * layer.heads)
             layer.length[row * layer.heads : (row + 1) * layer.heads] = other.length[own]
@@ -70,6 +74,28 @@ def vacate(cache: RaggedCache, row: int) -> None:
     for layer in cache.ragged:
         layer.length[row * layer.heads : (row + 1) * layer.heads] = [0] * layer.heads
         layer.forget_bounds()
+
+
+def vacancies(cache: RaggedCache, free: Sequence[int], caches: Sequence[RaggedCache]) -> list[int]:
+    """Choose a vacant row for each cache: one that owns enough memory, if there is one.
+
+    Args:
+        cache: Where the rows are.
+        free: The vacant rows, at least as many as caches.
+        caches: Packed caches of one sequence each.
+    """
+    owned = _owned(cache.ragged[0])
+    left = set(free)
+    rows = [-1] * len(caches)
+    needs = [sum(other.ragged[0].room) for other in caches]
+    for i in sorted(range(len(caches)), key=lambda i: -needs[i]):  # the largest cache first
+        fitting = [row for row in left if owned[row] >= needs[i]]
+        if fitting:
+            rows[i] = min(fitting, key=lambda row: (owned[row], row))
+        else:
+            rows[i] = max(left, key=lambda row: (owned[row], -row))
+        left.remove(rows[i])
+    return rows
 
 
 def place(cache: RaggedCache, rows: Sequence[int], caches: Sequence[RaggedCache]) -> None:
@@ -146,8 +172,7 @@ def _place(
 
 def _widen(layer: RaggedLayer, need: Mapping[int, int]) -> None:
     """Give rows at least so much memory; everything moves if one has too little."""
-    first = [*layer.start[:: layer.heads], len(layer.col)]
-    owned = [b - a for a, b in pairwise(first)]
+    first, owned = layer.start[:: layer.heads], _owned(layer)
     wanted = [max(n, need.get(row, 0)) for row, n in enumerate(owned)]
     if wanted == owned:
         return
@@ -165,3 +190,8 @@ def _widen(layer: RaggedLayer, need: Mapping[int, int]) -> None:
     for s, at in enumerate(layer.start):
         row = s // layer.heads
         layer.start[s] = at - first[row] + begin[row]
+
+
+def _owned(layer: RaggedLayer) -> list[int]:
+    """Entries that the memory of every sequence can hold."""
+    return [b - a for a, b in pairwise([*layer.start[:: layer.heads], len(layer.col)])]

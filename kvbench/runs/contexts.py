@@ -86,6 +86,7 @@ class _Contexts:
         # bits of a response must not depend on what was resumed.
         self.reserve = max(len(p.question_ids) + p.limit for p in prompts)
         self.width = max(len(p.question_ids) for p in prompts)
+        worker.batching.fit(max(len(p.context_ids) for p in prompts) + self.reserve)
         self.pool = worker.pool(self.width)
 
     def answer(self, cells: Sequence[Cell]) -> None:
@@ -290,7 +291,7 @@ class _Contexts:
             return
         waiting = self.lanes.setdefault(lane, Lane(logits is not None)).waiting
         waiting.append(Answer(cell, prompt, row, cache, response, logits))
-        if not self.worker.has_room(len(waiting), self._waiting_caches()):
+        if not self.worker.batching.has_room(len(waiting), self._waiting_caches()):
             self._flush(lane)
 
     def _done(self, items: Iterable[Pooled[Response]]) -> None:
@@ -334,7 +335,7 @@ class _Contexts:
             for a in answers:  # padding would push tokens out of the sliding windows
                 a.logits = forward(worker.model, a.cache, worker.tensor(a.prompt.question_ids))
         caches = [a.cache for a in answers]
-        batch = Batch(worker.model, caches, worker.slots(len(answers)))
+        batch = Batch(worker.model, caches, worker.batching.slots(len(answers)))
         known = [a.logits for a in answers if a.logits is not None]
         if known:
             logits = torch.cat(known)

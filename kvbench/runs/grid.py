@@ -34,7 +34,7 @@ _SINGULAR = {
     "moment": "moments",
     "length": "lengths",
 }
-_NOT_IN_DIGEST = ("samples", "repeats", "out", "batch_size", "device_map", "judge")
+_NOT_IN_DIGEST = ("samples", "repeats", "out", "batch_size", "cache_memory", "device_map", "judge")
 """Fields that extend, move, speed up or score a run without changing a response."""
 _RETIRED = {"attn": "auto"}
 """Fields of earlier versions. They stay in the digest, and a file may still contain them."""
@@ -56,7 +56,9 @@ class Grid:
         out: Folder of the run; None for `kvbench.runs.folders.default_folder`.
         device: A torch device or "auto".
         dtype: "auto", "float32", "bfloat16" or "float16".
-        batch_size: Rows decoded together, or "auto".
+        batch_size: Most responses decoded together, or "auto".
+        cache_memory: Bytes that the caches of a batch may take, such as "40GB"; None for a share
+            of the device's memory.
         revision: Revision of a hub model.
         chat_template: Whether to apply it; None applies it if the tokenizer has one.
         full: Whether to run the full cache as well.
@@ -88,6 +90,7 @@ class Grid:
     device: str = "auto"
     dtype: str = "auto"
     batch_size: int | str = "auto"
+    cache_memory: int | None = None
     revision: str | None = None
     chat_template: bool | None = None
     full: bool = True
@@ -181,8 +184,8 @@ class Grid:
     def digest(self) -> str:
         """16 hex digits over everything that changes a response or adds a cell, in any order.
 
-        `samples`, `repeats`, `batch_size`, `device_map`, `judge` and `out` do not count: a run
-        continues if they change.
+        `samples`, `repeats`, `batch_size`, `cache_memory`, `device_map`, `judge` and `out` do not
+        count: a run continues if they change.
         """
         own = {k: v for k, v in self.to_dict().items() if k not in _NOT_IN_DIGEST}
         for name in ("quantization", *(flag.name for flag in fields(GenerationFlags))):

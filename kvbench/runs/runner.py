@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from torch import nn
 
 from kvbench.errors import UserError, out_of_memory, reason_of
 from kvbench.progress import Reporter, Silent, duration
@@ -113,7 +114,7 @@ def _run_stage(stage: Stage, count: int, grid: Grid, store: RunStore, reporter: 
     with loaded_model(stage, grid, reporter.message) as model:
         reporter.start(count, stage.model)
         try:
-            worker = Worker(model, stage.tokenizer, store, reporter, grid.batch_size, stage.vision)
+            worker = _worker(model, stage, grid, store, reporter)
             for job in stage.jobs:
                 answer(worker, job.prompts, job.cells)
         except Exception as error:
@@ -127,8 +128,36 @@ def _run_stage(stage: Stage, count: int, grid: Grid, store: RunStore, reporter: 
             reporter.stop()
 
 
+def _worker(
+    model: nn.Module, stage: Stage, grid: Grid, store: RunStore, reporter: Reporter
+) -> Worker:
+    return Worker(
+        model,
+        stage.tokenizer,
+        store,
+        reporter,
+        grid.batch_size,
+        stage.vision,
+        grid.cache_memory,
+    )
+
+
 def answer(worker: Worker, prompts: Sequence[Prompt], cells: Sequence[Cell]) -> None:
-    """Answer the prompts of one task for cells at any moment."""
+    """Answer the prompts of one task for cells at any moment.
+
+    If memory runs out, what is not stored yet is generated again in batches of half the size.
+    """
+    while True:
+        try:
+            return _answer(worker, prompts, cells)
+        except Exception as error:
+            if not out_of_memory(error) or not worker.batching.halve():
+                raise
+        rows = worker.batching.rows
+        worker.reporter.message(f"out of memory: from here on {rows} responses are decoded at once")
+
+
+def _answer(worker: Worker, prompts: Sequence[Prompt], cells: Sequence[Cell]) -> None:
     live = [cell for cell in cells if cell.moment == "turns"]
     if live:
         answer_dialogues(worker, prompts, live)
@@ -220,9 +249,7 @@ def _estimate(
     with tempfile.TemporaryDirectory() as folder, loaded_model(stage, grid, say) as model:
         for i in range(2):  # the first pass warms up
             with RunStore(Path(folder) / str(i)) as scratch:
-                worker = Worker(
-                    model, stage.tokenizer, scratch, Silent(), grid.batch_size, stage.vision
-                )
+                worker = _worker(model, stage, grid, scratch, Silent())
                 answer(worker, [prompt], job.cells)
                 responses = scratch.responses()
     prefill = responses[0].prefill_s / max(1, len(prompt.context_ids))

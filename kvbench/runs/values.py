@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from kvbench.runs.generation import Truncation
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 _HOT, _TINY = 100, 1e-6
+_MEMORY = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([KMGT]?)i?B?", re.IGNORECASE)
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _INT32 = 2**31 - 1
 _INT64 = 2**63 - 1
 
@@ -130,6 +133,14 @@ def _batch_size(value: Any) -> int | str:
     return "auto" if value == "auto" else _integer("batch_size", 1)(value)
 
 
+def _memory(value: Any) -> int:
+    found = _MEMORY.fullmatch(str(value).strip()) if not isinstance(value, bool) else None
+    size = int(float(found[1]) * _UNITS[found[2].upper()]) if found else 0
+    if not size:
+        raise UserError(f"cache_memory must be a size such as 40GB or 512MB, not {value!r}")
+    return size
+
+
 def _text(what: str) -> Callable[[Any], str]:
     def read(value: Any) -> str:
         if not isinstance(value, str) or not value.strip():
@@ -206,6 +217,7 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "device": _text("device"),
     "dtype": _dtype,
     "batch_size": _batch_size,
+    "cache_memory": _optional(_memory),
     "revision": _optional(_text("revision")),
     "chat_template": _optional(_truth("chat_template"), "auto"),
     "full": _truth("full"),

@@ -17,7 +17,6 @@ from kvbench.engine.decode import Row, end_tokens
 from kvbench.engine.draw import Draw
 from kvbench.engine.driver import engine
 from kvbench.engine.loading import load_model
-from kvbench.engine.models import devices_of
 from kvbench.engine.pool import Pool
 from kvbench.engine.prefix import Compression, Prefix
 from kvbench.engine.pruning import Pruning
@@ -27,17 +26,12 @@ from kvbench.errors import PluginError, plugin_call
 from kvbench.moments import LATER
 from kvbench.progress import Reporter
 from kvbench.runs.answers import Prompt, empty, stop_of
+from kvbench.runs.batching import Batching
 from kvbench.runs.cell import Cell
 from kvbench.runs.grid import Grid
 from kvbench.runs.planning import Say, Stage
 from kvbench.runs.store import Response, RunStore
 from kvbench.view import Need
-
-CPU_SLOTS = 32
-GPU_SLOTS = 32
-CPU_INTAKE = 16
-GPU_INTAKE = 16
-"""Responses whose questions are fed in one forward."""
 
 
 @dataclass
@@ -49,7 +43,7 @@ class Worker:
         tokenizer: Its tokenizer.
         store: Receives responses as soon as they exist.
         reporter: Told of every response.
-        batch_size: Rows decoded together, or `auto`.
+        batch_size, cache_memory: See `Batching`.
         vision: Turns media into tokens and pixels; None for a text model.
 
     Attributes:
@@ -62,18 +56,14 @@ class Worker:
     reporter: Reporter
     batch_size: int | str = "auto"
     vision: Vision | None = None
+    cache_memory: int | None = None
     failed: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.device = next(self.model.parameters()).device
-        self._places = devices_of(self.model)
+        self.batching = Batching(self.model, self.batch_size, self.cache_memory)
         self._ends = end_tokens(self.model, self.tokenizer)
         self._thinking = Thinking.of(self.tokenizer)
-
-    @property
-    def cpu(self) -> bool:
-        """Whether the model runs on the CPU."""
-        return self.device.type == "cpu"
 
     def tensor(self, ids: Sequence[int]) -> Tensor:
         """Token ids on the device, `[1, n]`."""
@@ -173,34 +163,14 @@ class Worker:
             draw = Draw(request.sampling, key)
         return Row(prompt.limit, stop, draw=draw, given=prompt.given_ids)
 
-    def has_room(self, rows: int, waiting: Iterable[RaggedCache]) -> bool:
-        """Whether a batch of `rows` can grow, given all caches that wait to be decoded."""
-        if isinstance(self.batch_size, int):
-            return rows < (min(self.batch_size, CPU_SLOTS) if self.cpu else self.batch_size)
-        if self.cpu:
-            return rows < CPU_SLOTS
-        # Rows are copied into one batch: waiting caches can take a third of the free memory.
-        taken = sum(cache.allocated_bytes() for cache in waiting)
-        # Layers, and so their caches, can be spread over several GPUs.
-        places = [d for d in self._places if d.type == "cuda"]
-        free = len(places) * min(torch.cuda.mem_get_info(place)[0] for place in places)
-        return rows < GPU_SLOTS and 2 * taken <= free - taken
-
     def pool(self, width: int) -> Pool[Response]:
         """A pool for responses whose questions have at most `width` tokens."""
-        slots, intake = CPU_SLOTS, CPU_INTAKE
-        if not self.cpu:
-            slots = self.batch_size if isinstance(self.batch_size, int) else GPU_SLOTS
-            intake = min(GPU_INTAKE, slots)
+        batching = self.batching
 
         def room(rows: int, held: list[RaggedCache]) -> bool:
-            return self.has_room(rows - 1, held)
+            return batching.has_room(rows - 1, held)
 
-        return Pool(self.model, slots, intake, width, room)
-
-    def slots(self, rows: int) -> int:
-        """Rows of a batch in which `rows` responses are decoded."""
-        return CPU_SLOTS if self.cpu else rows
+        return Pool(self.model, batching.rows, batching.intake, width, room)
 
     def done(self, responses: Sequence[Response]) -> None:
         """Store responses."""

@@ -15,9 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import kvbench
+from kvbench.engine import pool
 from kvbench.errors import UserError
+from kvbench.progress import Silent
 from kvbench.runs.grid import Grid
 from kvbench.runs.runner import describe, execute
 from kvbench.runs.store import RunStore
@@ -144,6 +147,37 @@ def test_a_broken_run_goes_on_to_the_same_bytes(
     assert texts(out) == texts(unbroken.path)
     keys = [key for block in written for key in block]
     assert len(keys) == len(set(keys)), "nothing is generated twice"
+
+
+class Said(Silent):
+    """Keeps the messages."""
+
+    def __init__(self) -> None:
+        self.messages: list[str] = []
+
+    def message(self, text: str) -> None:
+        self.messages.append(text)
+
+
+def test_a_run_goes_on_in_smaller_batches_when_memory_runs_out(
+    llama_folder: str, tmp_path: Path, unbroken: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = pool.forward
+
+    def scarce(model: Any, cache: Any, ids: torch.Tensor, *more: Any) -> torch.Tensor:
+        if len(ids) > 8:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return original(model, cache, ids, *more)
+
+    monkeypatch.setattr(pool, "forward", scarce)
+    said = Said()
+    found = execute(make(llama_folder, tmp_path / "run"), said)
+    assert [m.split(":")[1] for m in said.messages if "memory" in m] == [
+        " from here on 16 responses are decoded at once",
+        " from here on 8 responses are decoded at once",
+    ]
+    assert not found.failed
+    assert texts(found.path) == texts(unbroken.path)
 
 
 def test_more_samples_extend_a_run(llama_folder: str, tmp_path: Path, unbroken: Any) -> None:
