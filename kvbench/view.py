@@ -263,13 +263,16 @@ class View:
     def for_budgets(self, budget: Tensor) -> View:
         """Show the only sequence of this view once for every budget, int64 `[B]`.
 
-        No tensor is copied. The extras are left out.
+        No tensor is copied. The extras are zero, as they are before a score sets them.
         """
         out = copy.copy(self)
         for name in _BY_SEQUENCE:
             setattr(out, name, _repeated(getattr(self, name), len(budget)))
         out.obs = {need: _repeated(x, len(budget)) for need, x in self.obs.items()}
-        out.extras = {}
+        out.extras = {
+            name: torch.zeros(len(budget), *x.shape[1:], dtype=x.dtype, device=x.device)
+            for name, x in self.extras.items()
+        }
         out._budget, out.read_budget, out._alone = budget, False, self
         return out
 

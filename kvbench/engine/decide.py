@@ -310,16 +310,15 @@ class Cut:
         """Score one layer; with several budgets, view and scores get a row for each."""
         scores = self._score(view)
         if self.spread:
-            rows = [scores] * len(self.budget)
+            budgets = self.mean.to(view.col.device)
+            rows = [scores]
             if view.read_budget:
-                own = [copy.copy(view) for _ in self.budget]
-                for one, budget in zip(own, self.mean.to(view.col.device), strict=True):
-                    one._budget = budget[None]
-                rows[1:] = [self._score(one) for one in own[1:]]
-            scores = Scores(
-                torch.cat([row.value for row in rows]), torch.cat([row.protect for row in rows])
+                rows += [self._score(view.for_budgets(budget[None])) for budget in budgets[1:]]
+            value, protect = (
+                torch.cat(parts) if len(rows) > 1 else parts[0].expand(len(budgets), -1, -1)
+                for parts in zip(*((row.value, row.protect) for row in rows), strict=True)
             )
-            view = view.for_budgets(self.mean.to(view.col.device))
+            scores, view = Scores(value, protect), view.for_budgets(budgets)
         return Scored(view, self.policy.select.prepare(view, scores))
 
     def _score(self, view: View) -> Scores:

@@ -223,6 +223,22 @@ def test_a_failing_policy_fails_its_cells_only(llama_folder: str, tmp_path: Path
     assert (mended.cells.status == "ok").all()
 
 
+def test_a_policy_that_fails_at_one_budget_keeps_its_other_cells(
+    llama_folder: str, tmp_path: Path
+) -> None:
+    picky = tmp_path / "picky.py"
+    picky.write_text(
+        "def picky(v):\n"
+        "    assert (v.budget != 24).all(), 'not this budget'\n"
+        "    return v.noise()\n"
+    )
+    done = execute(
+        make(llama_folder, tmp_path / "run", policy=f"{picky}:picky", task="vt", full=False)
+    )
+    for budget, group in done.cells.groupby("budget"):
+        assert set(group.status) == ({"error"} if budget == "24" else {"ok"})
+
+
 def test_memory_that_does_not_suffice_is_one_line_and_the_run_goes_on_later(
     llama_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
