@@ -152,7 +152,10 @@ class Ours:
 
 
 def check(args: argparse.Namespace, policies: list[str]) -> bool:
-    """Whether every response of the grid is that of its cell alone; print what was compared."""
+    """Whether every response of the grid is that of its cell alone; print what was compared.
+
+    One context of every task.
+    """
     ours = Ours(args, samples=1)
     _, together = ours.run(policies, list(BUDGETS), True)
     texts = {r.key: r.response for r in together}
@@ -222,10 +225,10 @@ def measure(args: argparse.Namespace, policies: list[str]) -> None:
     print(f"| the full cache alone | {1000 * sorted(full)[len(full) // 2]:.1f} | 1.00x |")
     print(f"| {cells} cells | {1000 * sorted(grid)[len(grid) // 2]:.1f} | {ratio(grid, full)} |")
     print(
-        f"\nIn the last repeat, by the clock: prefill {1000 * prefill:.1f} ms without observations, "
-        f"{1000 * observed:.1f} ms with them; compressions {1000 * compress:.1f} ms (each counted "
-        f"as if it were alone); questions and decoding {1000 * decode:.1f} ms. Prefill once and "
-        f"decode: {1000 * (prefill + decode):.1f} ms."
+        f"\nIn the last repeat, by the clock: prefill {1000 * prefill:.1f} ms without "
+        f"observations, {1000 * observed:.1f} ms with them; compressions {1000 * compress:.1f} ms "
+        f"(each counted as if it were alone); questions and decoding {1000 * decode:.1f} ms. "
+        f"Prefill once and decode: {1000 * (prefill + decode):.1f} ms."
     )
 
 
