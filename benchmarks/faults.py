@@ -36,6 +36,7 @@ from typing import Any
 
 import pandas as pd
 
+from kvbench.errors import UserError
 from kvbench.files import Journal
 from kvbench.runs.grid import Grid
 from kvbench.runs.runner import execute
@@ -166,9 +167,8 @@ class Assault:
         process.join()
         if not journal(out).startswith(before):
             self.wrong.append(f"{out.name}: the journal lost lines")
-        if process.exitcode not in (0, -signal.SIGKILL):
-            self.wrong.append(f"{out.name}: exit status {process.exitcode}")
-            return False
+        if process.exitcode not in (0, GAVE_UP, -signal.SIGKILL):
+            raise SystemExit(f"{out.name}: exit status {process.exitcode}")
         return process.exitcode != 0
 
     def _wait(self, process: Any, out: Path, size: int) -> bool:
@@ -192,8 +192,16 @@ class Assault:
 
 def run(grid: Grid) -> None:
     """Carry out a grid, as the command line does."""
-    execute(grid)
+    try:
+        execute(grid)
+    except UserError as error:
+        if "workers in a row" not in str(error):
+            raise
+        raise SystemExit(GAVE_UP) from None
 
+
+GAVE_UP = 2
+"""Exit status after too many killed Ray workers in a row; the same command continues."""
 
 CONTEXT = multiprocessing.get_context("forkserver")
 
@@ -206,6 +214,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--samples", type=int, default=40, help="per task")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(arguments)
+    os.environ.setdefault("RAY_AUTH_MODE", "token")  # before the forks: they connect by address
     CONTEXT.set_forkserver_preload(["kvbench.runs.runner"])
     changes = {"samples": given.samples}
     with tempfile.TemporaryDirectory(prefix="kvbench-faults-") as name:

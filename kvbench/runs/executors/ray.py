@@ -118,7 +118,8 @@ def _connected(ray: Any, grid: Grid, reporter: Reporter) -> Iterator[str]:
         ray.init(address=address, **options)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise UserError(
-            f"cannot reach Ray at {address}: {first_lines(error)}; start it with: ray start --head"
+            f"cannot reach Ray at {address}: {first_lines(error)}; start it with: ray start --head "
+            "(and set RAY_AUTH_MODE=token if it uses a token)"
         ) from None
     try:
         yield "Ray on this machine" if address == "local" else f"Ray at {address}"
@@ -203,6 +204,8 @@ class _Crew:
     def _attend(self, worker: _Worker) -> None:
         """Take what a worker has sent, or give it work; replace it if it is lost."""
         errors = self.ray.exceptions
+        self.workers.remove(worker)  # Ray prefers the first in the list: who was heard is the last
+        self.workers.append(worker)
         try:
             if worker.shard is None:
                 self.ray.get(worker.waits)
@@ -250,14 +253,14 @@ class _Crew:
         self.workers.remove(worker)
         if worker.shard is not None:
             self.queue.give_back(worker.shard, self.store.keys())
-        reason = first_lines(error)
+        reason = str(error).splitlines()[0]
         if self.losses == _HOPELESS:
             raise UserError(
                 f"{_HOPELESS} Ray workers in a row were lost without a response: {reason}; each "
                 "may need more memory, so use fewer --workers or a smaller --batch-size (the same "
                 "command continues from here)"
             )
-        self.reporter.message(f"a Ray worker was lost, and its work goes on elsewhere: {reason}")
+        self.reporter.message(f"a Ray worker was lost, and another continues its work: {reason}")
         idle = [worker for worker in self.workers if worker.waits is None]
         if idle and self.queue.pending:
             self._assign(idle[0])

@@ -70,7 +70,7 @@ def test_workers_that_all_die_end_the_run_and_the_same_command_goes_on(
     tmp_path: Path, undisturbed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grid = small_grid(tmp_path, executor="ray")
-    use(monkeypatch, FakeRay([3, 5, 0, 0, 0, 0, 0, 0]))
+    use(monkeypatch, FakeRay([3, 5, *[0] * 30]))
     with pytest.raises(UserError, match=r"5 Ray workers in a row.*killed.*--workers") as raised:
         execute(grid)
     assert "\n" not in str(raised.value)
