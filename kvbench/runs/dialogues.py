@@ -7,7 +7,7 @@ batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 
@@ -93,7 +93,7 @@ def _name(prompt: Prompt) -> tuple[str, int]:
     return prompt.request.dialogue, prompt.repeat
 
 
-def _hold(worker: Worker, dialogues: list[Dialogue], width: int, done: set[Key]) -> None:
+def _hold(worker: Worker, dialogues: list[Dialogue], width: int, done: Container[Key]) -> None:
     """Run dialogues of one policy to their end in one batch, and store the answers."""
     try:
         with plugin_call():  # the policy runs again before every turn

@@ -18,6 +18,7 @@ from kvbench.moments import Timing
 from kvbench.runs.generation import Truncation
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
+_EXECUTORS = ("local", "ray")
 _DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 _HOT, _TINY = 100, 1e-6
 _MEMORY = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([KMGT]?)i?B?", re.IGNORECASE)
@@ -174,6 +175,20 @@ def _device_map(value: Any) -> str | dict[str, str | int]:
     )
 
 
+def _executor(value: Any) -> str:
+    if value not in _EXECUTORS:
+        raise unknown("executor", value, _EXECUTORS)
+    return str(value)
+
+
+def _gpus(value: Any) -> float:
+    wanted = "a fraction of a GPU or a whole number of GPUs"
+    count = _number("gpus_per_cell", _TINY, _INT32, wanted)(value)
+    if count > 1 and count != int(count):
+        raise UserError(f"gpus_per_cell must be {wanted}, not {value!r}")
+    return count
+
+
 def _truth(what: str) -> Callable[[Any], bool]:
     def read(value: Any) -> bool:
         if not isinstance(value, bool):
@@ -233,5 +248,9 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "device_map": _optional(_device_map),
     "quantization": _optional(scheme_name),
     "judge": judge_name,
+    "executor": _executor,
+    "ray_address": _optional(_text("ray_address")),
+    "gpus_per_cell": _optional(_gpus),
+    "workers": _optional(_integer("workers", 1)),
 }
 """A reader for each attribute of `Grid`: turns what a user gives into what the grid holds."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +30,20 @@ from kvbench.runs.batching import Batching
 from kvbench.runs.cell import Cell
 from kvbench.runs.grid import Grid
 from kvbench.runs.planning import Say, Stage
-from kvbench.runs.store import Response, RunStore
+from kvbench.runs.store import Key, Response
 from kvbench.view import Need
+
+
+class Outlet(Protocol):
+    """Where the responses of a worker go: a `RunStore`, or a channel to the process that has it."""
+
+    def keys(self) -> Container[Key]:
+        """The keys of the responses that are not to be generated."""
+        ...
+
+    def append(self, responses: Sequence[Response]) -> None:
+        """Take responses."""
+        ...
 
 
 @dataclass
@@ -41,7 +53,7 @@ class Worker:
     Args:
         model: The model on its device, inside `engine`.
         tokenizer: Its tokenizer.
-        store: Receives responses as soon as they exist.
+        store: Receives responses as soon as they exist, and says which are not needed.
         reporter: Told of every response.
         batch_size, cache_memory: See `Batching`.
         vision: Turns media into tokens and pixels; None for a text model.
@@ -52,7 +64,7 @@ class Worker:
 
     model: nn.Module
     tokenizer: Any
-    store: RunStore
+    store: Outlet
     reporter: Reporter
     batch_size: int | str = "auto"
     vision: Vision | None = None

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
-import signal
-import subprocess
-import sys
-import time
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -190,24 +185,6 @@ def test_more_samples_extend_a_run(llama_folder: str, tmp_path: Path, unbroken: 
     assert texts(out) == texts(unbroken.path)
     third = execute(make(llama_folder, out, samples=2))
     assert len(third.samples) == 2 * len(first.samples), "fewer are asked, fewer are shown"
-
-
-def test_kill_9_and_go_on(llama_folder: str, tmp_path: Path, unbroken: Any) -> None:
-    out = tmp_path / "killed"
-    grid = make(llama_folder, out).to_dict()
-    code = f"import kvbench; kvbench.run({grid!r})"
-    process = subprocess.Popen([sys.executable, "-c", code], env={**os.environ})
-    file = out / "responses.jsonl"
-    deadline = time.monotonic() + 120
-    while not (file.exists() and file.stat().st_size) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert not (out / "cells.parquet").exists(), "it was killed before its end"
-    done = len(texts(out))
-    assert 0 < done < len(texts(unbroken.path))
-    execute(make(llama_folder, out))
-    assert texts(out) == texts(unbroken.path)
 
 
 def test_a_failing_policy_fails_its_cells_only(llama_folder: str, tmp_path: Path) -> None:
