@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from kvbench.engine.cache import RaggedCache
-from kvbench.engine.decide import Cut, Decision, now
+from kvbench.engine.clock import now
+from kvbench.engine.decide import Cut, Decision
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.upkeep import Upkeep, goes_on, spare
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from kvbench.engine.cache import RaggedCache
-from kvbench.engine.decide import now
+from kvbench.engine.clock import now
 from kvbench.engine.decode import Row
 from kvbench.engine.draw import choose
 from kvbench.engine.driver import forward

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from kvbench.budget import Budget
 from kvbench.engine.cache import RaggedCache
-from kvbench.engine.decide import Cut, now
+from kvbench.engine.clock import now
+from kvbench.engine.decide import Cut
 from kvbench.engine.draw import row_seeds
 from kvbench.engine.driver import forward, start_observers
 from kvbench.engine.evict import compress_cache, start_upkeep

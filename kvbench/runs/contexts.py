@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvbench.benchmark import Medium
 from kvbench.engine.cache import RaggedCache
-from kvbench.engine.decide import now
+from kvbench.engine.clock import now
 from kvbench.engine.decode import Batch
 from kvbench.engine.driver import forward
 from kvbench.engine.evict import restore

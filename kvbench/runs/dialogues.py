@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.cache import RaggedCache
-from kvbench.engine.decide import now
+from kvbench.engine.clock import now
 from kvbench.engine.decode import Batch, Row
 from kvbench.engine.evict import restore
 from kvbench.errors import PluginError, plugin_call
