@@ -58,7 +58,7 @@ def compare(
     from kvbench.regression.compare import compare as compare_runs
     from kvbench.regression.junit import junit as junit_xml
     from kvbench.report.outputs import plain_text
-    from kvbench.runs.store import load_frames
+    from kvbench.runs.load import load_frames
 
     found = compare_runs(load_frames(baseline), load_frames(run), max_drop=max_drop, alpha=alpha)
     code = FAILED if found.failed else OK if found.complete else MISUSE

@@ -86,7 +86,7 @@ def power(
     from kvbench.regression import power as planning
     from kvbench.regression import show_power
     from kvbench.report.outputs import plain_text
-    from kvbench.runs.store import load_frames
+    from kvbench.runs.load import load_frames
 
     assumed = [x for x in (rate, discordance, questions, icc) if x is not None]
     if (run is None) == (rate is None):

@@ -324,7 +324,7 @@ def report(
     from kvbench.report.overall import group_means
     from kvbench.report.terminal import run_table
     from kvbench.report.text import slug
-    from kvbench.runs.store import load_frames
+    from kvbench.runs.load import load_frames
 
     if quiet:
         warnings.simplefilter("ignore")

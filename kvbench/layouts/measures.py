@@ -17,7 +17,7 @@ from kvbench.harness import catalogue
 from kvbench.regression import significance
 from kvbench.report.frames import recorded, records, unit_scale
 from kvbench.report.text import counted, listed, tokens
-from kvbench.runs.store import load_frames
+from kvbench.runs.load import load_frames
 
 Row: TypeAlias = dict[str, Any]
 """A row of `cells.parquet`."""

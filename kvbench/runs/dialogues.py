@@ -7,7 +7,7 @@ batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 
@@ -22,7 +22,8 @@ from kvbench.errors import PluginError, plugin_call
 from kvbench.harness.protocol import Request
 from kvbench.runs.answers import Prompt, begun, by_cell, empty, ended, forks, key_of
 from kvbench.runs.cell import Cell
-from kvbench.runs.store import Key, Response
+from kvbench.runs.index import Key
+from kvbench.runs.store import Response
 from kvbench.runs.worker import Worker
 
 
@@ -91,7 +92,7 @@ def _name(prompt: Prompt) -> tuple[str, int]:
     return prompt.request.dialogue, prompt.repeat
 
 
-def _hold(worker: Worker, dialogues: list[Dialogue], width: int, done: set[Key]) -> None:
+def _hold(worker: Worker, dialogues: list[Dialogue], width: int, done: Set[Key]) -> None:
     """Run dialogues of one policy to their end in one batch, and store the answers."""
     try:
         with plugin_call():  # the policy runs again before every turn

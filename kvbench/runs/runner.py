@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pyarrow.parquet as pq
 
 from kvbench.errors import UserError, out_of_memory, reason_of
 from kvbench.progress import Reporter, Silent, duration
@@ -19,9 +21,10 @@ from kvbench.runs.cell import Cell
 from kvbench.runs.contexts import answer_contexts
 from kvbench.runs.dialogues import answer_dialogues
 from kvbench.runs.grid import Grid
+from kvbench.runs.load import load_frames
 from kvbench.runs.planning import Job, Say, Stage, plan
-from kvbench.runs.results import frames
-from kvbench.runs.store import GRID, RunStore, load_frames
+from kvbench.runs.results import scored
+from kvbench.runs.store import GRID, RunStore
 from kvbench.runs.worker import Worker, loaded_model
 from kvbench.terminal import console
 
@@ -33,16 +36,24 @@ class Run:
     Attributes:
         path: Its folder.
         cells: A row per cell, as in `cells.parquet` (see docs/results.md).
-        samples: A row per response, as in `samples.parquet`.
         failed: Why cells have no score, by cell.
         left_out: Why tasks and policies were left out, by name.
     """
 
     path: Path
     cells: pd.DataFrame
-    samples: pd.DataFrame
     failed: Mapping[str, str] = field(default_factory=dict)
     left_out: Mapping[str, str] = field(default_factory=dict)
+    _samples: pq.ParquetFile = field(repr=False, kw_only=True)
+
+    @functools.cached_property
+    def samples(self) -> pd.DataFrame:
+        """A row per response, as in `samples.parquet`.
+
+        The file is read at the first use. A later run that replaces it changes nothing here.
+        """
+        samples: pd.DataFrame = self._samples.read().to_pandas()
+        return samples
 
 
 def run(grid: Grid | Mapping[str, Any] | str | Path, *, progress: bool = True) -> Run:
@@ -71,9 +82,20 @@ def run(grid: Grid | Mapping[str, Any] | str | Path, *, progress: bool = True) -
         reporter.stop()
 
 
-def load(paths: str | Path | Iterable[str | Path]) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Read the results of one run or several as data frames: cells and samples."""
-    return load_frames(paths)
+def load(
+    paths: str | Path | Iterable[str | Path], columns: Sequence[str] | None = None
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Read the results of one run or several as data frames: cells and samples.
+
+    Args:
+        paths: Folders of runs.
+        columns: Columns of the samples; None for all. Millions of samples take far less memory
+            without `prompt_end`, `target`, `extra` and `response`.
+
+    Raises:
+        UserError: A run cannot be read, a column does not exist, or the runs do not fit together.
+    """
+    return load_frames(paths, columns)
 
 
 def execute(grid: Grid, reporter: Reporter | None = None, *, fresh: bool = False) -> Run:
@@ -101,10 +123,10 @@ def execute(grid: Grid, reporter: Reporter | None = None, *, fresh: bool = False
         for stage, count in zip(planned.stages, left, strict=True):
             if count:
                 _run_stage(stage, count, grid, store, reporter)
-        cells, samples = frames(jobs, store.responses())
-        store.write(cells, samples)
+        cells = store.write_scored(scored(jobs, store.responses_of))
+        samples = store.samples()
     failed = {str(r.cell): str(r.error) for r in cells.itertuples() if r.status != "ok"}
-    return Run(grid.path, cells, samples, failed, planned.left_out)
+    return Run(grid.path, cells, failed, planned.left_out, _samples=samples)
 
 
 def _run_stage(stage: Stage, count: int, grid: Grid, store: RunStore, reporter: Reporter) -> None:
