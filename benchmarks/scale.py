@@ -98,11 +98,13 @@ class Cost:
     Attributes:
         step: Its name.
         seconds: Wall time.
+        cpu: Seconds of the processor, which a machine that is shared does not change.
         memory: Peak RSS in bytes.
     """
 
     step: str
     seconds: float
+    cpu: float
     memory: int
 
 
@@ -214,7 +216,7 @@ def measure(step: str, command: Sequence[str]) -> Cost:
         if child.returncode:
             said.seek(0)
             raise RuntimeError(f"{step} failed: {said.read()[-2000:].decode(errors='replace')}")
-    return Cost(step, seconds, usage.ru_maxrss * 1024)
+    return Cost(step, seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
 
 
 # --- what is printed ------------------------------------------------------------------------------
@@ -229,9 +231,15 @@ def lines(shape: Shape, folder: Path, costs: Sequence[Cost], markdown: bool) -> 
     )
     yield ""
     yield from _table(
-        ("step", "seconds", "µs a response", "peak memory: MiB"),
+        ("step", "seconds", "of CPU", "CPU: µs a response", "peak memory: MiB"),
         [
-            (c.step, f"{c.seconds:.1f}", f"{c.seconds / count * 1e6:.1f}", f"{c.memory / MIB:,.0f}")
+            (
+                c.step,
+                f"{c.seconds:.1f}",
+                f"{c.cpu:.1f}",
+                f"{c.cpu / count * 1e6:.1f}",
+                f"{c.memory / MIB:,.0f}",
+            )
             for c in costs
         ],
         markdown,
@@ -296,7 +304,10 @@ def main() -> None:
                 continue
             costs.append(measure(step, command))
             cost = costs[-1]
-            print(f"{step}: {cost.seconds:.1f} s, {cost.memory / MIB:,.0f} MiB", file=sys.stderr)
+            print(
+                f"{step}: {cost.seconds:.1f} s, CPU {cost.cpu:.1f} s, {cost.memory / MIB:,.0f} MiB",
+                file=sys.stderr,
+            )
         print("\n".join(lines(shape, folder, costs, given.markdown)))
 
 

@@ -287,11 +287,13 @@ class RunStore:
 def _row_groups(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
     """Tables of about `_ROW_GROUP` rows each, of many small ones."""
     waiting: list[pa.Table] = []
+    rows = 0
     for table in tables:
         waiting.append(table)
-        if sum(map(len, waiting)) >= _ROW_GROUP:
+        rows += len(table)
+        if rows >= _ROW_GROUP:
             yield pa.concat_tables(waiting)
-            waiting = []
+            waiting, rows = [], 0
     if waiting:
         yield pa.concat_tables(waiting)
 
