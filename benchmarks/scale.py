@@ -172,13 +172,14 @@ def responses(job: Any, rng: np.random.Generator) -> Iterator[Any]:
 # --- the steps ------------------------------------------------------------------------------------
 
 
-def commands(folder: Path) -> dict[str, list[str]]:
-    """Every step as the command of a process."""
+def commands(folder: Path, shape: Shape) -> dict[str, list[str]]:
+    """Every step on the run in a folder, as the command of a process."""
+    sizes = [shape.policies, shape.budgets, shape.lengths, shape.samples]
     config = folder / "grid.yaml"
     kvbench = [sys.executable, "-m", "kvbench"]
     columns = "['cell', 'sample_id', 'question_id', 'repeat', 'score']"
     return {
-        "fill": [sys.executable, __file__, "--fill", str(folder)],
+        "fill": [sys.executable, __file__, "--fill", str(folder), *map(str, sizes)],
         "plan": [
             sys.executable,
             "-c",
@@ -230,7 +231,7 @@ def lines(shape: Shape, folder: Path, costs: Sequence[Cost], markdown: bool) -> 
         f"budgets and full, {len(TASKS)} tasks x {shape.lengths} lengths), {shape.samples} samples"
     )
     yield ""
-    yield from _table(
+    yield from table_lines(
         ("step", "seconds", "of CPU", "CPU: µs a response", "peak memory: MiB"),
         [
             (
@@ -251,7 +252,7 @@ def lines(shape: Shape, folder: Path, costs: Sequence[Cost], markdown: bool) -> 
         for name in ("responses.jsonl", "samples.parquet", "cells.parquet")
         if (folder / name).exists()
     }
-    yield from _table(
+    yield from table_lines(
         ("file", "MiB", "bytes a response", "GiB of a large grid"),
         [
             (name, f"{n / MIB:,.1f}", f"{n / count:.1f}", f"{n / count * large / 2**30:.1f}")
@@ -263,7 +264,10 @@ def lines(shape: Shape, folder: Path, costs: Sequence[Cost], markdown: bool) -> 
     yield f"a large grid: {' x '.join(f'{n} {what}' for what, n in LARGE.items())} = {large:,}"
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], markdown: bool) -> Iterator[str]:
+def table_lines(
+    head: Sequence[str], rows: Sequence[Sequence[str]], markdown: bool
+) -> Iterator[str]:
+    """A table for a terminal or in Markdown, whose first column holds names."""
     if markdown:
         yield f"| {' | '.join(head)} |"
         yield f"| {' | '.join(['---', *['--:'] * (len(head) - 1)])} |"
@@ -285,22 +289,19 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="a folder that is filled once and stays")
     parser.add_argument("--steps", nargs="+", help="default: all")
     parser.add_argument("--markdown", action="store_true")
-    parser.add_argument("--fill", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--fill", nargs=5, help=argparse.SUPPRESS)
     given = parser.parse_args()
     shape = Shape.of(given.responses, given.policies, given.budgets, given.samples)
     if given.fill:
-        fill(shape.grid(given.fill))
+        folder, *sizes = given.fill
+        fill(Shape(*map(int, sizes)).grid(Path(folder)))
         return
     with tempfile.TemporaryDirectory() as scratch:
         folder = given.keep or Path(scratch) / "run"
         costs = []
-        for step, command in commands(folder).items():
-            if step == "fill":
-                if folder.exists():
-                    continue
-                command += ["--responses", str(given.responses), "--samples", str(given.samples)]
-                command += ["--policies", str(given.policies), "--budgets", str(given.budgets)]
-            elif given.steps and step not in given.steps:
+        for step, command in commands(folder, shape).items():
+            skipped = given.steps and step not in given.steps
+            if folder.exists() if step == "fill" else skipped:
                 continue
             costs.append(measure(step, command))
             cost = costs[-1]

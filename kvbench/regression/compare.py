@@ -18,7 +18,6 @@ POINT = 0.01
 LEAST_ALPHA = 1e-4
 _RESOLUTION = 20
 """Draws per 1 / level: enough that the smallest p that can be drawn is far below the level."""
-_MOST_DRAWS = 1_000_000
 
 
 class Outcome(StrEnum):
@@ -147,7 +146,10 @@ def compare(
     # A cell in which nothing differs cannot raise a false alarm, so the correction leaves it out.
     differing = [pair for pair in shared if pair.differs]
     draws = max(significance.DRAWS, math.ceil(_RESOLUTION * len(differing) / alpha))
-    p = [significance.sign_p(pair.gaps[0], n=min(draws, _MOST_DRAWS)) for pair in differing]
+    p = [
+        significance.sign_p(pair.gaps[0], n=min(draws, significance.MOST_DRAWS))
+        for pair in differing
+    ]
     places = [pair.place for pair in differing]
     tests = dict(zip(places, zip(p, significance.holm(p), strict=True), strict=True))
     unit = unit_tasks(shared)
