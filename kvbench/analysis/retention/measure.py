@@ -327,8 +327,6 @@ def _said(prefix: Prefix, policy: Policy) -> Tensor:
     every = cache.lengths().tolist()
     seeds = row_seeds(cache, 0)
     showing = Showing(policy, cache, prefix.info, "context", every, seeds)
-        policy, cache, prefix.info, "context", cache.lengths().tolist(), row_seeds(cache, 0)
-    )
     assert policy.score is not None
     layers = []
     for index, layer in enumerate(cache.ragged):
