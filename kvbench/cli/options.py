@@ -95,8 +95,8 @@ CacheMemory = Annotated[
     option(
         MODEL,
         "SIZE",
-        "Memory for the caches that are decoded together, such as 40GB. Default: half of a "
-        "CPU's memory, 80% of a GPU's free memory.",
+        "Memory for the caches that are decoded together, such as 40GB. Default: 80% of a GPU's "
+        "free memory; half of a CPU's memory, shared out by the cores in use.",
     ),
 ]
 Quantization = Annotated[
