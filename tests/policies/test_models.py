@@ -31,6 +31,7 @@ from kvbench.engine.loading import load_model
 from kvbench.spelling import policy
 
 from . import oracles as o
+from . import oracles_agnostic as agnostic
 from . import oracles_allocation as allocation
 from . import oracles_attention as attention
 from . import oracles_merging as merging
@@ -101,6 +102,8 @@ ORACLES: dict[str, Oracle] = {
     "obcache:window=8:variant=value": of(attention.obcache, window=8, variant="value"),
     "obcache:window=8:variant=key": of(attention.obcache, window=8, variant="key"),
     "rkv": of(attention.rkv),
+    "lagkv:lag=8:sinks=4": of(agnostic.lagkv, lag=8, sinks=4),
+    "curdkv:sketch=0:local=16": of(agnostic.curdkv, local=16),
     "snapkv:window=8": made_of(window),
     "pyramidkv:window=8": partial(allocation.pyramidkv, window=8),
     "adakv:window=8": made_of(window, o.head_adaptive),

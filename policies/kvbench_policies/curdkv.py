@@ -1,0 +1,88 @@
+"""CurDKV: keeps the entries of largest approximate leverage of keys and values.
+
+Sengupta, Chaudhary, Chakraborty: Value-Guided KV Compression for LLMs via Approximated CUR
+Decomposition, arXiv 2509.15038, Algorithm 1: squared lengths after a Gaussian projection to 20
+dimensions. kvpress (`CURPress`) projects nothing by default and normalises the lengths in local
+windows: `curdkv:sketch=0:local=16`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvbench.parts import TopK, Uniform
+from kvbench.plugin import Policy, Score, Scores, View, protect_sinks
+from kvbench_policies.blocks import from_blocks, in_blocks, order_of
+from kvbench_policies.ranges import check_count
+
+_TINY = torch.finfo(torch.float32).tiny
+
+
+@dataclass(frozen=True)
+class CurLeverage(Score):
+    """Product of the squared lengths of an entry's projected key and value.
+
+        s_i = l^K_i l^V_i / sum_j l^K_j l^V_j,    l^K_i = || k_i G ||^2,  l^V_i = || v_i G ||^2
+
+    `G` is `d x sketch` with entries drawn from N(0, 1/sketch), the same for keys and values. It is
+    drawn for every context, layer and head from the run's seed.
+
+    Attributes:
+        sketch: Dimensions that `G` projects to; 0 takes the lengths as they are.
+        leverage: `product`, `mean` (of `l^K` and `l^V`), `key` or `value`.
+        local: Divide `l^K` and `l^V` by their sums over windows of this many entries; 0 does not.
+        sinks: Number of first tokens that are protected.
+    """
+
+    name: ClassVar[str] = "curdkv"
+    nonnegative: ClassVar[bool] = True
+    sketch: int = 20
+    leverage: Literal["product", "mean", "key", "value"] = "product"
+    local: int = 0
+    sinks: int = 4
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        check_count("sketch", self.sketch, 0, "dimensions")
+        check_count("local", self.local, 0, "entries")
+        check_count("sinks", self.sinks, 0)
+
+    def score(self, v: View) -> Scores:
+        """Score the entries of one layer, float32 `[B, H, n]`; a head's sum is 1."""
+        key, value = (self._lengths(v, x) for x in (v.key, v.value))
+        if self.leverage == "product":
+            worth = key * value
+        elif self.leverage == "mean":
+            worth = (key + value) / 2
+        else:
+            worth = key if self.leverage == "key" else value
+        worth = worth / worth.sum(-1, keepdim=True).clamp(min=_TINY)
+        return Scores(worth, protect_sinks(v, self.sinks))
+
+    def _lengths(self, v: View, x: Tensor) -> Tensor:
+        """Squared lengths of projected keys or values, `[B, H, n]`; 0 where there is no entry."""
+        rows = x.float()
+        if self.sketch:
+            rows = rows @ (v.gaussian(x.shape[-1], self.sketch) / self.sketch**0.5)
+        square = rows.square().sum(-1).masked_fill(~v.valid, 0.0)
+        if not self.local:
+            return square
+        order = order_of(v.valid)
+        blocks = in_blocks(square, v.valid, order, self.local)
+        return from_blocks(blocks / blocks.sum(-1, keepdim=True).clamp(min=_TINY), order)
+
+
+CURDKV = Policy(
+    name="curdkv",
+    score=CurLeverage(),
+    allocate=Uniform(),
+    select=TopK(),
+    summary="keeps the entries of largest leverage: squared lengths of projected keys and values",
+    paper="arXiv 2509.15038, Algorithm 1",
+    moments=("context", "question", "decode"),
+    cost="time O(H T d sketch), memory O(H T d)",
+)

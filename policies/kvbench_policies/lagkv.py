@@ -1,0 +1,92 @@
+"""LagKV: keeps the entries that vary most, measured on the scale of the partition behind them.
+
+Liang, Zhang, Li, Li: LagKV: Lag-Relative Information of the KV Cache Tells Which Tokens Are
+Important, arXiv 2504.04704. 16 sinks as in the authors' code; a lag of 128 as in its README and in
+kvpress (which keeps 4 sinks).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvbench.parts import TopK, Uniform
+from kvbench.plugin import Policy, Score, Scores, View, protect_sinks, protect_window
+from kvbench_policies.blocks import from_blocks, in_blocks, order_of
+from kvbench_policies.ranges import check_count
+
+
+@dataclass(frozen=True)
+class LagRelative(Score):
+    """How unevenly an entry's channels lie in the range of the next partition.
+
+    The entries after the sinks are cut into partitions of `lag`. With the smallest and largest
+    value of every channel in the next partition, `min` and `max`:
+
+        s_i = softmax_i( std_c( (k_ic - min_c) / (max_c - min_c) ) ) + the same of the values
+
+    with the sample standard deviation over channels and the softmax over the partition. Every
+    partition gives up the same share of its entries: the score is the entry's rank within its
+    partition, from 0 to `1 - 1/lag`. The last full partition and what follows it have no next
+    partition, and are protected like a window. A channel that is constant in the next partition
+    counts as 0.
+
+    Attributes:
+        lag: Entries of a partition.
+        sinks: Number of first tokens that are protected.
+        cross: Compare the values themselves across partitions instead of the ranks within each
+            (for allocators that compare heads).
+    """
+
+    name: ClassVar[str] = "lagkv"
+    nonnegative: ClassVar[bool] = True
+    lag: int = 128
+    sinks: int = 16
+    cross: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        check_count("lag", self.lag, 1, "entries")
+        check_count("sinks", self.sinks, 0)
+
+    def score(self, v: View) -> Scores:
+        """Score the entries of one layer, float32 `[B, H, n]`; 0 where they are protected."""
+        rest = v.valid & (v.position >= self.sinks)
+        order = order_of(rest)
+        full = rest.sum(-1, keepdim=True) // self.lag
+        place = rest.cumsum(-1) - 1
+        rated = rest & (place < (full - 1) * self.lag)
+        of_keys, of_values = (
+            self._spread(in_blocks(x, rest, order, self.lag)) for x in (v.key, v.value)
+        )
+        value = of_keys + of_values
+        if not self.cross:
+            # A stable sort: of equals the more recent ranks higher.
+            rank = value.argsort(dim=-1, stable=True).argsort(dim=-1)
+            value = rank.float() / self.lag
+        value = from_blocks(value, order).masked_fill(~rated, 0.0)
+        window = torch.where(rated, 0, protect_window(v, v.length))
+        return Scores(value, torch.maximum(window, protect_sinks(v, self.sinks)).to(torch.int8))
+
+    def _spread(self, blocks: Tensor) -> Tensor:
+        """Value of every entry within its block, `[B, H, P, lag]`, from `[B, H, P, lag, d]`."""
+        following = blocks.roll(-1, 2)  # what the last block is compared with does not matter
+        low, high = following.amin(3, keepdim=True), following.amax(3, keepdim=True)
+        width = high - low
+        scaled = ((blocks - low) / torch.where(width > 0, width, 1.0)).masked_fill(width <= 0, 0.0)
+        return scaled.std(-1).softmax(-1)
+
+
+LAGKV = Policy(
+    name="lagkv",
+    score=LagRelative(),
+    allocate=Uniform(),
+    select=TopK(),
+    summary="keeps what varies most on the scale of the next 128 entries; sinks and a window stay",
+    paper="arXiv 2504.04704",
+    moments=("context", "question", "decode", "chunked"),
+    cost="time and memory O(H T d)",
+)

@@ -1,0 +1,164 @@
+"""Scores that know no question keep what loops over their equations keep, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from kvbench.errors import UserError
+from kvbench.plugin import Policy
+from kvbench.spelling import policy
+
+from . import oracles_agnostic as oa
+from . import oracles_attention as o
+from .oracles import Layer
+from .test_attention_scores import later_kept, later_views, names, some_held, tokens
+from .views import Case, random_case
+
+Score = Callable[[Layer, o.Held, list[np.ndarray], float], o.Worth]
+"""A layer, what its heads hold, normal noise for every head, and `b / T`."""
+
+
+def of(score: Callable[..., o.Worth], **how: object) -> Score:
+    """A score that draws no noise and reads no budget."""
+    return lambda layer, held, noise, kept: score(layer, held, **how)
+
+
+def curdkv(sketch: int, **how: object) -> Score:
+    return lambda layer, held, noise, kept: oa.curdkv(
+        layer, held, [x / sketch**0.5 for x in noise], **how
+    )
+
+
+SCORES: dict[str, Score] = {
+    "lagkv": of(oa.lagkv),
+    "lagkv:lag=8:sinks=4": of(oa.lagkv, lag=8, sinks=4),
+    "lagkv:lag=5:sinks=0:cross=true": of(oa.lagkv, lag=5, sinks=0, cross=True),
+    "lagkv:lag=1:sinks=2": of(oa.lagkv, lag=1, sinks=2),
+    "curdkv": curdkv(20),
+    "curdkv:sketch=3:leverage=mean": curdkv(3, leverage="mean"),
+    "curdkv:sketch=0:local=16": of(oa.curdkv, local=16),
+    "curdkv:sketch=0:leverage=key:sinks=0": of(oa.curdkv, leverage="key", sinks=0),
+    "curdkv:sketch=0:leverage=value:local=5": of(oa.curdkv, leverage="value", local=5),
+}
+
+SHAPES = [((63,), 1), ((63, 40, 20), 4), ((70, 69, 33), 2), ((40, 7, 1), 2)]
+
+
+@pytest.fixture(scope="module", params=SHAPES, ids=lambda s: f"T{s[0]}-G{s[1]}")
+def case(request: pytest.FixtureRequest) -> tuple[Case, list[list[Layer]]]:
+    lengths, group = request.param
+    made = random_case(lengths, group=group, seed=5 * len(lengths) + group)
+    return made, [made.row(r) for r in range(len(lengths))]
+
+
+def budgets(lengths: Sequence[int]) -> list[list[int]]:
+    """One entry, fewer than any protection, some, most, all."""
+    return [
+        [1] * len(lengths),
+        [min(6, t) for t in lengths],
+        [max(1, round(0.3 * t)) for t in lengths],
+        [max(1, round(0.77 * t)) for t in lengths],
+        list(lengths),
+    ]
+
+
+def noise_of(chosen: Policy, made: Case, budget: Sequence[int]) -> list[np.ndarray]:
+    """Normal noise that every layer draws for its random projection, `[B, H, d, sketch]`."""
+    assert chosen.score is not None
+    sketch = chosen.score.parameters().get("sketch", 0)
+    return [
+        v.gaussian(v.model.head_dim, sketch).double().numpy() for v in made.views(chosen, budget)
+    ]
+
+
+@pytest.mark.parametrize("spec", SCORES)
+def test_kept_sets_agree_with_the_oracle(spec: str, case: tuple[Case, list[list[Layer]]]) -> None:
+    layers, rows = case
+    chosen = policy(spec)
+    for budget in budgets(layers.lengths):
+        got = layers.keep(chosen, budget)
+        noise = noise_of(chosen, layers, budget)
+        for r, row in enumerate(rows):
+            first = max(layers.lengths) - layers.lengths[r]
+            for i, layer in enumerate(row):
+                held = o.everything(layer)
+                worth = SCORES[spec](layer, held, list(noise[i][r]), budget[r] / layer.tokens)
+                expected = o.kept(worth, held, budget[r])
+                assert tokens(got[i][r], first) == expected, (budget, r, i)
+
+
+@pytest.mark.parametrize("spec", SCORES)
+def test_a_later_cut_sees_what_each_head_still_holds(spec: str) -> None:
+    layers = random_case((50, 41, 30), group=2, heads=3, seed=5)
+    held = some_held(layers, 0.4, seed=1)
+    share, chosen = [13, 11, 10], policy(spec)
+    got = later_kept(chosen, later_views(layers, chosen, share, held), share)
+    noise = noise_of(chosen, layers, share)
+    for r in range(3):
+        for i, layer in enumerate(layers.row(r)):
+            worth = SCORES[spec](layer, held[r][i], list(noise[i][r]), share[r] / layer.tokens)
+            expected = o.kept(worth, held[r][i], share[r])
+            assert names(got[i][r], held[r][i]) == expected, (r, i)
+
+
+def test_lagkv_takes_the_same_share_of_every_partition() -> None:
+    made = random_case((4 + 6 * 8 + 3,), layers=1, heads=1, group=1)
+    (kept,) = made.kept_tokens(policy("lagkv:lag=8:sinks=4"), [4 + 5 * 3 + 11], 0)[0]
+    assert [sum(4 + 8 * p <= i < 12 + 8 * p for i in kept) for p in range(6)] == [3] * 5 + [8]
+    assert kept[:4] == [0, 1, 2, 3]
+    assert kept[-11:] == list(range(44, 55))
+
+
+def test_lagkv_finds_channels_that_leave_the_range_of_what_follows() -> None:
+    made = random_case((32,), layers=1, heads=1, group=1)
+    for x in (made.k[0], made.v[0]):
+        x[..., 5, 0] += 30.0  # far out of the range of the partition behind it
+        x[..., :3] = 7.0 * x[..., :3]  # the scale of a channel does not matter
+    value = policy("lagkv:lag=8:sinks=0:cross=true").score.score(  # type: ignore[union-attr]
+        made.views(policy("lagkv:lag=8:sinks=0"), [9])[0]
+    )
+    assert int(value.value[0, 0, :8].argmax()) == 5  # type: ignore[union-attr]
+    assert float(value.value[0, 0, :8].sum()) == pytest.approx(2.0)  # type: ignore[union-attr]
+
+
+def test_normal_noise_has_its_moments_and_differs_by_layer_head_seed_and_stream() -> None:
+    made = random_case((3, 3), layers=2, heads=2)
+    views = made.views(policy("curdkv"), [1, 1])
+    noise = torch.stack([v.gaussian(128, 48, s) for v in views for s in (0, 1)])
+    assert abs(float(noise.mean())) < 0.02
+    assert abs(float(noise.var()) - 1) < 0.03
+    assert abs(float(noise.pow(4).mean()) - 3) < 0.2
+    rows = noise.flatten(0, 2).flatten(1)
+    correlation = (rows @ rows.T) / rows.square().sum(1)
+    assert float((correlation - torch.eye(len(rows))).abs().max()) < 0.1
+    torch.testing.assert_close(views[0].gaussian(128, 48), noise[0])
+
+
+@pytest.mark.parametrize("spec", ["lagkv:lag=8:sinks=4", "curdkv", "curdkv:local=7"])
+@pytest.mark.parametrize("rubbish", [float("nan"), float("inf"), 1e30])
+def test_padding_may_hold_anything(spec: str, rubbish: float) -> None:
+    made, chosen, budget = random_case((40, 20, 3), layers=1), policy(spec), [9, 7, 2]
+    expected = [made.kept_tokens(chosen, budget, r) for r in range(3)]
+    (view,) = made.views(chosen, budget)
+    gap = ~view.valid[..., None]
+    view.key = view.key.masked_fill(gap, rubbish)
+    view.value = view.value.masked_fill(gap, rubbish)
+    before = [x.clone() for x in (view.key, view.value)]
+    kept = later_kept(chosen, [view], budget)
+    for r, t in enumerate(made.lengths):
+        assert tokens(kept[0][r], 40 - t) == expected[r][0]
+    for x, y in zip((view.key, view.value), before, strict=True):
+        assert torch.equal(x.nan_to_num(), y.nan_to_num())  # nothing is changed in place
+
+
+@pytest.mark.parametrize(
+    "spec", ["lagkv:lag=0", "lagkv:sinks=-1", "curdkv:sketch=-1", "curdkv:local=-1"]
+)
+def test_what_is_out_of_range_is_refused(spec: str) -> None:
+    with pytest.raises(UserError, match=f"^{spec.split(':')[1].split('=')[0]}=") as error:
+        policy(spec)
+    assert "\n" not in str(error.value)
