@@ -27,6 +27,10 @@ class ModelInfo:
     slice per query head (a view of the model's weight in its own dtype, not a copy).
     `project(layer, hidden)` projects hidden states `[B, n, d_model]` to queries, keys and values,
     before RoPE and before any query or key norm: `[B, n, (H_q + 2 H) d]`.
+    `rotary(layer, position)` returns the cosines and sines by which RoPE turns queries and keys of
+    a layer at text positions `[n]`, float32 `[n, r]` each: of their first `r` of `d` channels,
+    channel `c` belongs together with channel `c + r/2`. Both contain the factor that some kinds of
+    RoPE scale attention with.
     """
 
     name: str
@@ -37,6 +41,9 @@ class ModelInfo:
     hidden_size: int
     output_weight: Callable[[int], Tensor] = field(compare=False, repr=False)
     project: Callable[[int, Tensor], Tensor] | None = field(default=None, compare=False, repr=False)
+    rotary: Callable[[int, Tensor], tuple[Tensor, Tensor]] | None = field(
+        default=None, compare=False, repr=False
+    )
 
     @property
     def group(self) -> int:

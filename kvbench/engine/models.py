@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -51,6 +52,10 @@ def model_info(model: nn.Module) -> ModelInfo:
     dtype = next(computes, torch.float32)
     query_heads = int(config.num_attention_heads)
     dim = getattr(config, "head_dim", None) or config.hidden_size // query_heads
+    embedding: Any = getattr(decoder_of(model), "rotary_emb", None)
+    kinds: list[str] | None = None
+    if embedding is not None and "layer_type" in inspect.signature(embedding.forward).parameters:
+        kinds = [config.layer_types[i] for i in full_layer_ids(model)]  # each kind has its own
 
     def output_weight(layer: int) -> Tensor:
         attention: Any = modules[layer]
@@ -66,6 +71,16 @@ def model_info(model: nn.Module) -> ModelInfo:
             [p(hidden) for p in (attention.q_proj, attention.k_proj, attention.v_proj)], -1
         )
 
+    def rotary(layer: int, position: Tensor) -> tuple[Tensor, Tensor]:
+        if embedding is None:
+            raise UserError(
+                f"{type(model).__name__} has no rotary embedding, which the policy reads"
+            )
+        like = torch.empty(0, device=position.device)
+        kind = () if kinds is None else (kinds[layer],)
+        cos, sin = embedding(like, position[None], *kind)
+        return cos[0], sin[0]
+
     return ModelInfo(
         name=str(getattr(config, "_name_or_path", "")) or type(model).__name__,
         layers=len(modules),
@@ -75,6 +90,7 @@ def model_info(model: nn.Module) -> ModelInfo:
         hidden_size=int(config.hidden_size),
         output_weight=output_weight,
         project=project,
+        rotary=rotary,
     )
 
 
