@@ -24,6 +24,7 @@ class Layer:
     k: np.ndarray
     v: np.ndarray
     w_o: np.ndarray
+    theta: float = 10_000.0  # of RoPE
 
     def __post_init__(self) -> None:
         self.q, self.k, self.v, self.w_o = (

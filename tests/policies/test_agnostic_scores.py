@@ -11,6 +11,7 @@ import torch
 from kvbench.errors import UserError
 from kvbench.plugin import Policy
 from kvbench.spelling import policy
+from kvbench_policies.expected_attention import QueryMoments
 
 from . import oracles_agnostic as oa
 from . import oracles_attention as o
@@ -38,6 +39,13 @@ SCORES: dict[str, Score] = {
     "lagkv:lag=8:sinks=4": of(oa.lagkv, lag=8, sinks=4),
     "lagkv:lag=5:sinks=0:cross=true": of(oa.lagkv, lag=5, sinks=0, cross=True),
     "lagkv:lag=1:sinks=2": of(oa.lagkv, lag=1, sinks=2),
+    "expected_attention": of(oa.expected_attention),
+    "expected_attention:future=3:sinks=0:eps=0.1:norm=output": of(
+        oa.expected_attention, future=3, sinks=0, eps=0.1, norm="output"
+    ),
+    "expected_attention:covariance=false:norm=none:sinks=9": of(
+        oa.expected_attention, covariance=False, norm="none", sinks=9
+    ),
     "curdkv": curdkv(20),
     "curdkv:sketch=3:leverage=mean": curdkv(3, leverage="mean"),
     "curdkv:sketch=0:local=16": of(oa.curdkv, local=16),
@@ -138,7 +146,55 @@ def test_normal_noise_has_its_moments_and_differs_by_layer_head_seed_and_stream(
     torch.testing.assert_close(views[0].gaussian(128, 48), noise[0])
 
 
-@pytest.mark.parametrize("spec", ["lagkv:lag=8:sinks=4", "curdkv", "curdkv:local=7"])
+@pytest.mark.parametrize("sizes", [[23], [1, 9, 2, 11], [3, 20]])
+def test_moments_of_queries_do_not_depend_on_the_pieces_they_come_in(sizes: list[int]) -> None:
+    made = random_case((23, 19, 2), layers=1)
+    made.q[0][~made.valid[:, None].expand(-1, made.q[0].shape[1], -1)] = float("nan")
+    need = QueryMoments(3)
+    observer = need.observer(made.info)
+    at = 0
+    for size in sizes:
+        before, observer = observer, observer.fork()
+        at += size
+        new = slice(at - size, at)
+        observer.update(
+            0,
+            made.q[0][:, :, new],
+            made.k[0][:, :, :at],
+            made.v[0][:, :, :at],
+            made.hidden(0)[:, new],
+            made.valid[:, :at],
+            1.0,
+        )
+        assert before._held.get(0) is not observer._held[0]  # type: ignore[attr-defined]
+    found = observer.read(0)
+    for r in range(2):
+        for g in range(4):
+            mean, covariance = oa.moments(made.row(r)[0], g, 3)
+            expected = torch.from_numpy(np.vstack([mean, covariance])).float()
+            torch.testing.assert_close(found[r, g], expected)
+    assert not bool(found[2].any())  # two tokens, three are skipped
+    joined = type(observer).stack([observer, observer]).read(0)
+    assert torch.equal(joined, torch.cat([found, found]))
+
+
+def test_expected_attention_finds_keys_where_queries_spread() -> None:
+    """With queries of mean 0, a key is worth more the more the queries vary along it."""
+    made = random_case((60,), layers=1, heads=1, group=1)
+    q = torch.randn(1, 1, 60, 8, generator=torch.Generator().manual_seed(0))
+    made.q[0] = q * torch.tensor([1.0, 1, 1, 9, 1, 1, 1, 9])  # the slowest pair of channels
+    made.k[0] = torch.randn_like(made.k[0]) * 0.1
+    made.k[0][0, 0, 33] = torch.tensor([0.0, 0, 0, 1, 0, 0, 0, 1])
+    chosen = policy("expected_attention:norm=none:sinks=0:future=4")
+    (view,) = made.views(chosen, [3])
+    scores = chosen.score.score(view)  # type: ignore[union-attr]
+    assert int(scores.value[0, 0].argmax()) == 33  # type: ignore[union-attr]
+    assert float(scores.value.sum()) == pytest.approx(1.0)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "spec", ["lagkv:lag=8:sinks=4", "expected_attention", "curdkv", "curdkv:local=7"]
+)
 @pytest.mark.parametrize("rubbish", [float("nan"), float("inf"), 1e30])
 def test_padding_may_hold_anything(spec: str, rubbish: float) -> None:
     made, chosen, budget = random_case((40, 20, 3), layers=1), policy(spec), [9, 7, 2]
@@ -156,7 +212,15 @@ def test_padding_may_hold_anything(spec: str, rubbish: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "spec", ["lagkv:lag=0", "lagkv:sinks=-1", "curdkv:sketch=-1", "curdkv:local=-1"]
+    "spec",
+    [
+        "lagkv:lag=0",
+        "lagkv:sinks=-1",
+        "curdkv:sketch=-1",
+        "expected_attention:future=0",
+        "expected_attention:eps=-1",
+        "curdkv:local=-1",
+    ],
 )
 def test_what_is_out_of_range_is_refused(spec: str) -> None:
     with pytest.raises(UserError, match=f"^{spec.split(':')[1].split('=')[0]}=") as error:

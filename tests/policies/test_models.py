@@ -102,6 +102,7 @@ ORACLES: dict[str, Oracle] = {
     "obcache:window=8:variant=value": of(attention.obcache, window=8, variant="value"),
     "obcache:window=8:variant=key": of(attention.obcache, window=8, variant="key"),
     "rkv": of(attention.rkv),
+    "expected_attention:future=32": of(agnostic.expected_attention, future=32),
     "lagkv:lag=8:sinks=4": of(agnostic.lagkv, lag=8, sinks=4),
     "curdkv:sketch=0:local=16": of(agnostic.curdkv, local=16),
     "snapkv:window=8": made_of(window),
@@ -165,7 +166,8 @@ def layers_of(model: Any, ids: Tensor) -> list[o.Layer]:
 
     def watch(module: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **more: Any) -> Any:
         out = module.o_proj.weight.T.unflatten(0, (q.shape[1], q.shape[-1]))
-        seen.append(o.Layer(*(x[0].numpy() for x in (q, k, v)), out.numpy()))
+        theta = model.config.rope_parameters["rope_theta"]
+        seen.append(o.Layer(*(x[0].numpy() for x in (q, k, v)), out.numpy(), theta))
         return sdpa_attention_forward(module, q, k, v, *rest, **more)
 
     AttentionInterface.register("watched", watch)

@@ -20,6 +20,12 @@ def fixed(rows: int, columns: int) -> Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)) / rows**0.5
 
 
+def rotary(position: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of RoPE, `[n, dim]` each."""
+    angle = position[:, None] * 10_000.0 ** (-2 * torch.arange(dim // 2, dtype=torch.float64) / dim)
+    return angle.cos().float().repeat(1, 2), angle.sin().float().repeat(1, 2)
+
+
 @dataclass
 class Case:
     """Layers of a batch that is padded on the left; row `r` has `lengths[r]` tokens."""
@@ -52,6 +58,7 @@ class Case:
             hidden,
             lambda layer: self.w_o[layer],
             lambda layer, x: (x.float() @ into_qkv).to(x.dtype),
+            lambda layer, position: rotary(position, dim),
         )
 
     def hidden(self, layer: int) -> Tensor:

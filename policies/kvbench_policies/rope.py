@@ -1,0 +1,50 @@
+"""Turning queries and keys forth and back as RoPE does, for scores that look before it.
+
+Cosines and sines come from `ModelInfo.rotary`. In models that give images positions on several axes
+(M-RoPE), keys of images are turned by the angle of their place in the sequence, as text is.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvbench.errors import UserError
+from kvbench.plugin import ModelInfo
+
+
+def angles(model: ModelInfo, layer: int, position: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of a layer at any positions.
+
+    Args:
+        model: The model.
+        layer: Index among the full-attention layers.
+        position: int64, any shape; negative positions count as 0.
+
+    Returns:
+        float32 `[*position.shape, r]` each.
+
+    Raises:
+        UserError: The model has no rotary embedding.
+    """
+    if model.rotary is None:
+        raise UserError(f"cannot read the rotary embedding of model {model.name}")
+    cos, sin = model.rotary(layer, position.flatten().clamp(min=0))
+    return cos.unflatten(0, position.shape), sin.unflatten(0, position.shape)
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn `x` `[..., d]` by angles `[..., r]`; channels from `r` on stay as they are."""
+    r = cos.shape[-1]
+    return torch.cat([x[..., :r] * cos + _half_turn(x[..., :r]) * sin, x[..., r:]], -1)
+
+
+def turn_back(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Undo `turn`."""
+    scale = cos.square() + sin.square()
+    return turn(x, cos / scale, -sin / scale)
+
+
+def _half_turn(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([-second, first], -1)
