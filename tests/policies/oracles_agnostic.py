@@ -160,3 +160,97 @@ def expected_attention(
         value.append([total.get(i, 0.0) for i in tokens])
         classes.append([SINK if i < sinks else FREE for i in tokens])
     return Worth(value, classes)
+
+
+# --- Compactor and its parts ----------------------------------------------------------------------
+
+
+def leverage_of(layer: Layer, held: Held, noise: list[np.ndarray] | None) -> list[dict[int, float]]:
+    """Leverage of the keys before RoPE; `noise[h]` is standard normal, `[d, sketch]`."""
+    out = []
+    for h, tokens in enumerate(held):
+        rows = []
+        for i in tokens:
+            row = rotation(layer, i).T @ layer.k[h, i]
+            rows.append(row if noise is None else row @ noise[h] / math.sqrt(noise[h].shape[1]))
+        found: dict[int, float] = {}
+        if rows:
+            mean = sum(rows) / len(rows)
+            rows = [row - mean for row in rows]
+            gram = sum(np.outer(row, row) for row in rows) + 0.01 * np.eye(len(mean))
+            inverse = np.linalg.inv(gram)
+            found = {i: float(row @ inverse @ row) for i, row in zip(tokens, rows, strict=True)}
+        out.append(found)
+    return out
+
+
+def chunk_attention(
+    layer: Layer, chunk: int, first: int, last: int, padded: bool
+) -> list[list[float]]:
+    """`[H][T]`: what tokens receive in their chunks, times the value's length, pooled."""
+    stop = max(first, layer.tokens - last)
+    out = []
+    for h in range(layer.heads):
+        plain = [0.0] * layer.tokens
+        for start in range(first, stop, chunk):
+            own = range(start, min(start + chunk, stop))
+            missing = chunk - len(own) if padded else 0
+            for g in query_heads(layer, h):
+                for t in own:
+                    logits = [float(layer.q[g, t] @ layer.k[h, i]) for i in own]
+                    weights = softmax(logits + [0.0] * missing)
+                    for i, a in zip(own, weights, strict=False):
+                        plain[i] += a / layer.group
+            for i in own:
+                plain[i] = (plain[i] + missing / chunk) * math.sqrt(square(layer.v[h, i]))
+        near = [0.0, *plain, 0.0]
+        out.append([sum(near[i : i + 3]) / 3 for i in range(layer.tokens)])
+    return out
+
+
+def standardised(value: list[dict[int, float]]) -> list[dict[int, float]]:
+    """Mean 0 and sample standard deviation 1 over all heads."""
+    every = [x for head in value for x in head.values()]
+    mean = sum(every) / max(1, len(every))
+    std = math.sqrt(sum((x - mean) ** 2 for x in every) / max(1, len(every) - 1))
+    return [{i: (x - mean) / max(std, 1e-6) for i, x in head.items()} for head in value]
+
+
+def leverage(layer: Layer, held: Held, noise: list[np.ndarray] | None = None) -> Worth:
+    value = standardised(leverage_of(layer, held, noise))
+    return Worth([list(x.values()) for x in value], [[FREE] * len(x) for x in value])
+
+
+def non_causal(layer: Layer, held: Held, chunk: int = 256, padded: bool = False) -> Worth:
+    found = chunk_attention(layer, chunk, 0, 0, padded)
+    value = standardised([{i: found[h][i] for i in tokens} for h, tokens in enumerate(held)])
+    return Worth([list(x.values()) for x in value], [[FREE] * len(x) for x in value])
+
+
+def compactor(
+    layer: Layer,
+    held: Held,
+    noise: list[np.ndarray] | None,
+    blend: float,
+    sinks: int = 8,
+    recent: int = 4,
+    chunk: int = 256,
+    padded: bool = False,
+) -> Worth:
+    newest = layer.tokens - 1
+    rated = tuple(tuple(i for i in t if i >= sinks and newest - i >= recent) for t in held)
+    outliers = standardised(leverage_of(layer, rated, noise))
+    found = chunk_attention(layer, chunk, sinks, recent, padded)
+    attention = standardised([{i: found[h][i] for i in tokens} for h, tokens in enumerate(rated)])
+    value, classes = [], []
+    for h, tokens in enumerate(held):
+        value.append(
+            [blend * outliers[h][i] + attention[h][i] if i in rated[h] else 0.0 for i in tokens]
+        )
+        row = []
+        for i in tokens:
+            c = WINDOW if newest - i < recent else FREE
+            c = NEWEST if c and i == newest else c
+            row.append(max(c, SINK) if i < sinks else c)
+        classes.append(row)
+    return Worth(value, classes)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import avg_pool1d
 
 from kvbench.errors import UserError
-from kvbench.plugin import Policy
+from kvbench.plugin import Need, Policy
 from kvbench.spelling import policy
 from kvbench_policies.expected_attention import QueryMoments
+from kvbench_policies.non_causal import ChunkAttention
 
 from . import oracles_agnostic as oa
 from . import oracles_attention as o
@@ -45,6 +48,20 @@ SCORES: dict[str, Score] = {
     ),
     "expected_attention:covariance=false:norm=none:sinks=9": of(
         oa.expected_attention, covariance=False, norm="none", sinks=9
+    ),
+    "knorm:score=leverage": lambda layer, held, noise, kept: oa.leverage(layer, held, noise),
+    "knorm:score=leverage:sketch=0": of(oa.leverage),
+    "knorm:score=non_causal": of(oa.non_causal),
+    "knorm:score=non_causal:chunk=16": of(oa.non_causal, chunk=16),
+    "knorm:score=non_causal:chunk=16:variant=release": of(oa.non_causal, chunk=16, padded=True),
+    "compactor": lambda layer, held, noise, kept: oa.compactor(layer, held, noise, 1 - kept),
+    "compactor:blend=0.35:chunk=8:sinks=3:recent=0:sketch=0": of(
+        oa.compactor, noise=None, blend=0.35, chunk=8, sinks=3, recent=0
+    ),
+    "compactor:blend=2:chunk=11:recent=9:variant=release:sketch=5": (
+        lambda layer, held, noise, kept: oa.compactor(
+            layer, held, noise, 2.0, recent=9, chunk=11, padded=True
+        )
     ),
     "curdkv": curdkv(20),
     "curdkv:sketch=3:leverage=mean": curdkv(3, leverage="mean"),
@@ -146,27 +163,30 @@ def test_normal_noise_has_its_moments_and_differs_by_layer_head_seed_and_stream(
     torch.testing.assert_close(views[0].gaussian(128, 48), noise[0])
 
 
-@pytest.mark.parametrize("sizes", [[23], [1, 9, 2, 11], [3, 20]])
-def test_moments_of_queries_do_not_depend_on_the_pieces_they_come_in(sizes: list[int]) -> None:
-    made = random_case((23, 19, 2), layers=1)
-    made.q[0][~made.valid[:, None].expand(-1, made.q[0].shape[1], -1)] = float("nan")
-    need = QueryMoments(3)
-    observer = need.observer(made.info)
+SIZES = [[23], [1, 9, 2, 11], [3, 20], [1] * 23]
+
+
+def in_pieces(need: Need, made: Case, sizes: Sequence[int]) -> Any:
+    """The observer of a need after forwards of some sizes; padding holds NaN."""
+    for x in (made.q[0], made.k[0], made.v[0]):
+        x.masked_fill_(~made.valid[:, None, :, None], float("nan"))
+    observer: Any = need.observer(made.info)
     at = 0
     for size in sizes:
         before, observer = observer, observer.fork()
         at += size
         new = slice(at - size, at)
-        observer.update(
-            0,
-            made.q[0][:, :, new],
-            made.k[0][:, :, :at],
-            made.v[0][:, :, :at],
-            made.hidden(0)[:, new],
-            made.valid[:, :at],
-            1.0,
-        )
-        assert before._held.get(0) is not observer._held[0]  # type: ignore[attr-defined]
+        q, k, v = made.q[0][:, :, new], made.k[0][:, :, :at], made.v[0][:, :, :at]
+        held = before._held.get(0)
+        observer.update(0, q, k, v, made.hidden(0)[:, new], made.valid[:, :at], 1.0)
+        assert before._held.get(0) is held  # a fork changes nothing of the other
+    return observer
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_moments_of_queries_do_not_depend_on_the_pieces_they_come_in(sizes: list[int]) -> None:
+    made = random_case((23, 19, 2), layers=1)
+    observer = in_pieces(QueryMoments(3), made, sizes)
     found = observer.read(0)
     for r in range(2):
         for g in range(4):
@@ -176,6 +196,25 @@ def test_moments_of_queries_do_not_depend_on_the_pieces_they_come_in(sizes: list
     assert not bool(found[2].any())  # two tokens, three are skipped
     joined = type(observer).stack([observer, observer]).read(0)
     assert torch.equal(joined, torch.cat([found, found]))
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(("first", "last"), [(0, 0), (2, 3), (5, 1)])
+def test_chunks_do_not_depend_on_the_pieces_they_come_in(
+    sizes: list[int], first: int, last: int
+) -> None:
+    made = random_case((23, 19, 2), layers=1)
+    need = ChunkAttention(4, first, last, padded=first == 2)
+    observer = in_pieces(need, made, sizes)
+    found = observer.read(0)
+    for r, t in enumerate(made.lengths):
+        pooled = avg_pool1d(found[r], 3, stride=1, padding=1)[:, :t]
+        expected = oa.chunk_attention(made.row(r)[0], 4, first, last, padded=first == 2)
+        torch.testing.assert_close(pooled, torch.tensor(expected).float())
+    short = in_pieces(need, random_case((7,), layers=1), [7])
+    joined = type(observer).stack([short, observer])
+    assert torch.equal(joined.read(0)[1:], found)
+    assert torch.equal(joined.read(0)[0, :, :7], short.read(0)[0])
 
 
 def test_expected_attention_finds_keys_where_queries_spread() -> None:
@@ -193,7 +232,7 @@ def test_expected_attention_finds_keys_where_queries_spread() -> None:
 
 
 @pytest.mark.parametrize(
-    "spec", ["lagkv:lag=8:sinks=4", "expected_attention", "curdkv", "curdkv:local=7"]
+    "spec", ["lagkv:lag=8:sinks=4", "expected_attention", "compactor", "curdkv", "curdkv:local=7"]
 )
 @pytest.mark.parametrize("rubbish", [float("nan"), float("inf"), 1e30])
 def test_padding_may_hold_anything(spec: str, rubbish: float) -> None:

@@ -103,6 +103,9 @@ ORACLES: dict[str, Oracle] = {
     "obcache:window=8:variant=key": of(attention.obcache, window=8, variant="key"),
     "rkv": of(attention.rkv),
     "expected_attention:future=32": of(agnostic.expected_attention, future=32),
+    "compactor:sketch=0:chunk=16": by_worth(
+        lambda layer, held, b: agnostic.compactor(layer, held, None, 1 - b / layer.tokens, chunk=16)
+    ),
     "lagkv:lag=8:sinks=4": of(agnostic.lagkv, lag=8, sinks=4),
     "curdkv:sketch=0:local=16": of(agnostic.curdkv, local=16),
     "snapkv:window=8": made_of(window),
