@@ -67,12 +67,8 @@ class Retrieval(Profiled):
     def shares(self, model: ModelInfo, length: Tensor, budget: Tensor) -> Tensor:
         """Entries of every layer, int64 `[B, L]`, summing to `L * H * b`."""
         if bool(((budget <= self.sinks + self.recent) & (budget < length)).any()):
-            # No number of this batch in the text: Python shows equal warnings once.
-            warnings.warn(
-                f"duo_attention (allocate=retrieval): {self.sinks} sinks and {self.recent} recent "
-                "tokens fill the budget of every head, so no head keeps the whole context; use a "
-                "larger --budget, or smaller sinks= and recent=",
-                stacklevel=2,
+            warn_of_full_floor(
+                self.sinks, self.recent, "duo_attention (allocate=retrieval)", "head"
             )
         heads = model.layers * model.kv_heads
         most = length[:, None].expand(-1, heads)
@@ -96,26 +92,36 @@ class Retrieval(Profiled):
         return torch.tensor(self.load_profile(model).scores, dtype=torch.float64).to(device)
 
 
+def warn_of_full_floor(sinks: int, recent: int, who: str, unit: str) -> None:
+    """Warn that sinks and recent tokens take the whole budget of every head or layer."""
+    # No number of this batch in the text: Python shows equal warnings once.
+    warnings.warn(
+        f"{who}: {sinks} sinks and {recent} recent tokens fill the budget of every {unit}, so no "
+        f"{unit} keeps the whole context; use a larger --budget, or smaller sinks= and recent=",
+        stacklevel=3,
+    )
+
+
 def fill_by_rank(worth: Tensor, total: Tensor, reserved: Tensor, most: Tensor) -> Tensor:
-    """Reserve entries for every head, then fill heads up from the worthiest down.
+    """Reserve entries for every head or layer, then fill them up from the worthiest down.
 
     Args:
-        worth: Worth of every head, `[K]`; ties go to the lower index.
+        worth: Worth of every head or layer, `[K]` or `[B, K]`; ties go to the lower index.
         total: Entries to spread, int64 `[B]`, at most the sum of `most`.
-        reserved: Entries that each head gets first, int64 `[B, K]`. A total below their sum is
-            spread evenly, up to these numbers.
-        most: Entries that each head can hold, int64 `[B, K]`, at least `reserved`.
+        reserved: Entries that each gets first, int64 `[B, K]`. A total below their sum is spread
+            evenly, up to these numbers.
+        most: Entries that each can hold, int64 `[B, K]`, at least `reserved`.
 
     Returns:
         int64 `[B, K]` summing to `total`.
     """
-    order = worth.argsort(descending=True, stable=True)
+    order = worth.argsort(dim=-1, descending=True, stable=True).expand_as(reserved)
     floor = reserved.sum(-1)
     even = apportion(torch.ones_like(reserved).double(), total.minimum(floor), reserved)
-    room = (most - reserved)[:, order]
+    room = (most - reserved).gather(1, order)
     left = (total - floor).clamp(min=0)[:, None]
     extra = torch.minimum(room, (left - (room.cumsum(-1) - room)).clamp(min=0))
-    return even.scatter_add(1, order.expand_as(reserved), extra)
+    return even.scatter_add(1, order, extra)
 
 
 DUO_ATTENTION = Policy(

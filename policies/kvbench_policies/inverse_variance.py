@@ -17,6 +17,7 @@ from torch import Tensor
 from kvbench.errors import BudgetRefused, UserError
 from kvbench.parts import largest_remainder, water_fill
 from kvbench.plugin import Allocator, AttentionMass, Need, Scored
+from kvbench_policies.layer_shares import held_before
 
 _LEAST_VARIANCE = 1e-12
 """Smallest variance whose reciprocal is taken."""
@@ -111,15 +112,9 @@ class InverseVariance(Allocator):
         others = heads * int((~whole).sum())
         self._check(left, others, total, whole, count * heads)
         logs = self._logs(layers)[:, :, None].expand_as(held)
-        least = (v.length // 100).clamp(min=1)
-        stay = torch.zeros_like(v.length, dtype=torch.bool)
-        if v.moment == "decode":
-            # Every head gained the same number of entries since the cache held this total.
-            gained = (held.sum((1, 2)) - total).double() / (count * heads)
-            before = (held - gained[:, None, None]).clamp(min=1e-9)
-            stay = (held < v.length[:, None, None]).any(2).any(1)
-            logs = torch.where(stay[:, None, None], before.log(), logs)
-            least = torch.where(stay, 1, least)
+        before, stay = held_before(layers, total)
+        logs = torch.where(stay[:, None, None], before.log(), logs)
+        least = torch.where(stay, 1, (v.length // 100).clamp(min=1))
         floor = torch.minimum(least, left // max(1, others))[:, None, None]
         low = torch.minimum(torch.where(whole[:, None], held, floor), held).flatten(1)
         most = held.flatten(1)

@@ -10,7 +10,7 @@ from kvbench import registry
 from kvbench.checks import run_checks
 from kvbench.spelling import policy
 
-pytestmark = pytest.mark.filterwarnings("ignore:duo_attention")
+pytestmark = pytest.mark.filterwarnings("ignore:(duo_attention|simlayerkv)")
 
 
 def shipped() -> list[str]:

@@ -34,6 +34,7 @@ from . import oracles as o
 from . import oracles_agnostic as agnostic
 from . import oracles_allocation as allocation
 from . import oracles_attention as attention
+from . import oracles_layers as ol
 from . import oracles_merging as merging
 from . import oracles_profile as profile
 from .test_d2o import accumulated, by_query_head
@@ -70,6 +71,13 @@ def profiled(score: Any, allocate: Any, select: Any) -> Oracle:
         return [select(layer, score(layer), own) for layer, own in zip(layers, shares, strict=True)]
 
     return run
+
+
+def layered(score: Any, allocate: Any) -> Oracle:
+    return lambda layers, b: [
+        o.top_k(layer, score(layer), own)
+        for layer, own in zip(layers, allocate(layers, b), strict=True)
+    ]
 
 
 def d2o(layers: list[o.Layer], b: int) -> Kept:
@@ -114,6 +122,11 @@ ORACLES: dict[str, Oracle] = {
     "ada_pyramidkv:window=8": partial(allocation.ada_pyramidkv, window=8),
     "critical_snapkv:window=8": made_of(window, o.uniform, o.two_stage),
     "criticalkv:window=8": made_of(window, o.head_adaptive, o.two_stage),
+    "cake:window=8": layered(partial(ol.cake_score, window=8), partial(ol.cake, window=8)),
+    "zigzagkv:window=8": layered(window, partial(ol.zigzagkv, window=8)),
+    "simlayerkv:recent=5": layered(
+        partial(o.recency_score, sinks=4), partial(ol.lazy_layers, recent=5)
+    ),
     "defensivekv:window=8": partial(allocation.defensivekv, window=8),
     "layer_defensivekv:window=8": partial(allocation.layer_defensivekv, window=8),
     "headkv:window=8": profiled(window, partial(profile.head_profile, window=8), o.top_k),

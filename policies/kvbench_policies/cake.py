@@ -1,0 +1,130 @@
+"""CAKE: layers share the budget by how wide and how changeable their attention is.
+
+Qin, Cao, Lin, Hu, Fan, Cheng, Lin, Li: CAKE: Cascading and Adaptive KV Cache Eviction with Layer
+Preferences, arXiv 2503.12491, with gamma = 200 and pooling over 5 as in the authors' code. Its
+exponents are tuned per model and cache size; 1 is the default of the code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvbench.errors import UserError
+from kvbench.parts import TopK
+from kvbench.plugin import Allocator, Need, Policy, Queries, Scored, Scores, View, protect_window
+from kvbench_policies.layer_shares import spread_by_weight
+from kvbench_policies.ranges import check_count, check_finite
+from kvbench_policies.windows import WindowScore
+
+
+@dataclass(frozen=True)
+class MeanAndVariance(WindowScore):
+    """Mean of the window's attention plus `gamma` times its variance over the window's queries.
+
+        s_i = pool( mean_{g in group}( mean_q A_g[q, i] + gamma Var_q A_g[q, i] ) )  for i < T - w
+
+    with the sample variance, and average pooling, beyond whose ends zeros lie. The window is
+    protected.
+
+    Attributes:
+        gamma: Weight of the variance.
+        window: Number of observing queries, in tokens; these tokens are protected.
+        kernel: Width of the pooling over the past in entries, odd; 1 turns pooling off.
+    """
+
+    name: ClassVar[str] = "cake"
+    nonnegative: ClassVar[bool] = True
+    kernel: int = 5
+    gamma: float = 200.0
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        super().__post_init__()
+        check_finite("gamma", self.gamma, 0)
+
+    def score(self, v: View) -> Scores:
+        """Score the entries of one layer, float32 `[B, H, n]`; 0 in the window."""
+        before_window = self.past(v)
+        attention = v.window_attention(self.window)
+        value = v.grouped(attention.mean(2) + self.gamma * variance(attention))
+        value = self.pooled(value.masked_fill(~before_window, 0.0), "avg")
+        return Scores(value.masked_fill(~before_window, 0.0), protect_window(v, self.window))
+
+
+def variance(attention: Tensor) -> Tensor:
+    """Sample variance over the queries, `[B, H_q, n]` from `[B, H_q, w, n]`; 0 of one query."""
+    return attention.var(2) if attention.shape[2] > 1 else torch.zeros_like(attention[:, :, 0])
+
+
+@dataclass(frozen=True)
+class LayerPreference(Allocator):
+    """Layers share what the window leaves of the budget by entropy and variance of attention.
+
+    With the attention `A` of the window's queries `q` on the past `i < T - w`, over the layer's
+    query heads `g`:
+
+        P_l = (-sum_{g, q, i} A log A)^(1 / tau1) * (sum_{g, i} Var_q A_g[q, i])^(1 / tau2)
+
+        n_l = w + (b - w) L P_l / sum_m P_m
+
+    All heads of a layer get the same. A layer gets at most the `T` tokens of the context: the
+    excess goes to the others in proportion. Shares are even if `b <= w`. `P` belongs to the
+    prefill: at moment `decode` a cache that was cut before keeps the shares that its heads have.
+
+    Attributes:
+        tau1: The higher, the less the entropy counts.
+        tau2: The higher, the less the variance counts.
+        window: `w`, the number of observing queries and of tokens that every head keeps.
+    """
+
+    name: ClassVar[str] = "cake"
+    scope: ClassVar[Literal["head", "layer", "model"]] = "model"
+    tau1: float = 1.0
+    tau2: float = 1.0
+    window: int = 32
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        for name in ("tau1", "tau2"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise UserError(f"{name}={getattr(self, name)} is out of range; use more than 0")
+        check_count("window", self.window, 1)
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """The last `window` queries."""
+        return frozenset({Queries(self.window)})
+
+    def allocate(self, layers: Sequence[Scored], total: Tensor) -> Tensor:
+        """Spread a total (int64 `[B]`) over the heads of all layers, int64 `[B, L, H]`."""
+        logs = torch.stack([self._log_preference(x.view) for x in layers], 1)
+        largest = logs.amax(1, keepdim=True).clamp(min=-1e300)
+        base = torch.full_like(total, self.window).double()
+        return spread_by_weight(layers, (logs - largest).exp(), base, total)
+
+    def _log_preference(self, v: View) -> Tensor:
+        """`log P` of one layer, float64 `[B]`."""
+        attention = v.window_attention(self.window)
+        past = ((v.age >= self.window) & v.valid).repeat_interleave(v.model.group, 1)
+        attention = attention.masked_fill(~past[:, :, None], 0.0)
+        entropy = -torch.special.xlogy(attention, attention).double().sum((1, 2, 3))
+        shift = variance(attention).double().sum((1, 2))
+        # Logarithms, so that small exponents do not overflow; -inf where one of them is 0.
+        return entropy.clamp(min=0.0).log() / self.tau1 + shift.log() / self.tau2
+
+
+CAKE = Policy(
+    name="cake",
+    score=MeanAndVariance(),
+    allocate=LayerPreference(),
+    select=TopK(),
+    summary="attention of the last 32 queries and its variance; layers share by how it spreads",
+    paper="arXiv 2503.12491",
+    moments=("context", "question", "decode"),
+    cost="time O(H_q w T d), memory O(H_q w T + H T d); all layers are held to the end",
+)

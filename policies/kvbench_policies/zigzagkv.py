@@ -1,0 +1,84 @@
+"""ZigZagKV: layers share the budget by how many entries hold most of their attention.
+
+Zhong, Liu, Zhang, Lei, Gao, Hu, Chen, Zhang: ZigZagKV: Dynamic KV Cache Compression for
+Long-context Modeling based on Layer Uncertainty, arXiv 2412.09036, equation 6. The authors have
+published no code. Attention is that of SnapKV's window here, and the size of the bound is ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvbench.parts import TopK
+from kvbench.plugin import Allocator, Need, Policy, Queries, Scored, View
+from kvbench_policies.layer_shares import spread_by_weight
+from kvbench_policies.ranges import check_count, check_share
+from kvbench_policies.snapkv import WindowAttention
+
+
+@dataclass(frozen=True)
+class LayerUncertainty(Allocator):
+    """Layers share the budget by the number of entries that hold `mass` of their attention.
+
+    Let `m_{l,g}` be the smallest number of entries that together receive the share `mass` of the
+    mean attention of the last `window` queries of query head `g`. With its mean `m_l` over the
+    heads of a layer, and `b_0 = bound * b`:
+
+        n_l = b_0 + (b - b_0) L m_l / sum_k m_k
+
+    All heads of a layer get the same. A layer gets at most the `T` tokens of the context: the
+    excess goes to the others in proportion. `m` belongs to the prefill: at moment `decode` a cache
+    that was cut before keeps the shares that its heads have.
+
+    Attributes:
+        mass: Share of the attention that counts as most of it.
+        bound: Share of the budget that is spread evenly first.
+        window: Number of observing queries, in tokens.
+    """
+
+    name: ClassVar[str] = "zigzagkv"
+    scope: ClassVar[Literal["head", "layer", "model"]] = "model"
+    mass: float = 0.9
+    bound: float = 0.2
+    window: int = 32
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        check_share("mass", self.mass)
+        check_share("bound", self.bound)
+        check_count("window", self.window, 1)
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """The last `window` queries."""
+        return frozenset({Queries(self.window)})
+
+    def allocate(self, layers: Sequence[Scored], total: Tensor) -> Tensor:
+        """Spread a total (int64 `[B]`) over the heads of all layers, int64 `[B, L, H]`."""
+        weight = torch.stack([self._entries(x.view) for x in layers], 1)
+        heads = len(layers) * layers[0].view.model.kv_heads
+        return spread_by_weight(layers, weight, self.bound * total.double() / heads, total)
+
+    def _entries(self, v: View) -> Tensor:
+        """`m` of one layer, float64 `[B]`."""
+        attention = v.window_attention(self.window).sum(2).double()
+        most = attention.sort(dim=-1, descending=True).values.cumsum(-1)
+        count = (most < self.mass * most[..., -1:]).sum(-1) + 1
+        return count.double().mean(1)
+
+
+ZIGZAGKV = Policy(
+    name="zigzagkv",
+    score=WindowAttention(),
+    allocate=LayerUncertainty(),
+    select=TopK(),
+    summary="SnapKV's scores; layers share by how many entries hold 90% of their attention",
+    paper="arXiv 2412.09036, equation 6",
+    moments=("context", "question", "decode"),
+    cost="time O(H_q T (w d + log T)), memory O(H_q w T + H T d); all layers are held to the end",
+)
