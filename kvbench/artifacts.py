@@ -65,7 +65,7 @@ class Artifacts:
 
         Args:
             model: `ModelInfo.name` or what `--model` names: `reference`, a folder or a hub id.
-            kinds: Kinds to look for, the preferred one first.
+            kinds: Kinds to look for, the preferred one first; "" if there is only one.
             named: What the user names, or None; it is not compared with the model.
 
         Raises:
@@ -87,7 +87,7 @@ class Artifacts:
                     "again"
                 )
             return path
-        kind = f"{kinds[0]} " if len(kinds) == 1 else ""
+        kind = f"{kinds[0]} " if len(kinds) == 1 and kinds[0] else ""
         raise UserError(
             f"model {model} has no {kind}{self.noun}; run {self.how(model, kinds[0])}, or set "
             f"{self.option}= to a {'folder' if self.files else 'file'}"

@@ -94,3 +94,53 @@ def heads(
         lines = profile_heads(model, kind, given, out, told)
     for line in lines:
         print(line)
+
+
+@app.command()
+def qfilters(
+    context: typer.Context,
+    task: Annotated[
+        str | None,
+        option(
+            WHAT,
+            "NAME",
+            "Tasks whose prompts the model reads, with commas. Default: niah_depth.",
+            autocompletion=complete.tasks,
+        ),
+    ] = None,
+    model: OneModel = "reference",
+    revision: Revision = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    device_map: DeviceMap = None,
+    quantization: Quantization = None,
+    samples: Annotated[
+        int | None, option(PROMPTS, "N", "Per task and length. Default: 20.")
+    ] = None,
+    length: Annotated[
+        str | None,
+        option(
+            PROMPTS, "TOKENS", "Length of prompt and answer together, with commas. Default: 1024."
+        ),
+    ] = None,
+    chat_template: Template = None,
+    seed: Seed = None,
+    out: Annotated[
+        Path | None,
+        option(
+            OUTPUT,
+            "FOLDER",
+            "Where to write the filters. Default: the user's cache, where the policy looks.",
+        ),
+    ] = None,
+) -> None:
+    """Estimate the direction that the queries of each KV head share, for qfilters."""
+    from kvbench.profiles.command import profile_filters
+
+    given = given_flags(context, "model", "out")
+    told = progress()
+    with stopping(told, "filters are written when they are complete"):
+        told.busy(f"loading model {model}")
+        lines = profile_filters(model, given, out, told)
+    for line in lines:
+        print(line)

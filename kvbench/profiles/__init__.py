@@ -4,4 +4,6 @@
 `ablation` measures what answers lose without heads, `files` stores and finds profiles, `command` is
 `kvbench profile heads`, `ship` makes the profile of the reference model, and `allocators` is the
 base of the policies' allocators that read a profile.
+
+`queries` estimates Q-filters, which `filters` stores and finds.
 """

@@ -1,4 +1,4 @@
-"""`kvbench profile heads`: plans the needle task, measures, checks and writes the profile."""
+"""`kvbench profile`: plans the task, measures, checks and writes head profiles and Q-filters."""
 
 from __future__ import annotations
 
@@ -16,16 +16,21 @@ from kvbench import __version__, reference
 from kvbench.engine.loading import load_model
 from kvbench.engine.models import check_single, model_info
 from kvbench.errors import UserError, nearest
+from kvbench.files import cannot
 from kvbench.profiles.ablation import LEAST_ANSWERS, Evidence, Mean, head_losses, verify
 from kvbench.profiles.files import KINDS, PROFILES, HeadProfile
+from kvbench.profiles.filters import FILTERS, KIND, WEIGHTS, FilterNotes, save_filters
 from kvbench.profiles.measure import Measured, measure
 from kvbench.profiles.needles import find_needles
+from kvbench.profiles.queries import filters_of, sample_queries
 from kvbench.progress import Reporter
 from kvbench.runs.grid import Grid
 from kvbench.runs.planning import Stage, plan
 
 TASK, SAMPLES = "niah_depth", 33
 """The needle at eleven depths, three times each."""
+PROMPTS = 20
+"""Prompts whose queries give the Q-filters."""
 
 
 def profile_heads(
@@ -57,12 +62,7 @@ def profile_heads(
     if out is not None and out.is_dir():
         raise UserError(f"--out {out} is a folder; give the path of a file")
     path = out or PROFILES.user_path(model, kind)
-    try:  # before the work, not after it
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from None
+    _check_place(path)
     made = measure_profile(model, kind, given, reporter)
     made.save(path)
     lines = [f"wrote {path}", describe(made)]
@@ -73,13 +73,86 @@ def profile_heads(
     return lines
 
 
-def measure_profile(
-    model: str, kind: str, given: Mapping[str, Any], reporter: Reporter
-) -> HeadProfile:
-    """Measure a profile of a model; arguments as in `profile_heads`."""
-    grid = Grid.from_dict(
-        {"task": TASK, "samples": SAMPLES, **given, "model": model, "policy": "full"}
+def _check_place(path: Path) -> None:
+    """Make the folder of a file and try to write to it: before the work, not after it.
+
+    Raises:
+        UserError: It cannot be written to.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise cannot("write", path, error) from None
+
+
+def profile_filters(
+    model: str, given: Mapping[str, Any], out: Path | None, reporter: Reporter
+) -> list[str]:
+    """Estimate the Q-filters of a model and write them.
+
+    Args:
+        model: `reference`, a folder or a hub id.
+        given: As in `profile_heads`.
+        out: The folder; None writes to the user's cache.
+        reporter: Told of the progress.
+
+    Returns:
+        Lines for the user: where the filters are, and what they were made from.
+
+    Raises:
+        UserError: An option is out of range, or the model or a task cannot be loaded.
+    """
+    if out is not None and out.is_file():
+        raise UserError(f"--out {out} is a file; give the path of a folder")
+    folder = out or FILTERS.user_path(model, KIND)
+    _check_place(folder / WEIGHTS)
+    filters, notes = measure_filters(model, given, reporter)
+    save_filters(folder, filters, notes)
+    layers, heads, dim = filters.shape
+    lines = [
+        f"wrote {folder}",
+        f"Q-filters of {notes.model}: {layers} layers by {heads} KV heads of {dim} channels, from "
+        f"{notes.queries} queries of each query head in {notes.prompts} prompts of {notes.task}",
+    ]
+    if out is not None:
+        lines.append(f"qfilters reads them with filters={folder}")
+    elif FILTERS.shipped_path(model, KIND):
+        lines.append(f"qfilters prefers the shipped ones; it reads these with filters={folder}")
+    return lines
+
+
+def measure_filters(
+    model: str, given: Mapping[str, Any], reporter: Reporter
+) -> tuple[Tensor, FilterNotes]:
+    """Estimate the Q-filters of a model, `[L, H, d]`; arguments as in `profile_filters`."""
+    grid, stage, network = _opened(model, {"samples": PROMPTS, **given}, reporter)
+    prompts = [(*p.context_ids, *p.question_ids) for job in stage.jobs for p in job.prompts]
+    try:
+        reporter.start(len(prompts), f"{model} reads")
+        queries = sample_queries(network, prompts, grid.seed, reporter)
+    finally:
+        reporter.stop()
+    heads = model_info(network).kv_heads
+    notes = FilterNotes(
+        model=reference.NAME if model == "reference" else model,
+        revision=stage.jobs[0].cells[0].model_revision,
+        task=",".join(dict.fromkeys(job.task.name for job in stage.jobs)),
+        lengths=tuple(dict.fromkeys(job.task.length for job in stage.jobs)),
+        prompts=len(prompts),
+        queries=queries[0].shape[1],
+        seed=grid.seed,
+        kvbench=__version__,
     )
+    return torch.stack([filters_of(of_layer, heads) for of_layer in queries]), notes
+
+
+def _opened(
+    model: str, given: Mapping[str, Any], reporter: Reporter
+) -> tuple[Grid, Stage, nn.Module]:
+    """Plan the prompts of a model, and load it."""
+    grid = Grid.from_dict({"task": TASK, **given, "model": model, "policy": "full"})
     (stage,) = plan(grid, reporter.message).stages
     network = load_model(
         model,
@@ -89,6 +162,14 @@ def measure_profile(
         device_map=grid.device_map,
         quantization=grid.quantization,
     )
+    return grid, stage, network
+
+
+def measure_profile(
+    model: str, kind: str, given: Mapping[str, Any], reporter: Reporter
+) -> HeadProfile:
+    """Measure a profile of a model; arguments as in `profile_heads`."""
+    grid, stage, network = _opened(model, {"samples": SAMPLES, **given}, reporter)
     check_single(network, "a head profile")
     info = model_info(network)
     try:

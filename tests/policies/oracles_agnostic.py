@@ -12,7 +12,18 @@ from itertools import pairwise
 import numpy as np
 
 from .oracles import Layer, value_norm
-from .oracles_attention import FREE, NEWEST, SINK, WINDOW, Held, Worth, query_heads, softmax, square
+from .oracles_attention import (
+    FREE,
+    NEWEST,
+    SINK,
+    WINDOW,
+    Held,
+    Worth,
+    last_tokens,
+    query_heads,
+    softmax,
+    square,
+)
 
 # --- LagKV: spread of the channels on the scale of the next partition -----------------------------
 
@@ -254,3 +265,15 @@ def compactor(
             row.append(max(c, SINK) if i < sinks else c)
         classes.append(row)
     return Worth(value, classes)
+
+
+# --- Q-Filters ------------------------------------------------------------------------------------
+
+
+def qfilters(layer: Layer, held: Held, filters: np.ndarray, recent: int = 0) -> Worth:
+    """`filters[h]` is the filter of a KV head."""
+    value = [
+        [-float(layer.k[h, i] @ filters[h].astype(float)) for i in tokens]
+        for h, tokens in enumerate(held)
+    ]
+    return Worth(value, [last_tokens(tokens, layer.tokens - 1, recent) for tokens in held])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch.nn.functional import avg_pool1d
 
 from kvbench.errors import UserError
 from kvbench.plugin import Need, Policy
+from kvbench.profiles.filters import FilterNotes, save_filters
 from kvbench.spelling import policy
 from kvbench_policies.expected_attention import QueryMoments
 from kvbench_policies.non_causal import ChunkAttention
@@ -265,3 +267,31 @@ def test_what_is_out_of_range_is_refused(spec: str) -> None:
     with pytest.raises(UserError, match=f"^{spec.split(':')[1].split('=')[0]}=") as error:
         policy(spec)
     assert "\n" not in str(error.value)
+
+
+# --- Q-Filters ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recent", [0, 9])
+def test_qfilters_keeps_keys_against_the_filter(
+    recent: int, case: tuple[Case, list[list[Layer]]], tmp_path: Path
+) -> None:
+    layers, rows = case
+    filters = torch.randn(2, 2, 8, generator=torch.Generator().manual_seed(3))
+    save_filters(tmp_path, filters, FilterNotes())
+    chosen = policy("qfilters", filters=str(tmp_path), recent=recent)
+    for budget in budgets(layers.lengths):
+        got = layers.keep(chosen, budget)
+        for r, row in enumerate(rows):
+            first = max(layers.lengths) - layers.lengths[r]
+            for i, layer in enumerate(row):
+                worth = oa.qfilters(layer, o.everything(layer), filters[i].numpy(), recent)
+                expected = o.kept(worth, o.everything(layer), budget[r])
+                assert tokens(got[i][r], first) == expected, (budget, r, i)
+
+
+def test_filters_for_another_model_are_refused(tmp_path: Path) -> None:
+    save_filters(tmp_path, torch.ones(2, 2, 4), FilterNotes())
+    chosen = policy("qfilters", filters=str(tmp_path))
+    with pytest.raises(UserError, match="of 4 channels, but model test has 2 by 2 of 8; run `kvb"):
+        random_case((9,)).keep(chosen, [3])

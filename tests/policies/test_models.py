@@ -28,6 +28,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 import kvbench
 from kvbench import registry
 from kvbench.engine.loading import load_model
+from kvbench.profiles.filters import FilterNotes, save_filters
 from kvbench.spelling import policy
 
 from . import oracles as o
@@ -139,8 +140,8 @@ ORACLES: dict[str, Oracle] = {
         partial(profile.sinks_and_recent, sinks=5),
     ),
 }
-APART = {"full", "random", "sirllm"}
-"""`full` and `random` keep what no equation says; `sirllm` has a test of its own below."""
+APART = {"full", "random", "sirllm", "qfilters"}
+"""No equation says what `full` and `random` keep; the others have tests of their own below."""
 SHAPE: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 32,
@@ -241,3 +242,19 @@ def test_sirllm_keeps_what_surprised_the_model(model: Any) -> None:
             layers, heads = len(got[r]), len(got[r][0])
             want = allocation.sirllm([max(said), *said], [0] * t, entries[r], layers, heads)
             assert got[r] == want, (budget, r)
+
+
+def test_qfilters_keeps_keys_against_the_filter(model: nn.Module, tmp_path: Path) -> None:
+    ids = tokens_of(model)
+    rows = [layers_of(model, ids[r : r + 1, -t:]) for r, t in enumerate(LENGTHS)]
+    shape = (len(rows[0]), rows[0][0].heads, rows[0][0].dim)
+    filters = torch.randn(shape, generator=torch.Generator().manual_seed(2))
+    save_filters(tmp_path, filters, FilterNotes())
+    chosen = policy("qfilters", filters=str(tmp_path))
+    for budget, entries in (("0.2", (13, 9)), ("3", (3, 3)), ("0.6", (38, 27))):
+        got = kept_tokens(model, ids, chosen, budget)
+        for r, row in enumerate(rows):
+            for i, layer in enumerate(row):
+                held = attention.everything(layer)
+                worth = agnostic.qfilters(layer, held, filters[i].numpy())
+                assert got[r][i] == attention.kept(worth, held, entries[r]), (budget, r, i)

@@ -1,0 +1,77 @@
+"""The main direction of a model's queries, head by head (Q-filters).
+
+Godey, Devoto, Zhao, Scardapane, Minervini, de la Clergerie, Sagot: Q-Filters: Leveraging QK
+Geometry for Efficient KV Cache Compression, arXiv 2503.02812.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from kvbench.engine.attachment import Forward, Step
+from kvbench.engine.driver import engine
+from kvbench.engine.layer import RaggedLayer
+from kvbench.engine.models import model_info
+from kvbench.engine.prefix import Prefix
+from kvbench.progress import Reporter
+
+QUERIES = 3000
+"""Queries of each head that are drawn over all prompts, as in the authors' program."""
+
+
+@torch.no_grad()
+def sample_queries(
+    model: nn.Module, prompts: Sequence[Sequence[int]], seed: int, reporter: Reporter
+) -> list[Tensor]:
+    """Read prompts and keep queries after RoPE, drawn at random, the same tokens in all heads.
+
+    Args:
+        model: A causal language model in evaluation mode.
+        prompts: Token ids, one prompt each.
+        seed: Seed of the draws.
+        reporter: Told of every prompt.
+
+    Returns:
+        Of every full-attention layer, float32 `[H_q, n, d]` on the CPU, `n <= QUERIES`.
+    """
+    layers = model_info(model).layers
+    found: list[list[Tensor]] = [[] for _ in range(layers)]
+    column = torch.empty(0, dtype=torch.int64)
+    each = -(-QUERIES // max(1, len(prompts)))
+
+    def keep(opened: Forward, layer: RaggedLayer, step: Step) -> None:
+        found[step.index].append(step.query[0][:, column.to(step.query.device)].float().cpu())
+
+    with engine(model, keep):
+        for number, ids in enumerate(prompts):
+            drawn = random.Random(f"{seed} {number}").sample(range(len(ids)), min(each, len(ids)))
+            prefix = Prefix(model, ())
+            column = torch.tensor(sorted(drawn), device=prefix.device)
+            prefix.extend(torch.tensor([ids], device=prefix.device))
+            reporter.advance()
+    return [torch.cat(of_layer, 1)[:, :QUERIES] for of_layer in found]
+
+
+def filters_of(queries: Tensor, kv_heads: int) -> Tensor:
+    """The filters of a layer: the direction that queries share, turned away from most of them.
+
+    For each query head the first right singular vector of its queries, with the sign that makes the
+    product with most queries negative; the mean over the query heads of a KV head.
+
+    Args:
+        queries: `[H_q, n, d]`.
+        kv_heads: KV heads of the layer, `H`.
+
+    Returns:
+        float32 `[H, d]`.
+    """
+    rows = queries.double()
+    direction = torch.linalg.svd(rows, full_matrices=False).Vh[:, 0]
+    along = (rows @ direction[..., None])[..., 0] > 0
+    away = torch.where(along.double().mean(-1) > 0.5, -1.0, 1.0)
+    filters: Tensor = (away[:, None] * direction).unflatten(0, (kv_heads, -1)).mean(1)
+    return filters.float()

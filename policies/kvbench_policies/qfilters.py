@@ -1,0 +1,87 @@
+"""Q-Filters: keeps the keys that lie along the direction that all queries of a head share.
+
+Godey, Devoto, Zhao, Scardapane, Minervini, de la Clergerie, Sagot: Q-Filters: Leveraging QK
+Geometry for Efficient KV Cache Compression, arXiv 2503.02812. `kvbench profile qfilters` estimates
+the filters of a model; those that the authors publish can be read as well.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Self
+
+import torch
+
+from kvbench.parts import TopK, Uniform
+from kvbench.plugin import ModelInfo, Policy, Score, Scores, View, protect_window
+from kvbench.profiles.filters import (
+    WEIGHTS,
+    FilterNotes,
+    filters_fingerprint,
+    load_filters,
+    save_filters,
+)
+from kvbench_policies.ranges import check_count
+
+
+@dataclass(frozen=True)
+class QueryDirection(Score):
+    """`s_i = -k_i . f`, with the filter `f` of the KV head.
+
+    A filter is made once per model. The first right singular vector of a query head's queries,
+    after RoPE, gets the sign that makes its product with most of them negative; `f` is the mean
+    over the query heads of the KV head. So large scores are along most queries.
+
+    The filters are those that `filters` names, otherwise those that ship with kvbench for the
+    model, otherwise the user's own, where `kvbench profile qfilters` writes them.
+
+    Attributes:
+        filters: Folder, shipped name or hub id of filters, which are used as they are, or none.
+        recent: Number of newest tokens that are protected (the authors' cache keeps 64; kvpress
+            keeps none).
+    """
+
+    name: ClassVar[str] = "qfilters"
+    filters: str | None = None
+    recent: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the range."""
+        check_count("recent", self.recent, 0)
+
+    def score(self, v: View) -> Scores:
+        """Score the entries of one layer, float32 `[B, H, n]`."""
+        shape = (v.model.layers, v.model.kv_heads, v.model.head_dim)
+        found = load_filters(v.model.name, self.filters, shape)[v.layer].to(v.key.device)
+        value = -(v.key.float() * found[:, None]).sum(-1)
+        return Scores(value, protect_window(v, self.recent))
+
+    def fingerprint(self, model: str) -> str:
+        """Digest of the filters; it joins the hash of a cell.
+
+        Raises:
+            UserError: There are none.
+        """
+        return filters_fingerprint(model, self.filters)
+
+    def stand_in(self, model: ModelInfo, folder: Path) -> Self:
+        """Give a copy that reads made-up filters (see `kvbench.plugin.Part`)."""
+        shape = (model.layers, model.kv_heads, model.head_dim)
+        path = folder / "-".join(map(str, ("qfilters", *shape)))
+        if not (path / WEIGHTS).is_file():
+            filters = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+            save_filters(path, filters, FilterNotes())
+        return self.replace(filters=str(path))
+
+
+QFILTERS = Policy(
+    name="qfilters",
+    score=QueryDirection(),
+    allocate=Uniform(),
+    select=TopK(),
+    summary="keeps the keys along the direction that all queries of a head share, measured once",
+    paper="arXiv 2503.02812",
+    moments=("context", "question", "decode"),
+    cost="time O(H T d), memory O(H T)",
+)
