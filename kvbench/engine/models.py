@@ -79,7 +79,7 @@ def model_info(model: nn.Module) -> ModelInfo:
         like = torch.empty(0, device=position.device)
         kind = () if kinds is None else (kinds[layer],)
         cos, sin = embedding(like, position[None], *kind)
-        return cos[0], sin[0]
+        return cos[0].to(position.device), sin[0].to(position.device)
 
     return ModelInfo(
         name=str(getattr(config, "_name_or_path", "")) or type(model).__name__,

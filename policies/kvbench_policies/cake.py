@@ -17,7 +17,7 @@ from torch import Tensor
 from kvbench.errors import UserError
 from kvbench.parts import TopK
 from kvbench.plugin import Allocator, Need, Policy, Queries, Scored, Scores, View, protect_window
-from kvbench_policies.layer_shares import spread_by_weight
+from kvbench_policies.layer_shares import measured, spread_by_weight
 from kvbench_policies.ranges import check_count, check_finite
 from kvbench_policies.windows import WindowScore
 
@@ -102,7 +102,7 @@ class LayerPreference(Allocator):
 
     def allocate(self, layers: Sequence[Scored], total: Tensor) -> Tensor:
         """Spread a total (int64 `[B]`) over the heads of all layers, int64 `[B, L, H]`."""
-        logs = torch.stack([self._log_preference(x.view) for x in layers], 1)
+        logs = measured(layers, self._log_preference)
         largest = logs.amax(1, keepdim=True).clamp(min=-1e300)
         base = torch.full_like(total, self.window).double()
         return spread_by_weight(layers, (logs - largest).exp(), base, total)

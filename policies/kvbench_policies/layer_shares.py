@@ -2,13 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from kvbench.parts import fill, largest_remainder
-from kvbench.plugin import Scored
+from kvbench.plugin import Scored, View
+
+
+def measured(layers: Sequence[Scored], measure: Callable[[View], Tensor]) -> Tensor:
+    """Measure every layer on the device of its keys.
+
+    An allocator of the whole model is shown the views of all layers on one device, but for keys and
+    values.
+
+    Args:
+        layers: All layers.
+        measure: Gives a number for each sequence, `[B]`.
+
+    Returns:
+        `[B, L]`.
+    """
+    return torch.stack([measure(_at_home(x.view)).to(x.view.length.device) for x in layers], 1)
+
+
+def _at_home(view: View) -> View:
+    """A view with all that it shows on the device of its keys."""
+    home = view.key.device
+    if view.length.device == home:
+        return view
+    near = copy.copy(view)
+    near.length, near.position, near.valid = (
+        x.to(home) for x in (view.length, view.position, view.valid)
+    )
+    near.obs = {need: x.to(home) for need, x in view.obs.items()}
+    return near
 
 
 def held_before(layers: Sequence[Scored], total: Tensor) -> tuple[Tensor, Tensor]:

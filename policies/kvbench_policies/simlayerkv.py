@@ -18,7 +18,7 @@ from torch import Tensor
 from kvbench.parts import TopK, apportion
 from kvbench.plugin import Allocator, Need, Policy, Queries, Scored, View
 from kvbench_policies.duo_attention import fill_by_rank, warn_of_full_floor
-from kvbench_policies.layer_shares import held_before
+from kvbench_policies.layer_shares import held_before, measured
 from kvbench_policies.local import Recency
 from kvbench_policies.ranges import check_count
 
@@ -70,7 +70,7 @@ class LazyLayers(Allocator):
             )
         held = torch.stack([x.view.valid.sum(-1) for x in layers], 1)
         reserved = torch.minimum(floor[:, None, None], held).sum(-1)
-        lazy = torch.stack([self.laziness(x.view) for x in layers], 1)
+        lazy = measured(layers, self.laziness)
         whole = fill_by_rank(-lazy, total, reserved, held.sum(-1))
         heads = held.flatten(0, 1)
         shares = apportion(torch.ones_like(heads).double(), whole.flatten(), heads).view(held.shape)

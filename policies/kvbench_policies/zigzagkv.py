@@ -11,12 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import torch
 from torch import Tensor
 
 from kvbench.parts import TopK
 from kvbench.plugin import Allocator, Need, Policy, Queries, Scored, View
-from kvbench_policies.layer_shares import spread_by_weight
+from kvbench_policies.layer_shares import measured, spread_by_weight
 from kvbench_policies.ranges import check_count, check_share
 from kvbench_policies.snapkv import WindowAttention
 
@@ -60,7 +59,7 @@ class LayerUncertainty(Allocator):
 
     def allocate(self, layers: Sequence[Scored], total: Tensor) -> Tensor:
         """Spread a total (int64 `[B]`) over the heads of all layers, int64 `[B, L, H]`."""
-        weight = torch.stack([self._entries(x.view) for x in layers], 1)
+        weight = measured(layers, self._entries)
         heads = len(layers) * layers[0].view.model.kv_heads
         return spread_by_weight(layers, weight, self.bound * total.double() / heads, total)
 

@@ -54,6 +54,13 @@ def test_the_play_notices_what_is_on_two_devices() -> None:
         ("d2o", "llama"),
         ("sirllm", "qwen2"),
         ("pyramidkv:window=4", "qwen3"),
+        ("lagkv:lag=4:sinks=2", "llama"),
+        ("curdkv:local=8", "qwen2"),
+        ("compactor:chunk=8", "qwen3"),
+        ("expected_attention:norm=output", "gemma3"),
+        ("cake:window=4", "llama"),
+        ("zigzagkv:window=4", "llama"),
+        ("simlayerkv:recent=4", "llama"),
     ],
 )
 def test_the_same_entries_are_kept(policy: str, family: str) -> None:
