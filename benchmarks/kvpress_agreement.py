@@ -18,6 +18,12 @@ How kvpress' settings are ours:
   `CriticalAdaKVPress(SnapKVPress)` is `criticalkv:variant=release`. The row `criticalkv floor` has
   `alpha_safeguard=0.5, first_stage_ratio=0.25`: heads at their floor have no second stage, which is
   where the release and the paper part.
+- `LagKVPress` is `lagkv:sinks=4`, `ExpectedAttentionPress` is `expected_attention`, `CURPress` is
+  `curdkv:sketch=0:local=16`, and `QFilterPress` is `qfilters`, both with the same filters.
+- `NonCausalAttnPress` is `score=non_causal:variant=release`, `LeverageScorePress` is
+  `score=leverage`, and `CompactorPress(blending=0.35)` is `compactor:blend=0.35:variant=release`.
+  Leverage draws a random projection on either side, so here neither projects (`sketch=0`; kvpress
+  gets the identity for `torch.randn`).
 - A `ScorerPress` removes entries from the cache (found again here by comparing K and V bit by bit);
   AdaKV's presses leave them in and note `masked_key_indices` on the attention module.
 
@@ -27,10 +33,17 @@ Where kvpress differs by design, so that it is kept out of the comparison:
   budget any of its tokens may go. Here the oldest go first. In stage 2 of `CriticalKVPress` that
   score is multiplied by the value's norm as well, so that beyond stage 1's share the window is not
   sure to stay. Budgets here are at least twice the window.
+- `CompactorPress` gives its 8 sinks and 4 recent tokens the largest score of the others, and
+  `LagKVPress` its sinks and its window 1: where they do not fit, any of them may go.
+- `LagKVPress` scores are ranks within partitions, so the best of every partition tie. Of equals the
+  more recent stays here; `topk` does not say.
 - `StreamingLLMPress` below 5 entries keeps some of the sinks and not the last token. Budgets here
   are at least 5.
 - AdaKV's floor is at least one entry a head; `floor(0.2 * b)` here (they differ below `b = 5`).
 - The prompt must be longer than the window.
+- `SimLayerKVPress` has no budget: a threshold says which layers are lazy, and the newest token's
+  attention to itself does not count. `simlayerkv` fills the least lazy layers until the budget is
+  spent.
 - Padding and batches are not seen by its scores, so all is compared at B = 1.
 
 A difference is a `tie` where kvpress' own scores, put through kvbench's allocator and selector,
@@ -49,6 +62,7 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -74,10 +88,21 @@ POLICIES = {
     "critical_snapkv": f"critical_snapkv:variant=release:{SNAP}",
     "criticalkv": f"criticalkv:variant=release:{SNAP}",
     "criticalkv floor": f"criticalkv:variant=release:safeguard=0.5:first_stage=0.25:{SNAP}",
+    "lagkv": "lagkv:lag={w}:sinks=4",
+    "expected_attention": "expected_attention",
+    "curdkv": "curdkv:sketch=0:local=16",
+    "leverage": "knorm:score=leverage:sketch=0",
+    "non_causal": "knorm:score=non_causal:variant=release:chunk={c}",
+    "compactor": "compactor:variant=release:blend=0.35:sketch=0:chunk={c}",
+    "qfilters": "qfilters:filters={filters}",
 }
+LEAST = 13
+"""Smallest budget, more than the 12 tokens that Compactor protects."""
+CHUNKS = 8
+"""Chunks of non-causal attention are this many windows long."""
 
 
-def cases(folders: dict[str, str]) -> list[dict[str, Any]]:
+def cases(folders: dict[str, str], filters: dict[str, str]) -> list[dict[str, Any]]:
     """Every model with a context of every length: what both sides are told."""
     from kvbench.reference import samples
     from scripts.reference_model import evaluate
@@ -92,11 +117,12 @@ def cases(folders: dict[str, str]) -> list[dict[str, Any]]:
             else:
                 ids = rng.permutation(997)[:length].tolist()
             window, kernel = WINDOWS[length]
-            budgets = [max(2 * window, int(share * length)) for share in SHARES]
+            budgets = [max(2 * window, LEAST, int(share * length)) for share in SHARES]
             made.append(
                 {
                     "model": model,
                     "folder": folder,
+                    "filters": filters[model],
                     "ids": ids,
                     "window": window,
                     "kernel": kernel,
@@ -109,17 +135,26 @@ def cases(folders: dict[str, str]) -> list[dict[str, Any]]:
 # --- kvpress' side: runs in its environment, knows nothing of kvbench -----------------------------
 
 
-def press_of(name: str, window: int, kernel: int) -> tuple[Any, Any]:
+def press_of(name: str, case: dict[str, Any], dim: int) -> tuple[Any, Any]:
     """The press of a policy, and the one in it that scores."""
     import kvpress
 
-    if name in ("streaming_llm", "knorm", "keydiff"):
-        kinds = {
-            "streaming_llm": kvpress.StreamingLLMPress,
-            "knorm": kvpress.KnormPress,
-            "keydiff": kvpress.KeyDiffPress,
-        }
-        press = kinds[name]()
+    window, kernel = case["window"], case["kernel"]
+    chunk = {"chunk_size": CHUNKS * window}
+    plain = {
+        "streaming_llm": lambda: kvpress.StreamingLLMPress(),
+        "knorm": lambda: kvpress.KnormPress(),
+        "keydiff": lambda: kvpress.KeyDiffPress(),
+        "lagkv": lambda: kvpress.LagKVPress(lag_size=window),
+        "expected_attention": lambda: kvpress.ExpectedAttentionPress(),
+        "curdkv": lambda: kvpress.CURPress(),
+        "leverage": lambda: kvpress.LeverageScorePress(sketch_dimension=dim),
+        "non_causal": lambda: kvpress.NonCausalAttnPress(**chunk),
+        "compactor": lambda: kvpress.CompactorPress(blending=0.35, sketch_dimension=dim, **chunk),
+        "qfilters": lambda: with_filters(kvpress.QFilterPress(), case["filters"]),
+    }
+    if name in plain:
+        press = plain[name]()
         return press, press
     inner = kvpress.SnapKVPress(window_size=window, kernel_size=kernel)
     outer = {
@@ -132,6 +167,21 @@ def press_of(name: str, window: int, kernel: int) -> tuple[Any, Any]:
         ),
     }
     return outer[name](inner), inner
+
+
+def with_filters(press: Any, folder: str) -> Any:
+    """Give a press Q-filters from a folder instead of the hub."""
+    from safetensors.torch import load_file
+
+    press.q_filters = load_file(Path(folder) / "model.safetensors")["q_filters"]
+    press.post_init_from_model = lambda model: None
+    return press
+
+
+def identity(*shape: int, **options: Any) -> torch.Tensor:
+    """Stand-in for `torch.randn` by which a projection `[..., d, d]` projects nothing."""
+    square = torch.eye(shape[-2], shape[-1]) * shape[-1] ** 0.5
+    return square.expand(shape).to(options.get("dtype"))
 
 
 def which(full: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
@@ -164,9 +214,10 @@ def kvpress_side(folder: Path) -> None:
         ids = torch.tensor([case["ids"]])
         for name in POLICIES:
             for budget in case["budgets"]:
-                press, inner = press_of(name, case["window"], case["kernel"])
+                press, inner = press_of(name, case, model.model.layers[0].self_attn.head_dim)
                 inner.compression_ratio = 1 - (budget + 0.5) / ids.shape[1]
-                kept, scores = watched(press, inner, model, ids, DynamicCache())
+                with mock.patch("torch.randn", identity):
+                    kept, scores = watched(press, inner, model, ids, DynamicCache())
                 out[f"{number}/{name}/{budget}/kept"] = kept
                 out[f"{number}/{name}/{budget}/scores"] = scores
     np.savez(folder / "kvpress.npz", **out)
@@ -206,12 +257,7 @@ def watched(press: Any, inner: Any, model: Any, ids: torch.Tensor, cache: Any) -
 
 def random_models(folder: Path) -> dict[str, str]:
     """Save a Llama and a Qwen3 of random weights as safetensors; give all models' folders."""
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
-    from transformers.utils import logging
-
-    from kvbench import reference
-
-    logging.disable_progress_bar()
+    from kvbench import reference  # before transformers: it copes with a torchvision of any build
 
     shape: dict[str, Any] = {
         "vocab_size": 997,
@@ -223,6 +269,10 @@ def random_models(folder: Path) -> dict[str, str]:
         "head_dim": 16,
         "initializer_range": 0.15,
     }
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     torch.manual_seed(0)
     made: dict[str, Any] = {
         "llama": LlamaForCausalLM(LlamaConfig(**shape)),
@@ -241,6 +291,22 @@ def random_models(folder: Path) -> dict[str, str]:
     return {**{name: str(folder / name) for name in made}, "reference": str(reference.path())}
 
 
+def filters_of(models: dict[str, str], folder: Path) -> dict[str, str]:
+    """Save random Q-filters for every model; give their folders."""
+    from transformers import AutoConfig
+
+    from kvbench.profiles.filters import FilterNotes, save_filters
+
+    made = {}
+    for name, path in models.items():
+        config = AutoConfig.from_pretrained(path)
+        shape = (config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
+        filters = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        save_filters(folder / f"{name}-filters", filters, FilterNotes())
+        made[name] = str(folder / f"{name}-filters")
+    return made
+
+
 def difference(
     case: dict[str, Any], model: Any, name: str, budget: int, kept: np.ndarray, scores: np.ndarray
 ) -> tuple[int, str, float]:
@@ -254,7 +320,11 @@ def difference(
     from kvbench.plugin import Need, Score, Scores, View
 
     ids = torch.tensor([case["ids"]])
-    policy = kvbench.policy(POLICIES[name].format(w=case["window"], k=case["kernel"]))
+    window = case["window"]
+    spelled = POLICIES[name].format(
+        w=window, k=case["kernel"], c=CHUNKS * window, filters=case["filters"]
+    )
+    policy = kvbench.policy(spelled)
     own = policy.score
     assert own is not None
     layers = kvbench.kept(model, ids, policy, budget)
@@ -339,7 +409,7 @@ def compare(folder: Path) -> int:
                 total["entries"] += int(kept.sum())
                 if kind:
                     total[kind] += missing
-            setting = f"{case['window']}/{case['kernel']}" if "{w}" in POLICIES[name] else "-"
+            setting = f"{case['window']}/{case['kernel']}" if "{" in POLICIES[name] else "-"
             print(
                 f"{name:<18}{case['model']:<11}{len(case['ids']):>4}  {setting:<6} {worst:.0e}   "
                 + "   ".join(columns)
@@ -368,7 +438,9 @@ def main() -> int:
         return 2
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "cases.json").write_text(json.dumps(cases(random_models(folder))))
+        models = random_models(folder)
+        listed = cases(models, filters_of(models, folder))
+        (folder / "cases.json").write_text(json.dumps(listed))
         command = [python, str(Path(__file__).resolve()), "--side", "kvpress", "--folder", name]
         if subprocess.run(command, check=False).returncode:
             return 2
