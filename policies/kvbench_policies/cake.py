@@ -102,7 +102,7 @@ class LayerPreference(Allocator):
 
     def allocate(self, layers: Sequence[Scored], total: Tensor) -> Tensor:
         """Spread a total (int64 `[B]`) over the heads of all layers, int64 `[B, L, H]`."""
-        logs = measured(layers, self._log_preference)
+        logs = measured(layers, self, self._log_preference)
         largest = logs.amax(1, keepdim=True).clamp(min=-1e300)
         base = torch.full_like(total, self.window).double()
         return spread_by_weight(layers, (logs - largest).exp(), base, total)

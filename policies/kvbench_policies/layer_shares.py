@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,20 +12,23 @@ from kvbench.parts import fill, largest_remainder
 from kvbench.plugin import Scored, View
 
 
-def measured(layers: Sequence[Scored], measure: Callable[[View], Tensor]) -> Tensor:
-    """Measure every layer on the device of its keys.
+def measured(layers: Sequence[Scored], name: Hashable, measure: Callable[[View], Tensor]) -> Tensor:
+    """Measure every layer once for all budgets, on the device of its keys.
 
     An allocator of the whole model is shown the views of all layers on one device, but for keys and
     values.
 
     Args:
         layers: All layers.
-        measure: Gives a number for each sequence, `[B]`.
+        name: Identifies what is measured, with its parameters.
+        measure: Gives a number for each sequence, `[B]`; as `View.once` takes it.
 
     Returns:
         `[B, L]`.
     """
-    return torch.stack([measure(_at_home(x.view)).to(x.view.length.device) for x in layers], 1)
+    found = [x.view.once(name, lambda v: measure(_at_home(v))) for x in layers]
+    where = layers[0].view.length.device
+    return torch.stack([x.to(where) for x in found], 1)
 
 
 def _at_home(view: View) -> View:

@@ -70,7 +70,7 @@ class LazyLayers(Allocator):
             )
         held = torch.stack([x.view.valid.sum(-1) for x in layers], 1)
         reserved = torch.minimum(floor[:, None, None], held).sum(-1)
-        lazy = measured(layers, self.laziness)
+        lazy = measured(layers, self, self.laziness)
         whole = fill_by_rank(-lazy, total, reserved, held.sum(-1))
         heads = held.flatten(0, 1)
         shares = apportion(torch.ones_like(heads).double(), whole.flatten(), heads).view(held.shape)

@@ -59,7 +59,7 @@ class LayerUncertainty(Allocator):
 
     def allocate(self, layers: Sequence[Scored], total: Tensor) -> Tensor:
         """Spread a total (int64 `[B]`) over the heads of all layers, int64 `[B, L, H]`."""
-        weight = measured(layers, self._entries)
+        weight = measured(layers, self, self._entries)
         heads = len(layers) * layers[0].view.model.kv_heads
         return spread_by_weight(layers, weight, self.bound * total.double() / heads, total)
 
