@@ -7,7 +7,6 @@ heads, `H_q` query heads, `n` entries shown, `d` head dim.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -343,39 +342,18 @@ class View:
         The noise is a hash of (seed, context, layer, head, position), not the output of a
         generator, so it depends neither on the batch nor on the order in which cells run.
         """
-        return _uniform(self._stream(stream)[..., None] + self.position)
-
-    def gaussian(self, rows: int, columns: int, stream: int = 0) -> Tensor:
-        """Standard normal noise for random projections, float32 `[B, H, rows, columns]`.
-
-        Like `noise`, it is a hash: of (seed, context, layer, head, row, column). Streams are
-        independent of each other and of those of `noise`.
-        """
-        cell = torch.arange(rows * columns, device=self.col.device).view(rows, columns)
-        # Hashed twice: otherwise neighbouring seeds would draw the same numbers, one cell apart.
-        starts = (_hashed(self._stream(-1 - 2 * stream - i)) for i in (0, 1))
-        first, second = (_uniform(start[..., None, None] + cell) for start in starts)
-        return (-2 * (1 - first).log()).sqrt() * (2 * math.pi * second).cos()  # Box and Muller
-
-    def _stream(self, stream: int) -> Tensor:
-        """Where the hashes of a stream of noise start, int64 `[B, H]`."""
-        head = torch.arange(self.valid.shape[1], device=self.col.device)
-        start = self.seed[:, None] + 0x9E3779B1 * (self.layer * 1024 + head)
-        return start + 0x51ED2705 * stream
+        head = torch.arange(self.valid.shape[1], device=self.col.device)[None, :, None]
+        x = self.seed[:, None, None] + 0x9E3779B1 * (self.layer * 1024 + head) + self.position
+        return (hashed(x + 0x51ED2705 * stream) >> 8).to(torch.float32) / float(1 << 24)
 
 
-def _hashed(x: Tensor) -> Tensor:
-    """Hash int64 numbers to 32 bits."""
+def hashed(x: Tensor) -> Tensor:
+    """Hash int64 numbers to 32 bits, int64."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         x = x & 0xFFFFFFFF
         x = (x ^ (x >> shift)) * factor
     x = x & 0xFFFFFFFF
     return x ^ (x >> 16)
-
-
-def _uniform(x: Tensor) -> Tensor:
-    """Hash int64 numbers to uniform float32 in [0, 1)."""
-    return (_hashed(x) >> 8).to(torch.float32) / float(1 << 24)
 
 
 _BY_SEQUENCE = (

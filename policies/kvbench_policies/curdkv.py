@@ -17,6 +17,7 @@ from torch import Tensor
 from kvbench.parts import TopK, Uniform
 from kvbench.plugin import Policy, Score, Scores, View, protect_sinks
 from kvbench_policies.blocks import from_blocks, in_blocks, order_of
+from kvbench_policies.projections import gaussian
 from kvbench_policies.ranges import check_count
 
 _TINY = torch.finfo(torch.float32).tiny
@@ -67,7 +68,7 @@ class CurLeverage(Score):
         """Squared lengths of projected keys or values, `[B, H, n]`; 0 where there is no entry."""
         rows = x.float()
         if self.sketch:
-            rows = rows @ (v.gaussian(x.shape[-1], self.sketch) / self.sketch**0.5)
+            rows = rows @ (gaussian(v, x.shape[-1], self.sketch) / self.sketch**0.5)
         square = rows.square().sum(-1).masked_fill(~v.valid, 0.0)
         if not self.local:
             return square

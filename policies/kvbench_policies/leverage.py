@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvbench.plugin import Score, View
+from kvbench_policies.projections import gaussian
 from kvbench_policies.ranges import check_count
 from kvbench_policies.rope import angles, turn_back
 
@@ -42,7 +43,7 @@ def leverage(v: View, rated: Tensor, sketch: int) -> Tensor:
     """
     batch, heads, n = v.shape
     dim = v.key.shape[-1]
-    projection = v.gaussian(dim, sketch) / sketch**0.5 if sketch else None
+    projection = gaussian(v, dim, sketch) / sketch**0.5 if sketch else None
     x = torch.empty(batch, heads, n, sketch or dim, device=v.key.device)
     block = max(1, _BLOCK // (heads * dim))
     for start in range(0, n, block):

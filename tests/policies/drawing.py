@@ -26,7 +26,7 @@ from kvbench.engine.models import model_info
 from kvbench.errors import BudgetRefused, UserError
 from kvbench.plugin import ModelInfo, Part, Policy
 
-LAYERS, HEADS, VOCABULARY = 2, 2, 128
+LAYERS, HEADS, VOCABULARY, FIRST = 2, 2, 128, 70
 FILES = tempfile.TemporaryDirectory()
 WHOLE = (0, 1, 2, 3, 4, 5, 7, 16, 33)
 REAL = (0.0, 0.01, 0.25, 0.29, 0.5, 0.7, 0.9, 1.0, 1.3, 3.0)
@@ -104,9 +104,13 @@ def llama(group: int) -> LlamaForCausalLM:
 
 
 def tokens(lengths: Sequence[int], seed: int = 0) -> list[Tensor]:
-    """Sequences in which no token comes twice (equal keys would be ties but for rounding)."""
+    """Sequences in which no token comes twice (equal keys would be ties but for rounding).
+
+    Ids below `FIRST` are for what follows them: before RoPE, the first layer's keys of a token that
+    comes again are equal.
+    """
     generator = torch.Generator().manual_seed(seed + sum(lengths))
-    return [torch.randperm(VOCABULARY, generator=generator)[:n] for n in lengths]
+    return [FIRST + torch.randperm(VOCABULARY - FIRST, generator=generator)[:n] for n in lengths]
 
 
 def padded(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ from kvbench.profiles.filters import FilterNotes, save_filters
 from kvbench.spelling import policy
 from kvbench_policies.expected_attention import QueryMoments
 from kvbench_policies.non_causal import ChunkAttention
+from kvbench_policies.projections import gaussian
 
 from . import oracles_agnostic as oa
 from . import oracles_attention as o
@@ -98,7 +99,7 @@ def noise_of(chosen: Policy, made: Case, budget: Sequence[int]) -> list[np.ndarr
     assert chosen.score is not None
     sketch = chosen.score.parameters().get("sketch", 0)
     return [
-        v.gaussian(v.model.head_dim, sketch).double().numpy() for v in made.views(chosen, budget)
+        gaussian(v, v.model.head_dim, sketch).double().numpy() for v in made.views(chosen, budget)
     ]
 
 
@@ -155,14 +156,14 @@ def test_lagkv_finds_channels_that_leave_the_range_of_what_follows() -> None:
 def test_normal_noise_has_its_moments_and_differs_by_layer_head_seed_and_stream() -> None:
     made = random_case((3, 3), layers=2, heads=2)
     views = made.views(policy("curdkv"), [1, 1])
-    noise = torch.stack([v.gaussian(128, 48, s) for v in views for s in (0, 1)])
+    noise = torch.stack([gaussian(v, 128, 48, s) for v in views for s in (0, 1)])
     assert abs(float(noise.mean())) < 0.02
     assert abs(float(noise.var()) - 1) < 0.03
     assert abs(float(noise.pow(4).mean()) - 3) < 0.2
     rows = noise.flatten(0, 2).flatten(1)
     correlation = (rows @ rows.T) / rows.square().sum(1)
     assert float((correlation - torch.eye(len(rows))).abs().max()) < 0.1
-    torch.testing.assert_close(views[0].gaussian(128, 48), noise[0])
+    torch.testing.assert_close(gaussian(views[0], 128, 48), noise[0])
 
 
 SIZES = [[23], [1, 9, 2, 11], [3, 20], [1] * 23]
