@@ -122,9 +122,8 @@ class _Chunks:
         """Return what every token received, by position, float32 `[B, H, S]`."""
         held, chunk = self._held[layer], self.need.chunk
         count = (held.live.sum(-1) - self.need.last).clamp(min=0)
-        fill = max(0, chunk - held.live.shape[1])
-        query = pad(held.query, (0, 0, 0, fill))[:, :, :chunk]
-        key = pad(held.key, (0, 0, 0, fill))[:, :, :chunk]
+        fill = max(0, chunk - held.live.shape[1]) if self.need.padded else 0
+        query, key = (pad(x, (0, 0, 0, fill))[:, :, :chunk] for x in (held.query, held.key))
         found = received(query, key, count, padded=self.need.padded)
         found = found * pad(held.size, (0, fill))[..., :chunk]
         return _written(held.closed, found, self.need.first + held.chunks * chunk, count)
