@@ -284,16 +284,22 @@ class View:
             return x.amax(2)
         return x.sum(2) if how == "sum" else x.mean(2)
 
-    def window_attention(self, window: int) -> Tensor:
+    def window_attention(self, window: int, last: int | None = None) -> Tensor:
         """Attention of the last `window` queries on the entries, causal within the window.
 
         The softmax is in float32 over all entries shown. If a sequence is shorter than the window,
         the rows of missing queries are zero.
 
+        Args:
+            window: Number of queries that are observed.
+            last: Use only this many of them, the newest; None: all.
+
         Returns:
-            float32 `[B, H_q, window, n]`.
+            float32 `[B, H_q, last, n]`.
         """
         q = self.obs[Queries(window)].float()
+        if last is not None:
+            q, window = q[:, :, -last:], last
         b, h, n = self.shape
         q = q.unflatten(1, (h, self.model.group)).flatten(2, 3)
         logits = (q @ self.key.float().transpose(-1, -2)) * self.scale

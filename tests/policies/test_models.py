@@ -35,6 +35,7 @@ from . import oracles_allocation as allocation
 from . import oracles_attention as attention
 from . import oracles_merging as merging
 from . import oracles_profile as profile
+from . import oracles_windows as windows
 from .test_d2o import accumulated, by_query_head
 from .test_head_profile import write
 from .test_oracles import Kept, Oracle, made_of, mass
@@ -113,6 +114,9 @@ ORACLES: dict[str, Oracle] = {
     "critical_headkv:window=8": profiled(
         window, partial(profile.head_profile, window=8), o.two_stage
     ),
+    "chunkkv:window=8": partial(windows.chunkkv, window=8),
+    "pyramidinfer:window=5": partial(windows.pyramidinfer, window=5),
+    "scissorhands": windows.scissorhands,
     "duo_attention:sinks=5:recent=9": profiled(
         o.recency_score,
         partial(profile.retrieval, sinks=5, recent=9),

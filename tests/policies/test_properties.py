@@ -34,7 +34,14 @@ ALLOCATORS = [
     "global",
     "global:normalise=layer",
 ]
-SELECTORS = ["topk", "two_stage", "two_stage:first_stage=0.1:norm=l2", "two_stage:variant=release"]
+SELECTORS = [
+    "topk",
+    "chunk",
+    "chunk:chunk_length=3:joint=false",
+    "two_stage",
+    "two_stage:first_stage=0.1:norm=l2",
+    "two_stage:variant=release",
+]
 
 
 @st.composite
