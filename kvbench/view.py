@@ -195,6 +195,8 @@ class View:
             everywhere except at moment `turns`.
         final: Whether this is the last cut of a chunked prefill.
         coming: Tokens of the prompt that are prefilled after that last cut (`Score.tail`).
+        asked: Tokens of the question, which are the last ones of every sequence; 0 if the cache
+            holds no question, or holds more tokens behind it.
         model: The model's shapes and output projections.
         scale: Factor of the attention logits.
         seed: Noise seed of every sequence, int64 `[B]`, from the run's seed and the context.
@@ -228,6 +230,7 @@ class View:
         pruned: Tensor | None = None,
         final: bool = True,
         coming: int = 0,
+        asked: int = 0,
         once: Callable[[Hashable, Callable[[], Tensor]], Tensor] = _make,
     ) -> None:
         self.layer = layer
@@ -250,6 +253,7 @@ class View:
         self.pruned = torch.zeros_like(valid) if pruned is None else pruned
         self.final = final
         self.coming = coming
+        self.asked = asked
         self.once = once
 
     @property

@@ -47,6 +47,7 @@ class RaggedCache(Cache):
         observers: Observers of layers, by need.
         token_observers: Observers of tokens, by need.
         turns: First logical column of every turn after the first, for every sequence.
+        asked: Tokens of the question at the end of every sequence; 0 if there is none.
         upkeep: State between cuts, if the cache can be cut again.
         budget_entries, held_entries: Entries that each sequence may keep over all layers and heads,
             and the number it held right after the last compression (None before the first).
@@ -84,6 +85,7 @@ class RaggedCache(Cache):
         self.pruned: Tensor | None = None
         self.ids: list[Tensor] | None = []
         self.turns: list[list[int]] = []
+        self.asked = 0
         self.budget_entries: list[int] | None = None
         self.held_entries: list[int] | None = None
         self.seconds = 0.0

@@ -188,6 +188,7 @@ class Cut:
             pruned=self._marked(self.cache.pruned, col),
             final=self.final,
             coming=self.coming,
+            asked=0 if layer.packed else self.cache.asked,
             once=partial(self._once, None if layer.packed else index),
         )
 

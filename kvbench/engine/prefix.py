@@ -70,7 +70,12 @@ class Prefix:
         return self.cache.spoiled
 
     def extend(
-        self, ids: Tensor, mask: Tensor | None = None, pixels: Mapping[str, Tensor] | None = None
+        self,
+        ids: Tensor,
+        mask: Tensor | None = None,
+        pixels: Mapping[str, Tensor] | None = None,
+        *,
+        question: bool = False,
     ) -> Tensor:
         """Prefill more tokens `[B, n]`; return the logits after the last, `[B, vocabulary]`.
 
@@ -78,7 +83,9 @@ class Prefix:
             ids: The tokens, padded on the left.
             mask: Which of them are tokens, `[B, n]`; None: all.
             pixels: The media among them; see `kvbench.engine.vision.Vision`.
+            question: Whether the tokens are the question about what is in the cache.
         """
+        self.cache.asked = ids.shape[1] if question else 0
         begin = now(ids.device)
         with watching(self.model, self.cache.pruning if pixels else None) as self.cache.tower:
             logits = forward(self.model, self.cache, ids, mask, pixels=pixels)

@@ -125,7 +125,7 @@ class _Contexts:
     def _longer(self, prefix: Prefix, question_ids: tuple[int, ...]) -> tuple[Prefix, Tensor]:
         """Context and question together, and the logits after them."""
         longer = prefix.fork()
-        return longer, longer.extend(self.worker.tensor(question_ids))
+        return longer, longer.extend(self.worker.tensor(question_ids), question=True)
 
     def _pruned(self, cell: Cell, missing: list[Prompt]) -> None:
         """Prefill for one cell alone, whose policy prunes visual tokens meanwhile."""

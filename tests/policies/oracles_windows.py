@@ -1,4 +1,4 @@
-"""ChunkKV, PyramidInfer and Scissorhands as slow, obvious loops in float64, from their equations.
+"""The methods of `test_window_methods` as slow, obvious loops in float64, from their equations.
 
 Nothing here imports kvbench. A layer is one sequence without padding; see `oracles.Layer`.
 """
@@ -136,3 +136,57 @@ def scissorhands(
 ) -> Kept:
     ranked = [missed(layer, history, window, group) for layer in layers]
     return [o.top_k(x, own, [b] * x.heads) for x, own in zip(layers, ranked, strict=True)]
+
+
+@o.once
+def finch_score(layer: o.Layer, question: int, longest: int, release: bool) -> o.Ranked:
+    tokens = layer.tokens
+    by_query_head = []
+    size = min(question, longest)
+    for g in range(layer.q.shape[0]):
+        total = [0.0] * tokens
+        for t in range(max(0, tokens - size), tokens):
+            row = o.attention(layer, g, t)
+            for i in range(tokens):
+                total[i] += (t + 1) * float(row[i]) / size
+        by_query_head.append(total)
+    value = []
+    for h in range(layer.heads):
+        own = by_query_head[h * layer.group : (h + 1) * layer.group]
+        among = by_query_head if release else own
+        value.append([sum(x[i] for x in among) / layer.group for i in range(tokens)])
+    classes = [o.last_class(t, tokens, question) for t in range(tokens)]
+    return o.Ranked(value, [classes] * layer.heads)
+
+
+def every_chunk(ranked: o.Ranked, shares: list[int], chunk_length: int) -> list[list[int]]:
+    """Protected tokens, then every chunk's best ones, in proportion to what the chunk holds."""
+    kept = []
+    for h, share in enumerate(shares):
+        order = o.order_head(ranked, h)
+        protected = [t for t in order if ranked.classes[h][t]][:share]
+        free = [t for t in order if not ranked.classes[h][t]]
+        left = share - len(protected)
+        chunks: dict[int, list[int]] = {}
+        for t in free:
+            chunks.setdefault(t // chunk_length, []).append(t)
+        real = {c: Fraction(left * len(own), len(free)) for c, own in chunks.items()}
+        quota = {c: math.floor(x) for c, x in real.items()}
+        by_fraction = sorted(real, key=lambda c: (quota[c] - real[c], c))
+        for c in by_fraction[: left - sum(quota.values())]:
+            quota[c] += 1
+        chosen = [t for c, own in chunks.items() for t in own[: quota[c]]]
+        kept.append(sorted(protected + chosen))
+    return kept
+
+
+def finch(
+    layers: list[o.Layer],
+    b: int,
+    question: int = 32,
+    longest: int = 256,
+    chunk_length: int = 10**6,
+    release: bool = False,
+) -> Kept:
+    ranked = [finch_score(layer, question, longest, release) for layer in layers]
+    return [every_chunk(own, [b] * len(own.value), chunk_length) for own in ranked]

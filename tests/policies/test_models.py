@@ -117,6 +117,7 @@ ORACLES: dict[str, Oracle] = {
     "chunkkv:window=8": partial(windows.chunkkv, window=8),
     "pyramidinfer:window=5": partial(windows.pyramidinfer, window=5),
     "scissorhands": windows.scissorhands,
+    "finch:window=8:chunk_length=9": partial(windows.finch, question=8, chunk_length=9),
     "duo_attention:sinks=5:recent=9": profiled(
         o.recency_score,
         partial(profile.retrieval, sinks=5, recent=9),

@@ -38,6 +38,7 @@ SELECTORS = [
     "topk",
     "chunk",
     "chunk:chunk_length=3:joint=false",
+    "every_chunk:chunk_length=5",
     "two_stage",
     "two_stage:first_stage=0.1:norm=l2",
     "two_stage:variant=release",

@@ -1,26 +1,42 @@
-"""ChunkKV, PyramidInfer and Scissorhands keep what loops over their equations keep."""
+"""ChunkKV, PyramidInfer, Scissorhands and FINCH keep what loops over their equations keep."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
 import torch
 
+from kvbench.budget import Budget
+from kvbench.engine.driver import engine
+from kvbench.engine.prefix import Compression, Prefix
 from kvbench.errors import UserError
+from kvbench.parts import TopK, Uniform
+from kvbench.plugin import Policy, Score, View
 from kvbench.spelling import policy
+from kvbench_policies.finch import EveryChunk, QuestionAttention
 
 from . import oracles as o
 from . import oracles_windows as windows
-from .views import Case, random_case
+from .drawing import llama
+from .views import Case, decide, random_case
 
 Kept = list[list[list[int]]]
+BUDGET = Budget.parse("3")
 
 
 def select_chunks(score: Callable[..., o.Ranked], joint: bool) -> Callable[..., Kept]:
     def run(layers: list[o.Layer], b: int) -> Kept:
         return [windows.chunked(score(x), [b] * x.heads, 7, joint) for x in layers]
+
+    return run
+
+
+def every_chunk(score: Callable[..., o.Ranked], chunk_length: int) -> Callable[..., Kept]:
+    def run(layers: list[o.Layer], b: int) -> Kept:
+        return [windows.every_chunk(score(x), [b] * x.heads, chunk_length) for x in layers]
 
     return run
 
@@ -47,6 +63,12 @@ ORACLES: dict[str, Callable[..., Kept]] = {
     "scissorhands:history=9:window=0:group=max": partial(
         windows.scissorhands, history=9, window=0, group="max"
     ),
+    "finch": windows.finch,
+    "finch:variant=release:window=8": partial(windows.finch, question=8, release=True),
+    "finch:window=40:longest=5:chunk_length=6": partial(
+        windows.finch, question=5, longest=5, chunk_length=6
+    ),
+    "knorm:select=every_chunk:chunk_length=11": every_chunk(o.knorm_score, 11),
 }
 
 SHAPES = [((63,), 1), ((45, 40, 17), 4), ((50, 7, 1), 2)]
@@ -67,6 +89,55 @@ def test_kept_sets_agree_with_the_oracle(spec: str, case: tuple[Case, list[list[
         for r, row in enumerate(rows):
             got = layers.kept_tokens(policy(spec), budget, r)
             assert got == ORACLES[spec](row, budget[r]), (budget, r)
+
+
+@pytest.mark.parametrize("spec", ["finch", "finch:longest=4:chunk_length=9"])
+def test_finch_observes_the_question_where_the_cache_holds_one(spec: str) -> None:
+    case, chosen, asked = random_case((47, 31), group=2, seed=9), policy(spec), 7
+    assert isinstance(chosen.score, QuestionAttention)
+    assert isinstance(chosen.select, EveryChunk)
+    how = {"question": asked, "longest": chosen.score.longest}
+    for b in (3, 9, 20):
+        views = case.views(chosen, [b, b])
+        for view in views:
+            view.asked = asked
+        kept = decide(chosen, views, [b, b])
+        for r, t in enumerate(case.lengths):
+            got = [[(h.nonzero()[:, 0] - 47 + t).tolist() for h in layer[r]] for layer in kept]
+            length = chosen.select.chunk_length or 10**6
+            assert got == windows.finch(case.row(r), b, chunk_length=length, **how)
+
+
+def test_the_question_is_known_once_it_is_asked() -> None:
+    seen = []
+
+    @dataclass(frozen=True)
+    class Watch(Score):
+        def score(self, v: View) -> torch.Tensor:
+            seen.append(v.asked)
+            return v.position.float()
+
+    model = llama(2)
+    watching = Compression(Policy("watch", Watch(), Uniform(), TopK()), BUDGET, "question", 0)
+    with engine(model):
+        prefix = Prefix(model, ())
+        prefix.extend(torch.arange(20)[None])
+        prefix.compress([watching])
+        longer = prefix.fork()
+        longer.extend(torch.arange(6)[None], question=True)
+        longer.compress([watching])
+        longer.extend(torch.arange(1)[None])
+        longer.compress([watching])
+    assert seen == [0, 0, 6, 6, 0, 0]
+
+
+@pytest.mark.parametrize("budget", [9, 20, 41])
+def test_no_chunk_is_left_out(budget: int) -> None:
+    case = random_case((90,), heads=2, seed=3)
+    for layer in case.kept_tokens(policy("knorm:select=every_chunk:chunk_length=10"), [budget], 0):
+        for head in layer:
+            counts = [sum(token // 10 == c for token in head) for c in range(9)]
+            assert max(counts) - min(counts) <= 1
 
 
 def test_chunkkv_keeps_whole_chunks_and_heads_agree() -> None:
@@ -113,6 +184,8 @@ def test_scissorhands_evicts_what_no_query_looks_at() -> None:
         ("pyramidinfer:decay_ratio=0", "decay_ratio=0.0 is out of range"),
         ("pyramidinfer:decay_ratio=1.5", "decay_ratio=1.5 is out of range"),
         ("pyramidinfer:sinks=-1", "sinks=-1 is too small"),
+        ("finch:window=0", "window=0 is too small"),
+        ("finch:chunk_length=0", "chunk_length=0 is too small"),
         ("scissorhands:history=0", "history=0 is too small"),
     ],
 )
