@@ -310,6 +310,9 @@ class Policy:
         summary: One line for `kvbench list policies`.
         paper: The source, with the equation or algorithm.
         buffer: Entries that a head may hold beyond its budget before a cut at moment `decode`.
+        bits: Bits of a number in a quantised cache (2, 4 or 8); None: K and V are not quantised.
+        group_size: Entries of a head, and channels, that are quantised together.
+        residual: Newest entries of a head that are never quantised.
         moments: The moments for which its paper defines it; it runs at all of them.
         cost: Time and extra memory of a cut, per layer, in one line.
         group: Its group, whose name stands for all its policies; "" for none.
@@ -326,6 +329,9 @@ class Policy:
     summary: str = ""
     paper: str = ""
     buffer: int = 128
+    bits: int | None = None
+    group_size: int = 32
+    residual: int = 32
     moments: tuple[Moment, ...] = field(default=("context", "question"), compare=False)
     cost: str = field(default="", compare=False)
     group: str = field(default="", compare=False)
@@ -367,9 +373,14 @@ class Policy:
         )
 
     @property
+    def evicts(self) -> bool:
+        """Whether anything is ever evicted."""
+        return self.score is not None
+
+    @property
     def is_full(self) -> bool:
-        """Whether nothing is ever evicted."""
-        return self.score is None
+        """Whether this is the full cache: nothing is evicted, and nothing quantised."""
+        return not self.evicts and self.bits is None
 
     def __str__(self) -> str:
         return self.spelling or self.name

@@ -160,7 +160,7 @@ class RaggedCache(Cache):
 
     def live_bytes(self, row: int | None = None) -> int:
         """Bytes of the live entries of the full-attention layers: K, V and extras."""
-        return sum(layer.entries(row) * layer.entry_bytes() for layer in self.ragged)
+        return sum(layer.live_bytes(row) for layer in self.ragged)
 
     def allocated_bytes(self, row: int | None = None) -> int:
         """Bytes that the full-attention layers own, including free room and bookkeeping."""

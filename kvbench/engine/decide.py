@@ -121,7 +121,7 @@ class Cut:
     @property
     def keeps_all(self) -> bool:
         """Whether everything is kept."""
-        return self.policy.is_full or self.budget == self.length.tolist()
+        return not self.policy.evicts or self.budget == self.length.tolist()
 
     def _own(self, x: Tensor) -> Tensor:
         """Select the sequences of this cut."""

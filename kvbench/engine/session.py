@@ -216,7 +216,7 @@ def attach(
         raise UserError(f"unknown moment {moment!r}; attach takes context, {', '.join(LATER)}")
     if compress not in ("auto", "manual"):
         raise UserError(f"unknown compress={compress!r}; use auto or manual")
-    if moment in ("decode", "chunked") and limit.absolute is None and not chosen.is_full:
+    if moment in ("decode", "chunked") and limit.absolute is None and chosen.evicts:
         raise UserError(f"moment {moment} needs a budget in tokens such as 512, not {limit}")
     auto = compress == "auto" and moment != "turns"
     cache = AttachedCache(model, chosen, limit, moment, auto, seed)

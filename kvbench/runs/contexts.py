@@ -253,7 +253,10 @@ class _Contexts:
             return
         response = begun(cell, prompt, cache, prefill_s, compress_s)
         row = self.worker.row(cell, prompt)
-        if cache.upkeep is None and not cache.slides and not row.given:
+        coding = cache.ragged[0].coding
+        if coding is not None:  # a batch has one coding
+            lane = f"{lane} {coding}"
+        elif cache.upkeep is None and not cache.slides and not row.given:
             cache.settle()
             question = prompt.question_ids
             self._done(self.pool.add(Pooled(row, cache, question, logits, response)))
