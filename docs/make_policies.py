@@ -45,6 +45,8 @@ both. Every policy keeps exactly `N = L * H * b` entries of a sequence, includin
 and floors. If these do not fit a head's share, they give way in this order: what a first stage
 chose, the oldest tokens of the window, the last sinks, position 0, and the newest token last.
 
+If you know a method by its name in kvpress, see [from-kvpress.md](from-kvpress.md).
+
 Symbols: `L` layers, `H` KV heads, `H_q` query heads, `G = H_q / H`, `T` context tokens, `d` head
 dim, `d_model` hidden size, `b` mean entries kept per (layer, KV head), `w` window, `A` softmax
 attention, `W_O` output projection. Keys are as cached, after RoPE. Costs are per cut, for one layer
