@@ -90,6 +90,8 @@ class Need:
     """The observation has one value per cache entry, on its last axis."""
     of_tokens: ClassVar[bool] = False
     """The observation is about tokens, not layers, and is known when a forward has ended."""
+    at_end: ClassVar[bool] = False
+    """The observation is known when a prefill has ended."""
     goes_on: ClassVar[bool] = False
     """Per entry; the engine keeps it with the entries from one cut of a cache to the next."""
 
@@ -128,6 +130,27 @@ class AttentionMass(Need):
     power: int = 1
     per_entry: ClassVar[bool] = True
     goes_on: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class Replay(Need):
+    """Largest attention that every entry receives while the context is fed once more.
+
+    float32 `[B, H, n]`, the maximum over the queries of the replay and the query heads of a KV
+    head. The context is replayed chunk by chunk when its prefill has ended; the engine does so once
+    for all policies, and books the time with each of them. It is present at the first cut only.
+
+    Attributes:
+        chunk: Tokens of a chunk. Entries are seen by the replay of their own chunk.
+        sinks: First tokens that also take part in the softmax.
+        norm: Weight the attention by `||v W_O||_2` over the length of the query's hidden state.
+    """
+
+    chunk: int = 2048
+    sinks: int = 4
+    norm: bool = False
+    per_entry: ClassVar[bool] = True
+    at_end: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)

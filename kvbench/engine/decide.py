@@ -92,7 +92,8 @@ class Cut:
     @property
     def at_once(self) -> bool:
         """Whether a layer can be decided as soon as its own forward has ended."""
-        return self.by_layer and not any(need.of_tokens for need in self.policy.needs)
+        late = any(need.of_tokens or need.at_end for need in self.policy.needs)
+        return self.by_layer and not late
 
     @cached_property
     def shares(self) -> Tensor:

@@ -15,11 +15,12 @@ from kvbench.engine.driver import forward, start_observers
 from kvbench.engine.evict import compress_cache, start_upkeep
 from kvbench.engine.models import decoder_of, model_info
 from kvbench.engine.pruning import Pruning, watching
+from kvbench.engine.replay import observe_replays
 from kvbench.engine.shared import Shared
 from kvbench.engine.upkeep import first_budget
 from kvbench.moments import Moment
 from kvbench.plugin import Policy
-from kvbench.view import ModelInfo, Need
+from kvbench.view import ModelInfo, Need, Replay
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class Prefix:
         self.device = next(model.parameters()).device
         self.seconds = 0.0
         self._shared: dict[tuple[int, Moment, bool, int], Shared] = {}
+        self._replays = 0.0
 
     @property
     def spoiled(self) -> bool:
@@ -89,7 +91,7 @@ class Prefix:
         begin = now(ids.device)
         with watching(self.model, self.cache.pruning if pixels else None) as self.cache.tower:
             logits = forward(self.model, self.cache, ids, mask, pixels=pixels)
-        self._shared = {}
+        self._shared, self._replays = {}, 0.0
         self.seconds += now(ids.device) - begin
         return logits
 
@@ -99,7 +101,7 @@ class Prefix:
         other.model, other.info, other.seconds = self.model, self.info, self.seconds
         other.device = self.device
         other.cache = self.cache.fork()
-        other._shared = {}
+        other._shared, other._replays = {}, 0.0
         return other
 
     def compress(
@@ -120,6 +122,7 @@ class Prefix:
         return [self._compress(one, reserve) for one in wanted]
 
     def _compress(self, wanted: Compression, reserve: int | None) -> RaggedCache:
+        replays = self._replay(wanted.policy)
         began = now(self.device)
         lengths, visual = self.cache.lengths().tolist(), self.cache.visual_tokens()
         policy, budget, moment = wanted.policy, wanted.budget, wanted.moment
@@ -153,5 +156,17 @@ class Prefix:
         if moment == "decode" and budget.absolute is not None:
             later = [budget.absolute] * len(lengths)
         start_upkeep(cut, made, later)
-        made.seconds = now(self.device) - began + cut.saved
+        made.seconds = now(self.device) - began + cut.saved + replays
         return made
+
+    def _replay(self, policy: Policy) -> float:
+        """Make the replays if a policy needs one; return the seconds that they took, at any time.
+
+        All replays that any cell needs are made together and booked with each of these cells.
+        """
+        if not any(isinstance(need, Replay) for need in policy.needs):
+            return 0.0
+        began = now(self.device)
+        observe_replays(self.model, self.cache, self.info)
+        self._replays += now(self.device) - began
+        return self._replays

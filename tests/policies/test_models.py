@@ -124,8 +124,8 @@ ORACLES: dict[str, Oracle] = {
         partial(profile.sinks_and_recent, sinks=5),
     ),
 }
-APART = {"full", "random", "sirllm"}
-"""`full` and `random` keep what no equation says; `sirllm` has a test of its own below."""
+APART = {"full", "random", "sirllm", "kvzip"}
+"""`full` and `random` keep what no equation says; `sirllm` and `kvzip` have tests of their own."""
 SHAPE: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 32,
