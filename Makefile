@@ -6,7 +6,7 @@ SMOKE := .smoke
 TORCH := $(shell grep '^torch==' constraints.txt)
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: run real real-smoke vision recipes recipes-smoke regression test test-oldest lint format docs docs-check smoke clean
+.PHONY: run real real-smoke vision recipes recipes-smoke regression test test-oldest faults lint format docs docs-check smoke clean
 
 run: $(VENV)/.installed
 	HF_HUB_OFFLINE=1 $(VENV)/bin/kvbench run --policy criticalkv --budget 0.2 --task ruler
@@ -53,6 +53,11 @@ regression: $(VENV)/.smollm2
 
 test: $(VENV)/.installed
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV)/bin/pytest -n auto --dist loadfile
+
+# Runs that are harmed, on Ray as well, and 200 random kills: half an hour.
+faults: $(VENV)/.installed
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV)/bin/pytest -m faults tests/kvbench/runs
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV)/bin/python -m benchmarks.faults --kills 200
 
 lint: $(VENV)/.installed
 	$(VENV)/bin/ruff check .

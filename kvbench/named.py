@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -41,6 +41,22 @@ class NamedModel:
     folder: Callable[[], Path]
     lexicon: str = "natural"
     reads: Callable[[Any], bool] | None = None
+
+
+def shipped(name: str, folder: Path) -> Callable[[], Path]:
+    """The `folder` of a named model whose files are in a package."""
+
+    def found() -> Path:
+        if not (folder / "config.json").is_file():
+            raise UserError(f"the files of {name} are missing from {folder}")
+        return folder
+
+    return found
+
+
+def knows_only(words: Collection[str]) -> Callable[[Any], bool]:
+    """The `reads` of a named model: a tokenizer whose vocabulary is exactly these words."""
+    return lambda tokenizer: set(tokenizer.get_vocab()) == set(words)
 
 
 def named_models() -> dict[str, NamedModel]:

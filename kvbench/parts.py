@@ -62,30 +62,43 @@ def order_key(v: View, scores: Scores) -> Tensor:
 
 def entry_key(value: Tensor, protect: Tensor, position: Tensor, valid: Tensor) -> Tensor:
     """`order_key` of values, protection classes, positions and validity, of one shape each."""
+    rows = len(value)
+    value, protect, position, valid = (_distinct(x) for x in (value, protect, position, valid))
     bits = (value.float() + 0.0).view(torch.int32).long()  # + 0.0: no negative zero
     turned = torch.where(bits < 0, -1 - (bits & 0x7FFFFFFF), bits) + (1 << 31)
     classes = protect.long()
     worth = (classes << 32) + turned.masked_fill(classes > Scores.CHOSEN, 0)
     place = torch.where(classes == Scores.SINK, (1 << 28) - 1 - position, position)
-    return ((worth << 28) + place).masked_fill(~valid, -1)
+    key = ((worth << 28) + place).masked_fill(~valid, -1)
+    return key.expand(rows, *key.shape[1:]) if len(key) < rows else key
 
 
-def best(key: Tensor, count: Tensor) -> Tensor:
+def _distinct(x: Tensor) -> Tensor:
+    """The first row, if all rows are the same memory: budgets that are decided together."""
+    return x[:1] if len(x) > 1 and x.stride(0) == 0 else x
+
+
+def best(key: Tensor, count: Tensor, unique: bool = False) -> Tensor:
     """Mark the `count` largest of every row, ties to the first; what is negative never counts.
 
     Args:
         key: int64 `[..., m]`.
         count: int64 `[...]`, not more than there are.
+        unique: Whether no two keys of a row are equal, as those of `order_key`.
 
     Returns:
         bool `[..., m]`.
     """
+    rows = _distinct(key)
     if key.device.type == "cpu":  # a partial sort; a GPU would have to wait for the number
         most = min(max(int(count.max()), 1), key.shape[-1])
-        ordered = key.topk(most, dim=-1).values
+        ordered = rows.topk(most, dim=-1).values
     else:
-        ordered = key.sort(dim=-1, descending=True).values
+        ordered = rows.sort(dim=-1, descending=True).values
+    ordered = ordered.expand(*key.shape[:-1], -1)
     last = ordered.gather(-1, (count[..., None] - 1).clamp(min=0, max=ordered.shape[-1] - 1))
+    if unique:
+        return (key >= last) & (key >= 0) & (count[..., None] > 0)
     above, equal = key > last, key == last
     left = count[..., None] - above.sum(-1, keepdim=True)
     return (above | (equal & (equal.cumsum(-1) <= left))) & (key >= 0) & (count[..., None] > 0)
@@ -99,7 +112,7 @@ class TopK(Selector):
 
     def select(self, v: View, scores: Scores, share: Tensor) -> Tensor:
         """Choose exactly `share` valid entries per head, bool `[B, H, n]`."""
-        return best(order_key(v, scores), share)
+        return best(order_key(v, scores), share, unique=True)
 
 
 def spread_evenly(total: Tensor, heads: int) -> Tensor:

@@ -38,7 +38,6 @@ from kvbench.view import (
     PerToken,
     Pruned,
     Queries,
-    Replay,
     Surprisal,
     View,
     VisualTokens,
@@ -70,6 +69,28 @@ __all__ = [
     "protect_sinks",
     "protect_window",
 ]
+
+
+@dataclass(frozen=True)
+class Replay(Need):
+    """Largest attention that every entry receives while the context is fed once more.
+
+    float32 `[B, H, n]`, the maximum over the queries of the replay and the query heads of a KV
+    head. The context is replayed chunk by chunk when its prefill has ended; the engine does so once
+    for all policies, and books the time with each of them. It is present at the first cut only.
+
+    Attributes:
+        chunk: Tokens of a chunk. Entries are seen by the replay of their own chunk.
+        sinks: First tokens that also take part in the softmax.
+        norm: Weight the attention by `||v W_O||_2` over the length of the query's hidden state.
+    """
+
+    chunk: int = 2048
+    sinks: int = 4
+    norm: bool = False
+    per_entry: ClassVar[bool] = True
+    at_end: ClassVar[bool] = True
+
 
 PLUGIN_API = 1
 """Version of this page; it rises when a plugin written against it would break."""

@@ -6,8 +6,10 @@ heads, `H_q` query heads, `n` entries shown, `d` head dim.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Protocol, Self
 
 import torch
@@ -133,27 +135,6 @@ class AttentionMass(Need):
 
 
 @dataclass(frozen=True)
-class Replay(Need):
-    """Largest attention that every entry receives while the context is fed once more.
-
-    float32 `[B, H, n]`, the maximum over the queries of the replay and the query heads of a KV
-    head. The context is replayed chunk by chunk when its prefill has ended; the engine does so once
-    for all policies, and books the time with each of them. It is present at the first cut only.
-
-    Attributes:
-        chunk: Tokens of a chunk. Entries are seen by the replay of their own chunk.
-        sinks: First tokens that also take part in the softmax.
-        norm: Weight the attention by `||v W_O||_2` over the length of the query's hidden state.
-    """
-
-    chunk: int = 2048
-    sinks: int = 4
-    norm: bool = False
-    per_entry: ClassVar[bool] = True
-    at_end: ClassVar[bool] = True
-
-
-@dataclass(frozen=True)
 class PerToken(Need):
     """A number that each token gets once per layer and KV head: float32 `[B, H, n]`.
 
@@ -191,10 +172,6 @@ class Surprisal(Need):
     of_tokens: ClassVar[bool] = True
 
 
-def _make(name: Hashable, make: Callable[[], Tensor]) -> Tensor:
-    return make()
-
-
 class View:
     """One layer at one moment: the sequences that belong to one policy.
 
@@ -226,9 +203,6 @@ class View:
         visual: Which entries are of images and videos, bool `[B, H, n]`; False everywhere in a text
             model.
         pruned: Which of these the prefill has pruned, bool `[B, H, n]`; see `VisualTokens`.
-        once: `once(name, make)` returns `make()`, which is called once for all cells of a prefill.
-            `name` identifies what is made, with its parameters. It may depend on the layer's K, V,
-            observations and the model, not on scores or budgets; nobody may change it in place.
     """
 
     def __init__(
@@ -254,7 +228,7 @@ class View:
         final: bool = True,
         coming: int = 0,
         asked: int = 0,
-        once: Callable[[Hashable, Callable[[], Tensor]], Tensor] = _make,
+        share: Callable[[Hashable, Callable[[], Tensor]], Tensor] | None = None,
     ) -> None:
         self.layer = layer
         self.moment: Moment = moment
@@ -277,7 +251,36 @@ class View:
         self.final = final
         self.coming = coming
         self.asked = asked
-        self.once = once
+        self._share = share
+        self._alone: View | None = None
+
+    def once(self, name: Hashable, make: Callable[[View], Tensor]) -> Tensor:
+        """Make a tensor once for all cells of a prefill; nobody may change it in place.
+
+        Args:
+            name: Identifies what is made, with its parameters.
+            make: Makes it from a view, `[B, ...]`. It may depend on the layer's K, V, observations
+                and the model, not on scores or budgets.
+        """
+        if self._alone is not None:
+            return _repeated(self._alone.once(name, make), len(self._budget))
+        return make(self) if self._share is None else self._share(name, partial(make, self))
+
+    def for_budgets(self, budget: Tensor) -> View:
+        """Show the only sequence of this view once for every budget, int64 `[B]`.
+
+        No tensor is copied. The extras are zero, as they are before a score sets them.
+        """
+        out = copy.copy(self)
+        for name in _BY_SEQUENCE:
+            setattr(out, name, _repeated(getattr(self, name), len(budget)))
+        out.obs = {need: _repeated(x, len(budget)) for need, x in self.obs.items()}
+        out.extras = {
+            name: torch.zeros(len(budget), *x.shape[1:], dtype=x.dtype, device=x.device)
+            for name, x in self.extras.items()
+        }
+        out._budget, out.read_budget, out._alone = budget, False, self
+        return out
 
     @property
     def budget(self) -> Tensor:
@@ -354,6 +357,17 @@ class View:
         x = x & 0xFFFFFFFF
         x = x ^ (x >> 16)
         return (x >> 8).to(torch.float32) / float(1 << 24)
+
+
+_BY_SEQUENCE = (
+    *("length", "col", "position", "valid", "key", "value", "seed"),
+    *("turns_ago", "visual", "pruned"),
+)
+
+
+def _repeated(x: Tensor, times: int) -> Tensor:
+    """A tensor of one sequence `[1, ...]` as that of several, without a copy."""
+    return x.expand(times, *x.shape[1:])
 
 
 @dataclass(frozen=True)

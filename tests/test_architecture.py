@@ -59,6 +59,7 @@ HEAVY = {
     "matplotlib",
     "nltk",
     "openai",
+    "ray",  # optional
     "resource",
     "rouge_score",
     "torch",

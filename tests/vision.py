@@ -17,8 +17,8 @@ import transformers
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-from transformers.processing_utils import ProcessorMixin
 
+from kvbench.engine.vision import images_only
 from kvbench.harness.harnesses import HARNESSES
 from kvbench.harness.protocol import TaskSettings
 
@@ -129,25 +129,7 @@ def processor(kind: str = "qwen2_vl") -> Any:
         merge_size=2,
         size={"shortest_edge": 4 * patch * patch, "longest_edge": 64 * patch * patch},
     )
-    family = {
-        "qwen2_vl": transformers.Qwen2VLProcessor,
-        "qwen3_vl": transformers.Qwen3VLProcessor,
-    }[kind]
-    return _image_only(family)(images, tokenizer(), QWEN_TEMPLATE)
-
-
-def _image_only(family: type) -> type:
-    """A processor class that needs no video processor, which torchvision is needed for."""
-
-    class ImageOnly(family):  # type: ignore[misc]
-        # ProcessorMixin goes by the names of these parameters.
-        def __init__(self, image_processor: Any, tokenizer: Any, chat_template: str) -> None:
-            self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
-            self.image_token_id = tokenizer.convert_tokens_to_ids(self.image_token)
-            self.video_token_id = tokenizer.convert_tokens_to_ids(self.video_token)
-            ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
-
-    return ImageOnly
+    return images_only(kind, images, tokenizer())
 
 
 def model(kind: str = "qwen2_vl") -> Any:

@@ -1,8 +1,10 @@
-"""Layers and heads to draw: how a user names them, and which ones if nobody does."""
+"""Options of analyses: what users name, how it is checked, and which layers and heads to draw."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
 
 from kvbench.errors import UserError
 
@@ -82,3 +84,21 @@ def whole_or_all(flag: str, value: str | Sequence[str]) -> tuple[int, ...]:
     """
     listed = parts(value)
     return () if listed == ["all"] else whole(flag, listed, "0,3, or all")
+
+
+def check_least(options: object, least: Mapping[str, int]) -> None:
+    """Check that options, by attribute, are whole numbers from some least one, or None.
+
+    Raises:
+        UserError: One is smaller.
+    """
+    for name, smallest in least.items():
+        value = getattr(options, name)
+        if value is not None and value < smallest:
+            flag = name.replace("_", "-")
+            raise UserError(f"--{flag} {value}: use a whole number from {smallest}")
+
+
+def plain_values(options: Any) -> dict[str, Any]:
+    """A dataclass of options as plain lists and values."""
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(options).items()}

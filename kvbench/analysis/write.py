@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Collection, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -56,7 +56,15 @@ def folder_of(grid: Grid, name: str, *settings: object) -> Path:
         UserError: It cannot be written to.
     """
     digest = hashlib.sha256(json.dumps([grid.digest, *settings]).encode()).hexdigest()[:16]
-    path = Path(grid.out) if grid.out else Path("results") / f"{name}-{digest}"
+    return prepared(Path(grid.out) if grid.out else Path("results") / f"{name}-{digest}")
+
+
+def prepared(path: Path) -> Path:
+    """Create a folder and that of its figures, before any work is done.
+
+    Raises:
+        UserError: It cannot be written to.
+    """
     if path.exists() and not path.is_dir():
         raise UserError(f"cannot write {path}: it is a file, not a folder")
     try:
@@ -76,6 +84,7 @@ def write_all(
     figures: Sequence[Path],
     command: str,
     failed: Mapping[str, str],
+    as_csv: Collection[str] = (),
 ) -> Done:
     """Write tables, settings and summary of an analysis; its figures are already there.
 
@@ -89,16 +98,48 @@ def write_all(
         figures: Files that the summary shows.
         command: What the summary says that made it.
         failed: Why cells failed, by cell id.
+        as_csv: Frames to write as CSV too, where there are any.
 
     Raises:
         UserError: A file cannot be written.
     """
-    files = [write_table(frame, path / f"{name}.parquet") for name, frame in frames.items()]
+    own = {k: v for k, v in grid.to_dict().items() if k not in ("full", "out", "attn")}
+    title = f"kvbench {settings['analysis']}"
+    return write_files(
+        path, title, {**own, **settings}, frames, tables, notes, figures, command, failed, as_csv
+    )
+
+
+def write_files(
+    path: Path,
+    title: str,
+    record: Mapping[str, Any],
+    frames: Mapping[str, pd.DataFrame],
+    tables: Sequence[Table],
+    notes: Sequence[str],
+    figures: Sequence[Path],
+    command: str,
+    failed: Mapping[str, str],
+    as_csv: Collection[str] = (),
+) -> Done:
+    """Write tables, settings and summary; `title` is the summary's.
+
+    Args:
+        path, frames, tables, notes, figures, command, failed, as_csv: As for `write_all`.
+        title: Heading of the summary.
+        record: How all this was made; versions are added.
+
+    Raises:
+        UserError: A file cannot be written.
+    """
+    files = [_write_csv(frames[n], path / f"{n}.csv") for n in frames if n in as_csv]
+    files += [write_table(frame, path / f"{name}.parquet") for name, frame in frames.items()]
     files.append(path / "settings.json")
+    packages = {name: version(name) for name in ("kvbench", "torch", "transformers")}
     with replacing(files[-1]) as part:
-        part.write_text(json.dumps(_recorded(grid, settings), indent=2) + "\n")
+        part.write_text(json.dumps({**record, "versions": packages}, indent=2) + "\n")
     summary = path / "summary.md"
-    page = summary_text(f"kvbench {settings['analysis']}", command, tables, notes, figures, path)
+    page = summary_text(title, command, tables, notes, figures, path)
     with replacing(summary) as part:
         part.write_text(page, encoding="utf-8")
     return Done(path, [summary, *files, *figures], list(tables), list(notes), failed)
@@ -112,7 +153,7 @@ def write_table(frame: pd.DataFrame, path: Path) -> Path:
     return path
 
 
-def write_csv(frame: pd.DataFrame, path: Path) -> Path:
+def _write_csv(frame: pd.DataFrame, path: Path) -> Path:
     """Write a frame as CSV."""
     with replacing(path) as part:
         frame.to_csv(part, index=False)
@@ -128,9 +169,3 @@ def check_any(frame: Sized, failed: Mapping[str, str]) -> None:
     if not len(frame):
         reason = " ".join(next(iter(failed.values()), "no cell was run").split())
         raise UserError(f"nothing to show: all {len(failed)} cells failed: {reason}")
-
-
-def _recorded(grid: Grid, settings: Mapping[str, Any]) -> dict[str, Any]:
-    own = {k: v for k, v in grid.to_dict().items() if k not in ("full", "out", "attn")}
-    packages = {name: version(name) for name in ("kvbench", "torch", "transformers")}
-    return {**own, **settings, "versions": packages}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from kvbench.bench.settings import Bench, Setting
-from kvbench.engine.decide import now
+from kvbench.engine.clock import now
 from kvbench.engine.driver import engine, forward
 from kvbench.engine.loading import load_config, load_model, pick_device, pick_dtype
 from kvbench.engine.prefix import Compression, Prefix

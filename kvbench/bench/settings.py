@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvbench.budget import Budget
+from kvbench.engine.pruning import prunes
 from kvbench.errors import UserError
 from kvbench.plugin import Policy
 from kvbench.spelling import policy as make_policy
@@ -99,7 +100,7 @@ class Bench:
 
 def _check(pairs: Sequence[tuple[Policy, Budget]]) -> None:
     for policy, budget in pairs:
-        if policy.score is not None and policy.score.prunes is not None:
+        if prunes(policy):
             raise UserError(f"{policy} prunes images, and the prompts of a benchmark have none")
         if budget.visual:
             raise UserError(f"budget {budget} needs images, which the prompts do not have")

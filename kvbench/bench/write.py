@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 
-from kvbench.analysis.summary import summary_text
-from kvbench.analysis.write import Done, write_table
+from kvbench.analysis.write import Done, prepared, write_files
 from kvbench.bench.compare import summarize
 from kvbench.bench.figures import draw_bench
 from kvbench.bench.measure import run_bench
 from kvbench.bench.settings import Bench
 from kvbench.bench.tables import bench_tables
 from kvbench.errors import UserError
-from kvbench.files import cannot, digest_of, replacing
+from kvbench.files import digest_of
 from kvbench.progress import Reporter
 from kvbench.report.text import counted
 
@@ -35,11 +32,7 @@ def write_bench(
         UserError: Something is unknown or out of range, or nothing could be measured.
     """
     bench.settings()
-    path = out or Path("results") / f"bench-{digest_of(asdict(bench))}"
-    try:
-        (path / "figures").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise cannot("write", path, error) from None
+    path = prepared(out or Path("results") / f"bench-{digest_of(asdict(bench))}")
     frame = run_bench(bench, reporter)
     failed = {
         f"{row.policy} {row.budget} at context {row.context}, batch {row.batch}": str(row.error)
@@ -58,18 +51,14 @@ def write_bench(
         + ("the process, with the model." if device == "cpu" else "the GPU, with the model."),
         *[f"{name} failed: {reason}" for name, reason in failed.items()],
     ]
-    files = [
-        write_table(frame, path / "bench.parquet"),
-        write_table(summary, path / "summary.parquet"),
-        path / "settings.json",
-    ]
-    packages = {name: version(name) for name in ("kvbench", "torch", "transformers")}
-    record = {**asdict(bench), "device": device, "threads": threads, "versions": packages}
-    with replacing(files[-1]) as part:
-        part.write_text(json.dumps(record, indent=2) + "\n")
-    figures = draw_bench(summary, bench.model, path / "figures")
-    page = path / "summary.md"
-    with replacing(page) as part:
-        text = summary_text("kvbench bench", command, tables, notes, figures, path)
-        part.write_text(text, encoding="utf-8")
-    return Done(path, [page, *files, *figures], tables, notes, failed)
+    return write_files(
+        path,
+        "kvbench bench",
+        {**asdict(bench), "device": device, "threads": threads},
+        {"bench": frame, "summary": summary},
+        tables,
+        notes,
+        draw_bench(summary, bench.model, path / "figures"),
+        command,
+        failed,
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from kvbench.analysis.choosing import parts, whole
 from kvbench.cli.analyze import carry_out, command_line
 from kvbench.cli.options import (
     MODEL,
@@ -19,7 +20,6 @@ from kvbench.cli.options import (
     option,
     split_names,
 )
-from kvbench.errors import UserError
 from kvbench.progress import Reporter
 
 if TYPE_CHECKING:
@@ -78,9 +78,9 @@ def bench(
         model=model,
         policies=tuple(split_names(policy)) or ("snapkv",),
         budgets=tuple(split_names(budget)) or ("0.2",),
-        contexts=_counts("--context", context),
-        batches=_counts("--batch", batch),
-        generates=_counts("--generate", generate),
+        contexts=whole("context", parts(context), "512,2048"),
+        batches=whole("batch", parts(batch), "1,8"),
+        generates=whole("generate", parts(generate), "512,2048"),
         repeats=repeats,
         seed=seed or 0,
         device=device or "auto",
@@ -94,12 +94,3 @@ def bench(
         return write_bench(made, out, reporter, command=command_line())
 
     carry_out(work)
-
-
-def _counts(flag: str, text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in split_names([text]))
-    except ValueError:
-        raise UserError(
-            f"{flag} {text!r}: use whole numbers with commas, such as 512,2048"
-        ) from None

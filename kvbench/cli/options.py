@@ -10,7 +10,7 @@ import typer
 from kvbench.cli import complete
 
 WHAT, MODEL, PROMPTS, ANSWERS = "What to run", "Model", "Prompts", "Answers"
-CACHE, OUTPUT = "Cache", "Output"
+CACHE, MACHINES, OUTPUT = "Cache", "Machines", "Output"
 """Headings under which the help groups options, in this order."""
 
 FLAG = " "

@@ -16,6 +16,7 @@ from kvbench.cli.options import (
     ANSWERS,
     CACHE,
     FLAG,
+    MACHINES,
     MODEL,
     OUTPUT,
     PROMPTS,
@@ -81,7 +82,16 @@ def run(
     device_map: DeviceMap = None,
     quantization: Quantization = None,
     batch_size: Annotated[
-        str | None, option(MODEL, "N", "Rows decoded together, or auto (the default).")
+        str | None, option(MODEL, "N", "Most responses decoded together. Default: auto.")
+    ] = None,
+    cache_memory: Annotated[
+        str | None,
+        option(
+            MODEL,
+            "SIZE",
+            "Memory for the caches that are decoded together, such as 40GB. Default: half of a "
+            "CPU's memory, 80% of a GPU's free memory.",
+        ),
     ] = None,
     attn: Annotated[str | None, typer.Option(metavar="A", hidden=True)] = None,
     samples: Annotated[
@@ -126,6 +136,36 @@ def run(
             "Also run the full cache, to compare with. Default: yes.",
             "--full/--no-full",
         ),
+    ] = None,
+    executor: Annotated[
+        str | None,
+        option(
+            MACHINES,
+            "WHERE",
+            "local (the default): this process; ray: workers on every core or GPU of this machine, "
+            "or of a cluster (docs/clusters.md).",
+        ),
+    ] = None,
+    ray_address: Annotated[
+        str | None,
+        option(
+            MACHINES,
+            "HOST:PORT",
+            "Ray cluster to use, or auto. Default: RAY_ADDRESS, otherwise this machine alone.",
+        ),
+    ] = None,
+    gpus_per_cell: Annotated[
+        float | None,
+        option(
+            MACHINES,
+            "N",
+            "GPUs of each Ray worker: 0.5 puts two on a GPU; for more than 1 add --device-map "
+            "auto. Default: 1 with CUDA.",
+        ),
+    ] = None,
+    workers: Annotated[
+        int | None,
+        option(MACHINES, "N", "Ray workers. Default: as many as the machines have room for."),
     ] = None,
     out: Annotated[
         str | None,

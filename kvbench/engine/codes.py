@@ -194,8 +194,8 @@ class Coded(Tensor):
         return numbers
 
     def __getitem__(self, index: Any) -> Tensor:
-        """Rows: still coded for a list of rows, int64 `[m]`, decoded for any other index."""
-        if isinstance(index, Tensor) and index.dim() == 1:
+        """Rows: still coded for a slice or a list of rows, decoded for any other index."""
+        if isinstance(index, slice) or index.dim() == 1:
             return self._with(code=self.code[index], place=self.place[index])
         code, place = self.code[index], self.place[index]
         rows: Tensor = self._with(code=code.flatten(0, -2), place=place.flatten()).decode()

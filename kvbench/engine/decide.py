@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import copy
-import time
-from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvbench.engine.cache import RaggedCache
-from kvbench.engine.layer import RaggedLayer
-from kvbench.engine.shared import Changes, Known, Shared, versions
+from kvbench.engine.clock import now
+from kvbench.engine.shared import Known, versions
+from kvbench.engine.showing import Showing
 from kvbench.engine.upkeep import goes_on
 from kvbench.errors import BudgetError
 from kvbench.parts import apportion
 from kvbench.plugin import (
     AttentionMass,
-    ModelInfo,
-    Moment,
     Need,
-    Policy,
     Scored,
     Scores,
     View,
@@ -40,53 +35,20 @@ class Decision(NamedTuple):
     value: Tensor | None = None
 
 
-def now(device: torch.device) -> float:
-    """Return the time in seconds, once the device has finished its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
 @dataclass
-class Cut:
-    """One compression of one cache for one policy.
+class Cut(Showing):
+    """One compression of one cache for one policy; several budgets have one row each.
 
     Attributes:
-        policy: The policy.
-        cache: The cache to cut; it is only read.
-        info: The model.
-        moment: When it is cut.
-        budget: Mean entries per (layer, head) of every sequence that is cut, `b` (on the CPU).
-        seeds: Noise seeds of all sequences of the cache, int64 `[B]`.
-        shared: Scores of other cells on the same prefill.
-        rows: Sequences to cut; None: all.
-        final, coming: As in `View`.
-        saved: Seconds that this cut saved by reusing scores.
         states: State of the merger in every layer, for the sequences of this cut.
     """
 
-    policy: Policy
-    cache: RaggedCache
-    info: ModelInfo
-    moment: Moment
-    budget: list[int]
-    seeds: Tensor
-    shared: Shared | None = None
-    rows: list[int] | None = None
-    final: bool = True
-    coming: int = 0
-    saved: float = 0.0
     states: dict[int, dict[str, Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._index = None
-        if self.rows is not None:
-            self._index = torch.tensor(self.rows, device=self.seeds.device)
-        self.length = self._own(self.cache.lengths())
-        self.mean = torch.tensor(self.budget, device=self.length.device)
+        super().__post_init__()
         self.total = [b * self.info.layers * self.info.kv_heads for b in self.budget]
         self.by_layer = self.policy.allocate.scope != "model"
-        self._changes = Changes()
         self._flags: list[tuple[str, Tensor]] = []
 
     @property
@@ -124,119 +86,6 @@ class Cut:
         """Whether everything is kept."""
         return not self.policy.evicts or self.budget == self.length.tolist()
 
-    def _own(self, x: Tensor) -> Tensor:
-        """Select the sequences of this cut."""
-        return x if self._index is None else x[self._index.to(x.device)]
-
-    def _marked(self, columns: Tensor | None, col: Tensor) -> Tensor | None:
-        """Which entries are in marked columns (bool `[B, S]`, or None), `[B, H, n]`."""
-        if columns is None:
-            return None
-        own = self._own(columns).to(col.device)
-        return own[:, None].expand(-1, col.shape[1], -1).gather(-1, col)
-
-    def view(self, layer: RaggedLayer, index: int) -> View:
-        """Make the view of one layer as it is now.
-
-        Args:
-            layer: A dense or packed layer.
-            index: Its index among the full-attention layers.
-
-        Raises:
-            Exception: An observer that the policy needs has failed.
-        """
-        assert layer.key is not None and layer.value is not None and self.cache.valid is not None
-        score = self.policy.score
-        extras: dict[str, Tensor] = {}
-        if layer.packed:
-            rows, valid = layer.padded_rows(self.rows)
-            key, value, col = layer.key[rows], layer.value[rows], layer.col[rows].long()
-            extras = {n: held[rows] for n, held in layer.extras.items() if isinstance(n, str)}
-        else:
-            rows = None
-            key, value = self._own(layer.key), self._own(layer.value)
-            columns = torch.arange(key.shape[2], device=key.device)
-            col = columns.expand(key.shape[:3])
-            valid = self._own(self.cache.valid).to(key.device)[:, None].expand(key.shape[:3])
-            for name, dtype in ({} if score is None else score.extras).items():
-                extras[name] = torch.zeros(key.shape[:3], dtype=dtype, device=key.device)
-        obs: dict[Need, Tensor] = {}
-        for need in self.policy.needs:
-            found = self._observed(need, layer, index, col, rows)
-            if found is not None:
-                obs[need] = found
-        if not layer.packed:  # views of packed layers hold copies
-            shown = {"key": key, "value": value, **{f"obs[{need}]": x for need, x in obs.items()}}
-            for name, x in shown.items():
-                self._changes.show(name, x, *versions(x))
-        return View(
-            layer=index,
-            moment=self.moment,
-            length=self.length.to(key.device),
-            col=col,
-            position=self.cache.positions(col, self._index),
-            valid=valid,
-            key=key,
-            value=value,
-            obs=obs,
-            extras=extras,
-            model=self.info,
-            scale=layer.scale,
-            seed=self._own(self.seeds).to(key.device),
-            budget=self.mean.to(key.device),
-            turns_ago=self._turns_ago(col),
-            visual=self._marked(self.cache.visual, col),
-            pruned=self._marked(self.cache.pruned, col),
-            final=self.final,
-            coming=self.coming,
-            asked=0 if layer.packed else self.cache.asked,
-            once=partial(self._once, None if layer.packed else index),
-        )
-
-    def _once(self, layer: int | None, name: Hashable, make: Callable[[], Tensor]) -> Tensor:
-        """See `View.once`; without a dense layer there is nothing to share."""
-        if layer is None or self.shared is None:
-            return make()
-        known = self.shared.made.get((layer, name))
-        if known is None:
-            begin = now(self.length.device)
-            known = make(), now(self.length.device) - begin
-            self.shared.made[layer, name] = known
-        else:
-            self.saved += known[1]
-        self._changes.show(str(name), known[0], *versions(known[0]))
-        return known[0]
-
-    def _observed(
-        self, need: Need, layer: RaggedLayer, index: int, col: Tensor, rows: Tensor | None
-    ) -> Tensor | None:
-        """The observation of a need; None if it was only observed during the prefill."""
-        if need in self.cache.broken:
-            raise self.cache.broken[need]
-        if need.of_tokens:
-            assert self.cache.valid is not None
-            found = self._own(self.cache.token_observers[need].read(self.cache.valid))
-            found = found.to(col.device)
-            return found[:, None].expand(-1, col.shape[1], -1).gather(-1, col)
-        if rows is not None and need.per_entry:
-            if need not in layer.extras:
-                return None
-            held = layer.extras[need][rows]
-            return held if held.dim() == 3 else held.transpose(2, 3).flatten(1, 2)
-        return self._own(self.cache.observers[need].read(index))
-
-    def _turns_ago(self, col: Tensor) -> Tensor | None:
-        """How many turns before the newest one each entry was added; None outside dialogues."""
-        starts = self.cache.turns
-        if not any(starts):
-            return None
-        own = starts if self.rows is None else [starts[row] for row in self.rows]
-        ago = torch.zeros_like(col)
-        for n in range(max(len(row) for row in own)):
-            first = torch.tensor([row[n] if n < len(row) else 0 for row in own], device=col.device)
-            ago += col < first[:, None, None]
-        return ago
-
     def _extras(self, view: View) -> dict[str | Need, Tensor]:
         """Per-entry state to store with the entries, if another cut can come."""
         if not goes_on(self.policy, self.moment):
@@ -252,7 +101,7 @@ class Cut:
 
     def layer(self, view: View) -> Decision:
         """Decide for one layer (scopes `head` and `layer`)."""
-        scores = self.policy.select.prepare(view, self._score(view))
+        view, scores = self._prepared(view)
         total = self.shares[:, view.layer].to(view.col.device)
         shares = self.policy.allocate.allocate([Scored(view, scores)], total)
         decision = self._select(view, scores, shares[:, 0])
@@ -261,7 +110,7 @@ class Cut:
 
     def model(self, views: list[View]) -> list[Decision]:
         """Decide for all layers together (scope `model`)."""
-        scored = [Scored(v, self.policy.select.prepare(v, self._score(v))) for v in views]
+        scored = [self._prepared(v) for v in views]
         total = torch.tensor(self.total, device=self.length.device)
         shares = self.policy.allocate.allocate(_gathered(scored, total.device), total)
         parts = zip(scored, shares.unbind(1), strict=True)
@@ -274,7 +123,7 @@ class Cut:
         if self.policy.score is not None and self.policy.score.extras:
             self._score(view)
         self._untouched()
-        return Decision(view.valid, self._extras(view))
+        return Decision(view.valid.expand(len(self.budget), -1, -1), self._extras(view))
 
     def check(self, held: list[int]) -> None:
         """Compare the held entries with the budget, and read the flags that were collected.
@@ -301,6 +150,21 @@ class Cut:
                     f"{self.budget[row]} per head allows exactly {self.total[row]}"
                 )
 
+    def _prepared(self, view: View) -> Scored:
+        """Score one layer; with several budgets, view and scores get a row for each."""
+        scores = self._score(view)
+        if self.spread:
+            budgets = self.mean.to(view.col.device)
+            rows = [scores]
+            if view.read_budget:
+                rows += [self._score(view.for_budgets(budget[None])) for budget in budgets[1:]]
+            value, protect = (
+                torch.cat(parts) if len(rows) > 1 else parts[0].expand(len(budgets), -1, -1)
+                for parts in zip(*((row.value, row.protect) for row in rows), strict=True)
+            )
+            scores, view = Scores(value, protect), view.for_budgets(budgets)
+        return Scored(view, self.policy.select.prepare(view, scores))
+
     def _score(self, view: View) -> Scores:
         score = self.policy.score
         assert score is not None
@@ -308,6 +172,7 @@ class Cut:
         if known is not None:
             view.extras = dict(known.extras)
             self.saved += known.seconds
+            self._flags.append(known.flag)
             self._show_scores(known.scores, known.versions)
             return known.scores
         begin = now(view.col.device)
@@ -326,12 +191,14 @@ class Cut:
             )
         found = Scores(found.value.float(), found.protect)
         finite = (found.value.isfinite() | ~view.valid).all()
-        self._flags.append((f"a score of layer {view.layer} is not finite", ~finite))
+        flag = (f"a score of layer {view.layer} is not finite", ~finite)
+        self._flags.append(flag)
         marks = versions(found.value, found.protect)
         self._show_scores(found, marks)
         if self.shared is not None and not view.read_budget:
             seconds = now(view.col.device) - begin
-            entry = Known(found, dict(view.extras), marks, seconds)
+            self.shared_seconds += seconds
+            entry = Known(found, dict(view.extras), marks, seconds, flag)
             self.shared.scores[view.layer, score] = entry
         return found
 

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from kvbench.engine.attachment import Forward, Step, attached
 from kvbench.engine.cache import RaggedCache
-from kvbench.engine.decide import Cut
 from kvbench.engine.evict import after_forward
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.models import head_of, rotary_model
 from kvbench.engine.observers import SurprisalObserver, observer_for
+from kvbench.engine.showing import Showing
 from kvbench.engine.vision import media_positions
 from kvbench.errors import UserError, out_of_memory
 from kvbench.view import AttentionMass, ModelInfo, Need, PerToken
@@ -210,7 +210,7 @@ def _keep_up(cache: RaggedCache, layer: RaggedLayer, step: Step) -> None:
             layer.write_new(need, new)
     score = upkeep.policy.score
     if score is not None and score.extras:
-        cut = Cut(upkeep.policy, cache, upkeep.info, upkeep.moment, upkeep.budget, upkeep.seeds)
-        view = cut.view(layer, step.index)
+        u = upkeep
+        view = Showing(u.policy, cache, u.info, u.moment, u.budget, u.seeds).view(layer, step.index)
         score.step(view)
         layer.store_extras(view.extras)

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from kvbench.engine.cache import RaggedCache
+from kvbench.engine.clock import now
 from kvbench.engine.codes import Coding
-from kvbench.engine.decide import Cut, Decision, now
+from kvbench.engine.decide import Cut, Decision
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.upkeep import Upkeep, goes_on, spare
 
@@ -75,7 +76,7 @@ def record_counts(cut: Cut, target: RaggedCache) -> None:
     Raises:
         BudgetError: The policy did not keep exactly its budget.
     """
-    held = [target.live_entries(row) for row in range(cut.cache.batch)]
+    held = [target.live_entries(row) for row in range(len(cut.budget))]
     cut.check(held)
     target.budget_entries, target.held_entries = cut.total, held
 

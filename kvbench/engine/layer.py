@@ -108,8 +108,10 @@ class RaggedLayer(CacheLayerMixin):
     def extend(self) -> tuple[Tensor, Tensor]:
         """Append the pending K and V to a dense layer; return all of them, `[B, H, S, d]`."""
         key, value = self.take_pending()
-        self.key = key if self.key is None else torch.cat([self.key, key], dim=-2)
-        self.value = value if self.value is None else torch.cat([self.value, value], dim=-2)
+        # Contiguous: every cell picks its entries from them.
+        self.key = key.contiguous() if self.key is None else torch.cat([self.key, key], dim=-2)
+        old = self.value
+        self.value = value.contiguous() if old is None else torch.cat([old, value], dim=-2)
         return self.key, self.value
 
     def take_pending(self) -> tuple[Tensor, Tensor]:
@@ -130,32 +132,24 @@ class RaggedLayer(CacheLayerMixin):
         """Keep only the chosen entries and free everything else.
 
         Args:
-            key, value: `[B, H, n, d]`.
+            key, value: `[B, H, n, d]`, or `[1, H, n, d]` if all sequences choose from the same.
             keep: Entries to keep, bool `[B, H, n]`.
-            col: Logical columns, `[B, H, n]`, ascending along the last axis.
+            col: Logical columns, `[B, H, n]` or `[1, H, n]`, ascending along the last axis.
             extras: Per-entry state, `[B, H, n, ...]` each.
             reserve: Free rows behind every segment; None derives a number from what is kept.
         """
-        key, value = key.detach(), value.detach()
         self.batch, self.heads, n = keep.shape
         flat = keep.reshape(-1, n)
         self.length = flat.sum(-1).tolist()
-        source = flat.reshape(-1).nonzero().squeeze(-1)
+        chosen = flat.reshape(-1).nonzero().squeeze(-1)
         target = self._layout(reserve)
-        rows = sum(self.room)
-        with torch.inference_mode(False):  # later forwards write to them in any mode
-            self.key = torch.empty(rows, self.dim, dtype=key.dtype, device=key.device)
-            self.value = torch.empty(rows, self.dim, dtype=value.dtype, device=key.device)
-            self.col = torch.empty(rows, dtype=torch.int32, device=key.device)
-            self.extras = {
-                name: torch.zeros(rows, *held.shape[3:], dtype=held.dtype, device=key.device)
-                for name, held in extras.items()
-            }
-        self.key[target] = key.reshape(-1, self.dim)[source]
-        self.value[target] = value.reshape(-1, self.dim)[source]
-        self.col[target] = col.expand(keep.shape).reshape(-1)[source].to(torch.int32)
-        for name, held in extras.items():
-            self.extras[name][target] = held.detach().flatten(0, 2)[source]
+        # One gather fills the free rows too, with any entry: that is faster than to leave them out.
+        index = torch.zeros(sum(self.room), dtype=torch.int64, device=key.device)
+        index[target] = chosen
+        of_shared = index % (self.heads * n) if len(key) < self.batch else index
+        self.key, self.value = _gathered(key, of_shared), _gathered(value, of_shared)
+        self.col = _gathered(col[..., None].to(torch.int32), of_shared).squeeze(-1)
+        self.extras = {name: _gathered(held, index) for name, held in extras.items()}
         self.packed = True
         if self.coding is not None:
             self.coding.pack(self)
@@ -173,8 +167,7 @@ class RaggedLayer(CacheLayerMixin):
         assert self.key is not None and self.value is not None
         n = key.shape[-2]
         new = [added[s // self.heads] for s in range(len(self.length))]
-        if any(a + m > r for a, m, r in zip(self.length, new, self.room, strict=True)):
-            self._grow(max(added))
+        self.make_room(new)
         start, length = self.bounds()
         target = (start + length + rank[:, None]).reshape(-1)
         col = torch.arange(first, first + n, dtype=torch.int32, device=key.device)
@@ -293,6 +286,11 @@ class RaggedLayer(CacheLayerMixin):
         self._bounds = None
         return _runs(self.start, self.length, self.device)
 
+    def make_room(self, new: Sequence[int]) -> None:
+        """Move everything if any segment has no room for its number of new entries."""
+        if any(a + m > r for a, m, r in zip(self.length, new, self.room, strict=True)):
+            self._grow(max(new))
+
     def _grow(self, n: int) -> None:
         source = self.rows()
         target = self._layout([max(n, 16, a // 8) for a in self.length])
@@ -321,6 +319,31 @@ class RaggedLayer(CacheLayerMixin):
             other.col = self.col.clone()
             other.extras = {name: x.clone() for name, x in self.extras.items()}
         return other
+
+    def sequence(self, row: int) -> RaggedLayer:
+        """One sequence of a packed layer without per-entry state; it shares the memory."""
+        assert self.key is not None and self.value is not None
+        out = copy.copy(self)
+        here = slice(row * self.heads, (row + 1) * self.heads)
+        first = self.start[here.start]
+        out.batch, out.length, out.room = 1, self.length[here], self.room[here]
+        out.start = [s - first for s in self.start[here]]
+        rows = slice(first, first + sum(out.room))
+        out.key, out.value, out.col = self.key[rows], self.value[rows], self.col[rows]
+        out.extras, out.state = {}, []
+        out.forget_bounds()
+        return out
+
+    def among(self, rows: Sequence[int]) -> RaggedLayer:
+        """Some sequences of a packed layer without per-entry state; they share the memory."""
+        out = copy.copy(self)
+        own = [row * self.heads + head for row in rows for head in range(self.heads)]
+        out.start, out.length, out.room = (
+            [counts[s] for s in own] for counts in (self.start, self.length, self.room)
+        )
+        out.batch, out.extras, out.state = len(rows), {}, []
+        out.forget_bounds()
+        return out
 
     def entries(self, row: int | None = None) -> int:
         """Live entries of one sequence or of all; a dense layer counts its columns."""
@@ -368,6 +391,13 @@ class RaggedLayer(CacheLayerMixin):
         return sum(
             t.owned_bytes if isinstance(t, Coded) else t.numel() * t.element_size() for t in owned
         )
+
+
+def _gathered(x: Tensor, index: Tensor) -> Tensor:
+    """Rows of `x`, `[B, H, n, ...]`, by their index among `B * H * n`."""
+    with torch.inference_mode(False):  # later forwards write to them in any mode
+        out = torch.empty(len(index), *x.shape[3:], dtype=x.dtype, device=x.device)
+    return torch.index_select(x.detach().flatten(0, 2), 0, index, out=out)
 
 
 def starts(room: Sequence[int]) -> list[int]:

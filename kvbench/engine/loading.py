@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from kvbench.engine.gguf import converted, described
-from kvbench.engine.models import decoder_of, devices_of
+from kvbench.engine.models import decoder_of, devices_of, is_vision
 from kvbench.engine.quantization import check_quantization, scheme_config
 from kvbench.engine.weights import check_weights
 from kvbench.errors import UserError, first_lines, out_of_memory
@@ -56,11 +56,6 @@ def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
     if dtype not in _DTYPES:
         raise UserError(f"unknown dtype {dtype!r}; use auto, {', '.join(_DTYPES)}")
     return _DTYPES[dtype]
-
-
-def is_vision(config: Any) -> bool:
-    """Whether the configuration is that of a model that takes images."""
-    return getattr(config, "vision_config", None) is not None
 
 
 # --- loading --------------------------------------------------------------------------------------

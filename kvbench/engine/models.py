@@ -95,10 +95,15 @@ def head_of(model: nn.Module) -> Callable[[Tensor], Tensor]:
     return logits
 
 
+def is_vision(config: Any) -> bool:
+    """Whether the configuration is that of a model that takes images."""
+    return getattr(config, "vision_config", None) is not None
+
+
 def visual_ids(model: nn.Module) -> tuple[int, ...]:
     """Ids of the tokens that images and videos take; empty for a text model."""
     config: Any = model.config
-    if getattr(config, "vision_config", None) is None:
+    if not is_vision(config):
         return ()
     names = ("image_token_id", "video_token_id")
     return tuple(int(i) for name in names if (i := getattr(config, name, None)) is not None)

@@ -13,10 +13,14 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from kvbench.view import AttentionMass, ModelInfo, Need, Observer, PerToken, Queries, Replay
+from kvbench.plugin import Replay
+from kvbench.view import AttentionMass, ModelInfo, Need, Observer, PerToken, Queries
 
 _BLOCK = 1 << 22
 """Most float32 attention weights that are held at once per sequence while columns are summed."""
+
+_CPU_BLOCK = 1 << 18
+"""The same on a CPU, where a block should fit into the cache of a core."""
 
 
 def observer_for(need: Need, info: ModelInfo) -> Observer:
@@ -338,17 +342,22 @@ def column_sums(
     heads, columns = k.shape[1:3]
     transposed = k.float().transpose(-1, -2)
     total = torch.zeros(batch, heads, query_heads // heads, columns, device=q.device)
-    block = max(1, _BLOCK // (query_heads * columns))
+    on_cpu = q.device.type == "cpu"
+    block = max(1, (_CPU_BLOCK if on_cpu else _BLOCK) // (query_heads * columns))
+    # Without padding only the newest columns need a mask. A GPU would have to wait for the answer.
+    unpadded = on_cpu and bool((position >= 0).all()) and bool((at >= 0).all())
     for start in range(0, n, block):
         stop = min(start + block, n)
         ahead = max(columns - (n - stop), 1)  # later columns belong to later tokens
+        masked = ahead - (stop - start) if unpadded else 0
         rows = q[:, :, start:stop].float() * scale
-        mine, theirs = at[:, None, start:stop, None], position[:, None, None, :ahead]
+        mine, theirs = at[:, None, start:stop, None], position[:, None, None, masked:ahead]
         hidden = ((theirs > mine) | (theirs < 0))[:, :, None]
         logits = rows.unflatten(1, (heads, -1)).flatten(2, 3) @ transposed[..., :ahead]
         logits = logits.view(batch, heads, -1, stop - start, ahead)
-        weights = logits.masked_fill_(hidden, float("-inf")).softmax(-1)
-        # A query that does not exist sees no key, so its softmax is NaN.
-        weights = weights.masked_fill_((mine < 0)[:, :, None], 0.0)
+        logits[..., masked:].masked_fill_(hidden, float("-inf"))
+        weights = logits.softmax(-1)
+        if not unpadded:  # a query that does not exist sees no key, so its softmax is NaN
+            weights = weights.masked_fill_((mine < 0)[:, :, None], 0.0)
         total[..., :ahead] += weights.sum(3) if power == 1 else weights.square_().sum(3)
     return total.flatten(1, 2)

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from kvbench.engine.cache import RaggedCache
-from kvbench.engine.decide import now
-from kvbench.engine.decode import Batch, Row
+from kvbench.engine.clock import now
+from kvbench.engine.decode import Row
 from kvbench.engine.draw import choose
 from kvbench.engine.driver import forward
-from kvbench.engine.refill import place, sequence, vacant, vacate
+from kvbench.engine.refill import absorb, among, place, vacancies, vacant, vacate
 
 _Owner = TypeVar("_Owner")
 
@@ -89,17 +89,18 @@ class Pool(Generic[_Owner]):
         while self.active and not self._allows(len(self.active) + len(self.waiting)):
             yield from self._step()
         items, self.waiting = self.waiting, []
-        self._ask([item for item in items if item.logits is None])
         free = [slot for slot in range(self.slots) if slot not in self.active]
-        slots = free[: len(items)]
         caches = [item.cache for item in items if item.cache is not None]
         if self.cache is None:
             self.cache = vacant(caches[0], self.slots)
+        slots = vacancies(self.cache, free, caches)
         place(self.cache, slots, caches)
-        first = torch.cat([item.logits for item in items if item.logits is not None])
         for slot, item in zip(slots, items, strict=True):
-            item.cache = item.logits = None
             self.active[slot] = item
+        self._ask([slot for slot in slots if self.active[slot].logits is None])
+        first = torch.cat([item.logits for item in items if item.logits is not None])
+        for item in items:
+            item.cache = item.logits = None
         yield from self._choose(slots, first)
 
     def _allows(self, rows: int) -> bool:
@@ -107,20 +108,31 @@ class Pool(Generic[_Owner]):
         held += [] if self.cache is None else [self.cache]
         return rows <= self.slots and self.room(rows, held)
 
-    def _ask(self, items: Sequence[Pooled[_Owner]]) -> None:
+    def _ask(self, slots: Sequence[int]) -> None:
         """Feed the questions in one forward; on a CPU its shape is always the same."""
-        if not items:
+        if not slots:
             return
-        caches = [item.cache for item in items if item.cache is not None]
+        assert self.cache is not None
         began = now(self.device)
-        # A GPU promises no bits, and repeated rows of long contexts would fill its memory.
-        rows = self.intake if self.device.type == "cpu" else len(items)
-        batch = Batch(self.model, caches, rows)
-        logits = batch.feed([item.question for item in items], self.width)
+        rows, width = [*slots], self.width
+        if self.device.type == "cpu":  # rows that hold least wait beside them
+            others = sorted(set(range(self.slots)) - set(slots), key=lambda s: s in self.active)
+            rows += others[: max(0, self.intake - len(rows))]
+        else:  # a GPU promises no bits
+            width = max(len(self.active[slot].question) for slot in slots)
+        asked = [self.active[slot].question for slot in slots]
+        count = torch.tensor([*map(len, asked), *[0] * (len(rows) - len(slots))])
+        ids = torch.zeros(len(rows), width, dtype=torch.long)
+        for i, question in enumerate(asked):
+            ids[i, width - len(question) :] = torch.tensor(question)
+        mask = torch.arange(width) >= width - count[:, None]
+        part = among(self.cache, rows, count.tolist())
+        logits = forward(self.model, part, ids.to(self.device), mask.to(self.device))
+        absorb(self.cache, rows, part)
         seconds = now(self.device) - began
-        for i, item in enumerate(items):
-            item.logits, item.cache = logits[i : i + 1], sequence(batch.cache, i)
-            item.seconds += seconds / len(items)
+        for i, slot in enumerate(slots):
+            self.active[slot].logits = logits[i : i + 1]
+            self.active[slot].seconds += seconds / len(slots)
 
     def _choose(self, slots: Sequence[int], logits: Tensor) -> Iterator[Pooled[_Owner]]:
         """Choose the next token of rows, `logits` `[rows, vocabulary]`; yield those that end."""

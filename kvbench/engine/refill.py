@@ -27,13 +27,44 @@ def vacant(like: RaggedCache, rows: int) -> RaggedCache:
     return out
 
 
-def sequence(cache: RaggedCache, row: int) -> RaggedCache:
-    """One sequence of a packed cache; it shares the memory."""
-    assert cache.valid is not None
-    out = _derived(cache, lambda layer: _sequence(layer, row))
-    out.valid = cache.valid[row : row + 1]
-    out.shift = None if cache.shift is None else cache.shift[row : row + 1]
+def among(cache: RaggedCache, rows: Sequence[int], new: Sequence[int]) -> RaggedCache:
+    """Some sequences of a packed cache, which share its memory, to feed tokens to them alone.
+
+    Nothing else may use the cache until `absorb` has taken the tokens over.
+
+    Args:
+        cache: The cache.
+        rows: The sequences.
+        new: Tokens that each of them will be fed.
+    """
+    assert cache.valid is not None and cache.shift is not None
+    coming = [0] * cache.batch
+    for row, count in zip(rows, new, strict=True):
+        coming[row] = count
+    for layer in cache.ragged:
+        layer.make_room([count for count in coming for _ in range(layer.heads)])
+    out = _derived(cache, lambda layer: layer.among(rows))
+    out.valid, out.shift = cache.valid[list(rows)], cache.shift[list(rows)]
     return out
+
+
+def absorb(cache: RaggedCache, rows: Sequence[int], fed: RaggedCache) -> None:
+    """Take over the tokens that `among` was fed; the columns of the other sequences move."""
+    assert cache.valid is not None and fed.valid is not None
+    added = fed.get_seq_length() - cache.get_seq_length()
+    cache.valid = pad(cache.valid, (added, 0))
+    cache.valid[list(rows)] = fed.valid
+    cache.padded = not bool(cache.valid.all())
+    others = sorted(set(range(cache.batch)) - set(rows))
+    for layer, other in zip(cache.ragged, fed.ragged, strict=True):
+        layer.seen = other.seen
+        first = [*layer.start[:: layer.heads], len(layer.col)]
+        for row in others:
+            layer.col[first[row] : first[row + 1]] += added
+        for i, row in enumerate(rows):
+            own = slice(i * layer.heads, (i + 1) * layer.heads)
+            layer.length[row * layer.heads : (row + 1) * layer.heads] = other.length[own]
+        layer.forget_bounds()
 
 
 def vacate(cache: RaggedCache, row: int) -> None:
@@ -43,6 +74,28 @@ def vacate(cache: RaggedCache, row: int) -> None:
     for layer in cache.ragged:
         layer.length[row * layer.heads : (row + 1) * layer.heads] = [0] * layer.heads
         layer.forget_bounds()
+
+
+def vacancies(cache: RaggedCache, free: Sequence[int], caches: Sequence[RaggedCache]) -> list[int]:
+    """Choose a vacant row for each cache: one that owns enough memory, if there is one.
+
+    Args:
+        cache: Where the rows are.
+        free: The vacant rows, at least as many as caches.
+        caches: Packed caches of one sequence each.
+    """
+    owned = _owned(cache.ragged[0])
+    left = set(free)
+    rows = [-1] * len(caches)
+    needs = [sum(other.ragged[0].room) for other in caches]
+    for i in sorted(range(len(caches)), key=lambda i: -needs[i]):  # the largest cache first
+        fitting = [row for row in left if owned[row] >= needs[i]]
+        if fitting:
+            rows[i] = min(fitting, key=lambda row: (owned[row], row))
+        else:
+            rows[i] = max(left, key=lambda row: (owned[row], -row))
+        left.remove(rows[i])
+    return rows
 
 
 def place(cache: RaggedCache, rows: Sequence[int], caches: Sequence[RaggedCache]) -> None:
@@ -62,9 +115,7 @@ def place(cache: RaggedCache, rows: Sequence[int], caches: Sequence[RaggedCache]
     cache.valid, cache.padded = valid, not bool(valid.all())
     assert cache.shift is not None
     cache.shift = cache.shift.clone()
-    for row, c in zip(rows, caches, strict=True):
-        assert c.shift is not None
-        cache.shift[row] = c.shift[0]
+    cache.shift[list(rows)] = torch.cat([c.shift for c in caches if c.shift is not None])
     parts = zip(*(c.ragged for c in caches), strict=True)
     for layer, others in zip(cache.ragged, parts, strict=True):
         layer.seen = width
@@ -101,19 +152,6 @@ def _vacant(layer: RaggedLayer, rows: int) -> RaggedLayer:
     return out
 
 
-def _sequence(layer: RaggedLayer, row: int) -> RaggedLayer:
-    assert layer.key is not None and layer.value is not None
-    out = copy.copy(layer)
-    here = slice(row * layer.heads, (row + 1) * layer.heads)
-    first = layer.start[here.start]
-    out.batch, out.length, out.room = 1, layer.length[here], layer.room[here]
-    out.start = [s - first for s in layer.start[here]]
-    rows = slice(first, first + sum(out.room))
-    out.key, out.value, out.col = layer.key[rows], layer.value[rows], layer.col[rows]
-    out.forget_bounds()
-    return out
-
-
 def _place(
     layer: RaggedLayer, rows: Sequence[int], others: Sequence[RaggedLayer], shifts: Sequence[int]
 ) -> None:
@@ -134,8 +172,7 @@ def _place(
 
 def _widen(layer: RaggedLayer, need: Mapping[int, int]) -> None:
     """Give rows at least so much memory; everything moves if one has too little."""
-    first = [*layer.start[:: layer.heads], len(layer.col)]
-    owned = [b - a for a, b in pairwise(first)]
+    first, owned = layer.start[:: layer.heads], _owned(layer)
     wanted = [max(n, need.get(row, 0)) for row, n in enumerate(owned)]
     if wanted == owned:
         return
@@ -153,3 +190,8 @@ def _widen(layer: RaggedLayer, need: Mapping[int, int]) -> None:
     for s, at in enumerate(layer.start):
         row = s // layer.heads
         layer.start[s] = at - first[row] + begin[row]
+
+
+def _owned(layer: RaggedLayer) -> list[int]:
+    """Entries that the memory of every sequence can hold."""
+    return [b - a for a, b in pairwise([*layer.start[:: layer.heads], len(layer.col)])]

@@ -20,7 +20,8 @@ from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.models import decoder_of
 from kvbench.engine.observers import ReplayObserver
 from kvbench.errors import UserError
-from kvbench.view import ModelInfo, Replay
+from kvbench.plugin import Replay
+from kvbench.view import ModelInfo
 
 LEAD = 8
 """Tokens before a chunk that are replayed with it, so that the model knows where it is."""

@@ -12,12 +12,16 @@ from kvbench.plugin import Score, Scores
 
 
 class Known(NamedTuple):
-    """Scores of one layer that later cells can reuse, and the seconds that they took."""
+    """Scores of one layer that later cells can reuse, and the seconds that they took.
+
+    `flag` says what is wrong with them, and holds whether it is.
+    """
 
     scores: Scores
     extras: dict[str, Tensor]
     versions: tuple[int, ...]
     seconds: float
+    flag: tuple[str, Tensor]
 
 
 @dataclass

@@ -8,11 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoImageProcessor, AutoProcessor, Qwen2VLProcessor, Qwen3VLProcessor
-from transformers.processing_utils import ProcessorMixin
 
 from kvbench.benchmark import Medium
-from kvbench.engine.loading import is_vision, load_config, read_model
+from kvbench.engine.loading import read_model
 from kvbench.engine.models import rotary_model
 from kvbench.errors import UserError
 
@@ -20,6 +18,7 @@ Pixels = Mapping[str, Tensor]
 """What a processor makes of media, as keywords of the model's forward: `pixel_values` and more."""
 
 _TEXT = {"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"}
+_QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 _TILED = ("LlavaOnevision", "LlavaNext")
 """Processors whose tiles of an image can depend on how many images there are."""
 
@@ -27,35 +26,7 @@ _TILED = ("LlavaOnevision", "LlavaNext")
 # --- processors -----------------------------------------------------------------------------------
 
 
-class _ImagesOnly:
-    """A Qwen-VL processor without a video processor, which needs torchvision."""
-
-    def __init__(self, image_processor: Any, tokenizer: Any, chat_template: str | None) -> None:
-        mixin: Any = self
-        for kind in ("image", "video"):
-            token = f"<|{kind}_pad|>"
-            token = getattr(tokenizer, f"{kind}_token", None) or token
-            setattr(mixin, f"{kind}_token", token)
-            setattr(mixin, f"{kind}_token_id", tokenizer.convert_tokens_to_ids(token))
-        ProcessorMixin.__init__(mixin, image_processor, tokenizer, chat_template=chat_template)
-
-
-class _Qwen2VLImages(_ImagesOnly, Qwen2VLProcessor):
-    pass
-
-
-class _Qwen3VLImages(_ImagesOnly, Qwen3VLProcessor):
-    pass
-
-
-_IMAGES_ONLY = {
-    "qwen2_vl": _Qwen2VLImages,
-    "qwen2_5_vl": _Qwen2VLImages,
-    "qwen3_vl": _Qwen3VLImages,
-}
-
-
-def load_processor(name: str, revision: str | None, tokenizer: Any) -> Any:
+def load_processor(name: str, revision: str | None, family: str, tokenizer: Any) -> Any:
     """Load the processor of a vision-language model.
 
     Without torchvision the processors of the Qwen-VL families read images, but no videos.
@@ -63,27 +34,42 @@ def load_processor(name: str, revision: str | None, tokenizer: Any) -> Any:
     Args:
         name: A named model, a folder or a hub id.
         revision: Revision of a hub model.
+        family: The `model_type` of its configuration.
         tokenizer: The tokenizer that it uses.
-
-    Returns:
-        The processor; None for a text model.
 
     Raises:
         UserError: It cannot be loaded.
     """
-    config = load_config(name, revision)
-    if not is_vision(config):
-        return None
+    # Processors import torchvision, which takes seconds and which text models do without.
+    from transformers import AutoImageProcessor, AutoProcessor
+
     try:
         processor = read_model(AutoProcessor, name, revision)
         processor.tokenizer = tokenizer
         return processor
     except UserError as error:
-        images_only = _IMAGES_ONLY.get(config.model_type)
-        if images_only is None or "orchvision" not in str(error):
+        if family not in _QWEN or "orchvision" not in str(error):
             raise
-    images = read_model(AutoImageProcessor, name, revision)
-    return images_only(images, tokenizer, tokenizer.chat_template)
+    return images_only(family, read_model(AutoImageProcessor, name, revision), tokenizer)
+
+
+def images_only(family: str, image_processor: Any, tokenizer: Any) -> Any:
+    """Make a processor of a Qwen-VL family without a video processor, which needs torchvision."""
+    from transformers import Qwen2VLProcessor, Qwen3VLProcessor
+    from transformers.processing_utils import ProcessorMixin
+
+    base: Any = Qwen3VLProcessor if family == "qwen3_vl" else Qwen2VLProcessor
+
+    class ImagesOnly(base):  # type: ignore[misc]
+        # ProcessorMixin goes by the names of these parameters.
+        def __init__(self, image_processor: Any, tokenizer: Any, chat_template: str | None) -> None:
+            for kind in ("image", "video"):
+                token = getattr(tokenizer, f"{kind}_token", None) or f"<|{kind}_pad|>"
+                setattr(self, f"{kind}_token", token)
+                setattr(self, f"{kind}_token_id", tokenizer.convert_tokens_to_ids(token))
+            ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
+
+    return ImagesOnly(image_processor, tokenizer, tokenizer.chat_template)
 
 
 class Vision:

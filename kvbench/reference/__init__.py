@@ -10,10 +10,8 @@ comparisons it supports.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from kvbench.errors import UserError
-from kvbench.named import NamedModel
+from kvbench.named import NamedModel, knows_only, shipped
 from kvbench.reference.grammar import VOCABULARY
 
 NAME = "reference-1"
@@ -24,21 +22,10 @@ def path() -> Path:
     return Path(__file__).resolve().parent / NAME
 
 
-def _folder() -> Path:
-    if not (path() / "config.json").is_file():
-        raise UserError(f"the files of the reference model are missing from {path()}")
-    return path()
-
-
-def _reads(tokenizer: Any) -> bool:
-    vocabulary = tokenizer.get_vocab()
-    return len(vocabulary) == len(VOCABULARY) and all(word in vocabulary for word in VOCABULARY)
-
-
 MODEL = NamedModel(
     name="reference",
     summary="ships with kvbench, needs no network and no GPU; its scores are about policies only",
-    folder=_folder,
+    folder=shipped("the reference model", path()),
     lexicon="reference",
-    reads=_reads,
+    reads=knows_only(VOCABULARY),
 )

@@ -10,10 +10,8 @@ in that folder has its scores.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from kvbench.errors import UserError
-from kvbench.named import NamedModel
+from kvbench.named import NamedModel, knows_only, shipped
 from kvbench.reference_vl.words import VOCABULARY
 
 NAME = "reference-vl"
@@ -25,21 +23,10 @@ def path() -> Path:
     return Path(__file__).resolve().parent / NAME
 
 
-def _folder() -> Path:
-    if not (path() / "config.json").is_file():
-        raise UserError(f"the files of {NAME} are missing from {path()}")
-    return path()
-
-
-def _reads(tokenizer: Any) -> bool:
-    vocabulary = tokenizer.get_vocab()
-    return len(vocabulary) == len(VOCABULARY) and all(word in vocabulary for word in VOCABULARY)
-
-
 MODEL = NamedModel(
     name=NAME,
     summary="ships with kvbench and sees pictures of coloured shapes; no network and no GPU",
-    folder=_folder,
+    folder=shipped(NAME, path()),
     lexicon=LEXICON,
-    reads=_reads,
+    reads=knows_only(VOCABULARY),
 )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from kvbench.benchmark import Medium
 from kvbench.engine.cache import RaggedCache
-from kvbench.engine.decide import now
+from kvbench.engine.clock import now
 from kvbench.engine.decode import Batch
 from kvbench.engine.driver import forward
 from kvbench.engine.evict import restore
@@ -56,6 +57,24 @@ def answer_contexts(worker: Worker, prompts: Sequence[Prompt], cells: Sequence[C
     _Contexts(worker, prompts).answer(cells)
 
 
+class _Prefilled:
+    """A prefix, and the logits after it, which is made again if a policy spoils it.
+
+    Args:
+        make: Prefills it.
+    """
+
+    def __init__(self, make: Callable[[], tuple[Prefix, Tensor]]) -> None:
+        self._make = make
+        self.prefix, self.logits = make()
+
+    def intact(self) -> Prefix:
+        """The prefix as no policy has changed it."""
+        if self.prefix.spoiled:
+            self.prefix, self.logits = self._make()
+        return self.prefix
+
+
 class _Contexts:
     """The prompts of one task, and the answers that wait to be decoded."""
 
@@ -67,6 +86,7 @@ class _Contexts:
         # bits of a response must not depend on what was resumed.
         self.reserve = max(len(p.question_ids) + p.limit for p in prompts)
         self.width = max(len(p.question_ids) for p in prompts)
+        worker.batching.fit(max(len(p.context_ids) for p in prompts) + self.reserve)
         self.pool = worker.pool(self.width)
 
     def answer(self, cells: Sequence[Cell]) -> None:
@@ -94,33 +114,44 @@ class _Contexts:
         """Make a row for every cell and question of one context, which is prefilled once."""
         if not wanted:
             return
-        worker = self.worker
         needs = frozenset(need for cell, _ in wanted for need in cell.policy.needs)
-        prefix, _ = worker.prefill(ids, needs, media)
-        late: list[tuple[Cell, Prompt]] = []
+        context = _Prefilled(lambda: self.worker.prefill(ids, needs, media))
+        early = [(c, missing) for c, missing in wanted if c.moment not in ("question", "decode")]
+        for cell, missing, cache in self._compressed(context, early):
+            for prompt, copy in zip(missing, forks(len(missing), cache), strict=True):
+                self._add("ask", cell, prompt, copy, context.prefix.seconds, copy.seconds)
+        late: dict[tuple[int, ...], list[tuple[Cell, Prompt]]] = {}
         for cell, missing in wanted:
-            if cell.moment in ("question", "decode"):
-                late += [(cell, prompt) for prompt in missing]
-                continue
-            cache = worker.compress(prefix, cell, missing[0], self.reserve)
-            if cache is not None:
-                for prompt, copy in zip(missing, forks(len(missing), cache), strict=True):
-                    self._add("ask", cell, prompt, copy, prefix.seconds, copy.seconds)
-            elif prefix.spoiled:
-                prefix, _ = worker.prefill(ids, needs, media)
-        for question_ids in dict.fromkeys(p.question_ids for _, p in late):
-            longer, logits = self._longer(prefix, question_ids)
-            for cell, repeats in by_request(late):
-                if repeats[0].question_ids != question_ids or cell.cell in worker.failed:
-                    continue
-                cache = worker.compress(longer, cell, repeats[0], self.reserve)
-                if cache is None:
-                    if longer.spoiled:  # the prefix itself is intact: extending it makes copies
-                        longer, logits = self._longer(prefix, question_ids)
-                    continue
+            for prompt in missing if cell.moment in ("question", "decode") else ():
+                late.setdefault(prompt.question_ids, []).append((cell, prompt))
+        for question_ids, pairs in late.items():
+            # Extending the prefix makes copies: a policy can only spoil these.
+            prefix = context.intact()
+            asked = _Prefilled(partial(self._longer, prefix, question_ids))
+            for cell, repeats, cache in self._compressed(asked, by_request(pairs)):
                 lane = "told" if cache.upkeep is None else f"decode {cell.policy}"
+                seconds = (asked.prefix.seconds, cache.seconds)
                 for prompt, copy in zip(repeats, forks(len(repeats), cache), strict=True):
-                    self._add(lane, cell, prompt, copy, longer.seconds, cache.seconds, logits)
+                    self._add(lane, cell, prompt, copy, *seconds, asked.logits)
+
+    def _compressed(
+        self, prefilled: _Prefilled, wanted: Wanted
+    ) -> Iterator[tuple[Cell, list[Prompt], RaggedCache]]:
+        """Compress a prefix for cells, those of one policy together; leave out cells that fail."""
+        by_policy: dict[tuple[str, str], Wanted] = {}
+        for cell, prompts in wanted:
+            if cell.cell not in self.worker.failed:
+                by_policy.setdefault((str(cell.policy), cell.moment), []).append((cell, prompts))
+        for group in by_policy.values():
+            cells = [cell for cell, _ in group]
+            caches = self.worker.compress_all(prefilled.intact(), cells, self.reserve)
+            for (cell, prompts), made in zip(group, caches, strict=True):
+                cache = made
+                if cache is None:
+                    prefix = prefilled.intact()
+                    cache = self.worker.compress(prefix, cell, prompts[0], self.reserve)
+                if cache is not None:
+                    yield cell, prompts, cache
 
     def _longer(self, prefix: Prefix, question_ids: tuple[int, ...]) -> tuple[Prefix, Tensor]:
         """Context and question together, and the logits after them."""
@@ -263,7 +294,7 @@ class _Contexts:
             return
         waiting = self.lanes.setdefault(lane, Lane(logits is not None)).waiting
         waiting.append(Answer(cell, prompt, row, cache, response, logits))
-        if not self.worker.has_room(len(waiting), self._waiting_caches()):
+        if not self.worker.batching.has_room(len(waiting), self._waiting_caches()):
             self._flush(lane)
 
     def _done(self, items: Iterable[Pooled[Response]]) -> None:
@@ -307,7 +338,7 @@ class _Contexts:
             for a in answers:  # padding would push tokens out of the sliding windows
                 a.logits = forward(worker.model, a.cache, worker.tensor(a.prompt.question_ids))
         caches = [a.cache for a in answers]
-        batch = Batch(worker.model, caches, worker.slots(len(answers)))
+        batch = Batch(worker.model, caches, worker.batching.slots(len(answers)))
         known = [a.logits for a in answers if a.logits is not None]
         if known:
             logits = torch.cat(known)

@@ -7,7 +7,7 @@ batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.cache import RaggedCache
-from kvbench.engine.decide import now
+from kvbench.engine.clock import now
 from kvbench.engine.decode import Batch, Row
 from kvbench.engine.evict import restore
 from kvbench.errors import PluginError, plugin_call
@@ -48,6 +48,7 @@ def answer_dialogues(worker: Worker, prompts: Sequence[Prompt], cells: Sequence[
         cells: Cells at moment `turns`.
     """
     done = worker.store.keys()
+    worker.batching.fit(max(len(p.ids) + p.limit for p in prompts))
     lanes: dict[str, list[Dialogue]] = {}
     width = max(_longest(worker, list(g)) for _, g in groupby(prompts, _name))
     for _, group in groupby(prompts, lambda p: p.request.dialogue):
@@ -76,7 +77,8 @@ def answer_dialogues(worker: Worker, prompts: Sequence[Prompt], cells: Sequence[
                 waiting = (d.cache for lane in lanes.values() for d in lane)
                 # Padding would push tokens out of sliding windows, and a forward takes the images
                 # of one dialogue: there a dialogue goes alone.
-                if cache.slides or _shows(turns) or not worker.has_room(len(lane), waiting):
+                single = cache.slides or _shows(turns)
+                if single or not worker.batching.has_room(len(lane), waiting):
                     _hold(worker, lanes.pop(policy), width, done)
     for lane in lanes.values():
         _hold(worker, lane, width, done)
@@ -91,7 +93,7 @@ def _name(prompt: Prompt) -> tuple[str, int]:
     return prompt.request.dialogue, prompt.repeat
 
 
-def _hold(worker: Worker, dialogues: list[Dialogue], width: int, done: set[Key]) -> None:
+def _hold(worker: Worker, dialogues: list[Dialogue], width: int, done: Container[Key]) -> None:
     """Run dialogues of one policy to their end in one batch, and store the answers."""
     try:
         with plugin_call():  # the policy runs again before every turn
@@ -110,7 +112,7 @@ def _hold(worker: Worker, dialogues: list[Dialogue], width: int, done: set[Key])
 
 def _turns(worker: Worker, dialogues: list[Dialogue], width: int) -> Iterator[Response]:
     shows = _shows(dialogues[0].turns)
-    slots = 1 if shows else worker.slots(len(dialogues))
+    slots = 1 if shows else worker.batching.slots(len(dialogues))
     batch = Batch(worker.model, [d.cache for d in dialogues], slots)
     cache, upkeep = batch.cache, batch.cache.upkeep
     last_rows: list[Row] = []

@@ -60,11 +60,12 @@ def unfit_policies(grid: Grid, leaf: str, prompts: Sequence[Prompt]) -> dict[str
         UserError: One of them is named.
     """
     found: dict[str, str] = {}
+    shows = any(prompt.media for prompt in prompts)
     late = [str(t) for t in grid.timings if t.moment not in ("context", "question")]
     for policy in grid.built_policies:
         if not prunes(policy):
             continue
-        if not any(prompt.media for prompt in prompts):
+        if not shows:
             found[str(policy)] = f"it prunes images, and {leaf} shows none"
         elif late:
             found[str(policy)] = (

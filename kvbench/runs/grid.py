@@ -34,7 +34,11 @@ _SINGULAR = {
     "moment": "moments",
     "length": "lengths",
 }
-_NOT_IN_DIGEST = ("samples", "repeats", "out", "batch_size", "device_map", "judge")
+_ON_RAY = ("ray_address", "gpus_per_cell", "workers")
+_NOT_IN_DIGEST = (
+    *("samples", "repeats", "out", "batch_size", "cache_memory", "device_map", "judge"),
+    *("executor", *_ON_RAY),
+)
 """Fields that extend, move, speed up or score a run without changing a response."""
 _RETIRED = {"attn": "auto"}
 """Fields of earlier versions. They stay in the digest, and a file may still contain them."""
@@ -56,7 +60,9 @@ class Grid:
         out: Folder of the run; None for `kvbench.runs.folders.default_folder`.
         device: A torch device or "auto".
         dtype: "auto", "float32", "bfloat16" or "float16".
-        batch_size: Rows decoded together, or "auto".
+        batch_size: Most responses decoded together, or "auto".
+        cache_memory: Bytes that the caches of a batch may take, such as "40GB"; None for a share
+            of the device's memory.
         revision: Revision of a hub model.
         chat_template: Whether to apply it; None applies it if the tokenizer has one.
         full: Whether to run the full cache as well.
@@ -74,6 +80,12 @@ class Grid:
             be "auto".
         quantization: How weights are quantised while they are loaded; a name from
             `kvbench.engine.quantization.PACKAGES`.
+        executor: Where responses are generated: "local" (this process) or "ray".
+        ray_address: Address of a Ray cluster; None for `RAY_ADDRESS`, or a Ray of this machine
+            alone. This and the following fields are for the executor "ray".
+        gpus_per_cell: GPUs of a worker, which runs all cells of its contexts; a fraction shares a
+            GPU. None is 1 on CUDA devices, otherwise 0.
+        workers: Number of workers; None is as many as the machines have room for.
     """
 
     policies: tuple[str, ...]
@@ -88,6 +100,7 @@ class Grid:
     device: str = "auto"
     dtype: str = "auto"
     batch_size: int | str = "auto"
+    cache_memory: int | None = None
     revision: str | None = None
     chat_template: bool | None = None
     full: bool = True
@@ -101,6 +114,10 @@ class Grid:
     truncate: str | None = None
     device_map: str | dict[str, str | int] | None = None
     quantization: str | None = None
+    executor: str = "local"
+    ray_address: str | None = None
+    gpus_per_cell: float | None = None
+    workers: int | None = None
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -115,6 +132,13 @@ class Grid:
             raise UserError("temperature 0 is greedy; leave out top_p and top_k")
         if self.device_map is not None and self.device != "auto":
             raise UserError("device and device_map exclude each other; give only one")
+        if self.executor == "ray" and ":" in self.device:
+            raise UserError(
+                f"device {self.device} names one GPU, but Ray gives each worker its own; use cuda"
+            )
+        given = [name for name in _ON_RAY if getattr(self, name) is not None]
+        if self.executor != "ray" and given:
+            raise UserError(f"{given[0]} needs the executor ray; add --executor ray")
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Grid:
@@ -181,8 +205,8 @@ class Grid:
     def digest(self) -> str:
         """16 hex digits over everything that changes a response or adds a cell, in any order.
 
-        `samples`, `repeats`, `batch_size`, `device_map`, `judge` and `out` do not count: a run
-        continues if they change.
+        `samples`, `repeats`, `batch_size`, `cache_memory`, `device_map`, `judge`, `out` and the
+        fields of the executor do not count: a run continues if they change.
         """
         own = {k: v for k, v in self.to_dict().items() if k not in _NOT_IN_DIGEST}
         for name in ("quantization", *(flag.name for flag in fields(GenerationFlags))):

@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers.utils import logging as transformers_logging
@@ -16,6 +16,7 @@ from kvbench.benchmark import Benchmark
 from kvbench.decoding import Thinking
 from kvbench.engine.gguf import gguf_packages
 from kvbench.engine.loading import load_config, load_tokenizer, pick_device, pick_dtype
+from kvbench.engine.models import is_vision
 from kvbench.engine.quantization import check_quantization, quantization_packages
 from kvbench.engine.vision import Vision, load_processor
 from kvbench.errors import LeftOut, UserError
@@ -82,13 +83,33 @@ class Plan:
     left_out: dict[str, str]
 
 
-def plan(grid: Grid, say: Say, *, scored: bool = True) -> Plan:
+class JobName(NamedTuple):
+    """What tells the jobs of a grid apart.
+
+    Attributes:
+        model: Name of the model.
+        task: Name of the leaf task.
+        length: Its length; 0 if its data is not sized.
+    """
+
+    model: str
+    task: str
+    length: int
+
+    @classmethod
+    def of(cls, stage: Stage, job: Job) -> JobName:
+        """The name of a planned job."""
+        return cls(stage.model, job.task.name, job.task.length)
+
+
+def plan(grid: Grid, say: Say, *, scored: bool = True, only: JobName | None = None) -> Plan:
     """Load the tasks and name the cells, without any model weights.
 
     Args:
         grid: What to run.
         say: Told of tasks and policies that are left out.
         scored: Whether responses are scored; otherwise no task needs a judge.
+        only: The job to plan; None plans all of them.
 
     Raises:
         UserError: A policy, task, model or option is unknown or out of range, or a prompt is longer
@@ -104,8 +125,8 @@ def plan(grid: Grid, say: Say, *, scored: bool = True) -> Plan:
             "budget 1 keeps 1 entry per KV head; use 1.0 or full to keep everything, or a fraction "
             "such as 0.2"
         )
-    planner = _Planner(grid, say, leaves, variants, scored)
-    stages = [planner.stage(name) for name in grid.models]
+    planner = _Planner(grid, say, leaves, variants, scored, only)
+    stages = [planner.stage(name) for name in grid.models if only is None or name == only.model]
     if not any(stage.jobs for stage in stages):
         raise UserError("nothing to run: none of the tasks is available here")
     return Plan(stages, planner.left_out)
@@ -147,6 +168,7 @@ class _Planner:
     leaves: list[tuple[str, Benchmark]]
     variants: list[Variant]
     scored: bool
+    only: JobName | None = None
 
     def __post_init__(self) -> None:
         self.left_out: dict[str, str] = {}
@@ -162,7 +184,8 @@ class _Planner:
             job
             for leaf, benchmark in self.leaves
             for length in (self.grid.lengths if benchmark.sized else (0,))
-            if (job := self._job(model, leaf, benchmark, length, files)) is not None
+            if self.only in (None, JobName(name, leaf, length))
+            and (job := self._job(model, leaf, benchmark, length, files)) is not None
         ]
         self._say_left_out()
         return Stage(name, model.device, model.dtype, model.tokenizer, jobs, model.vision)
@@ -330,12 +353,15 @@ def _model_facts(grid: Grid, name: str) -> _Model:
     if grid.thinking is not None:
         check_thinking(tokenizer, name, template)
     text = config.get_text_config()
-    processor = load_processor(name, grid.revision, tokenizer)
+    vision = None
+    if is_vision(config):
+        processor = load_processor(name, grid.revision, config.model_type, tokenizer)
+        vision = Vision(processor, name)
     label = str(dtype).removeprefix("torch.")
     return _Model(
         name=name,
         tokenizer=tokenizer,
-        vision=None if processor is None else Vision(processor, name),
+        vision=vision,
         device=device,
         dtype=dtype,
         dtype_label=f"{label} ({quantised})" if quantised else label,

@@ -11,19 +11,22 @@ from typing import Any
 
 import pandas as pd
 
-from kvbench.errors import UserError, out_of_memory, reason_of
+from kvbench.errors import UserError
 from kvbench.progress import Reporter, Silent, duration
 from kvbench.progress import reporter as terminal_reporter
 from kvbench.runs.answers import Prompt, key_of
 from kvbench.runs.cell import Cell
-from kvbench.runs.contexts import answer_contexts
-from kvbench.runs.dialogues import answer_dialogues
+from kvbench.runs.executors.base import Executor, Unfinished, answer, worker_of
+from kvbench.runs.executors.local import run_here
+from kvbench.runs.executors.ray import run_on_ray
 from kvbench.runs.grid import Grid
 from kvbench.runs.planning import Job, Say, Stage, plan
 from kvbench.runs.results import frames
 from kvbench.runs.store import GRID, RunStore, load_frames
-from kvbench.runs.worker import Worker, loaded_model
+from kvbench.runs.worker import loaded_model
 from kvbench.terminal import console
+
+_EXECUTORS: dict[str, Executor] = {"local": run_here, "ray": run_on_ray}
 
 
 @dataclass(frozen=True)
@@ -93,48 +96,17 @@ def execute(grid: Grid, reporter: Reporter | None = None, *, fresh: bool = False
     with RunStore(grid.path, fresh=fresh) as store:
         _check_same_grid(grid)
         store.save_grid(grid.to_dict())
-        left = [len(_pending(stage, store)) for stage in planned.stages]
+        counted = [Unfinished(stage, len(_pending(stage, store))) for stage in planned.stages]
+        work = [unfinished for unfinished in counted if unfinished.missing]
         jobs = [job for stage in planned.stages for job in stage.jobs]
-        if any(left):  # a judge that cannot answer costs seconds here, and hours later
+        if work:  # a judge that cannot answer costs seconds here, and hours later
             for judge in dict.fromkeys(job.judge for job in jobs if job.judge is not None):
                 judge.check()
-        for stage, count in zip(planned.stages, left, strict=True):
-            if count:
-                _run_stage(stage, count, grid, store, reporter)
+            _EXECUTORS[grid.executor](work, grid, store, reporter)
         cells, samples = frames(jobs, store.responses())
         store.write(cells, samples)
     failed = {str(r.cell): str(r.error) for r in cells.itertuples() if r.status != "ok"}
     return Run(grid.path, cells, samples, failed, planned.left_out)
-
-
-def _run_stage(stage: Stage, count: int, grid: Grid, store: RunStore, reporter: Reporter) -> None:
-    """Generate the `count` missing responses of one model."""
-    reporter.message(f"loading model {stage.model}")
-    with loaded_model(stage, grid, reporter.message) as model:
-        reporter.start(count, stage.model)
-        try:
-            worker = Worker(model, stage.tokenizer, store, reporter, grid.batch_size, stage.vision)
-            for job in stage.jobs:
-                answer(worker, job.prompts, job.cells)
-        except Exception as error:
-            if not out_of_memory(error):
-                raise
-            raise UserError(
-                f"model {stage.model}: {reason_of(error)}; use a smaller --batch-size or shorter "
-                "prompts (the same command continues from here)"
-            ) from error
-        finally:
-            reporter.stop()
-
-
-def answer(worker: Worker, prompts: Sequence[Prompt], cells: Sequence[Cell]) -> None:
-    """Answer the prompts of one task for cells at any moment."""
-    live = [cell for cell in cells if cell.moment == "turns"]
-    if live:
-        answer_dialogues(worker, prompts, live)
-    others = [cell for cell in cells if cell.moment != "turns"]
-    if others:
-        answer_contexts(worker, prompts, others)
 
 
 def _pending(stage: Stage, store: RunStore | None) -> list[tuple[Job, Cell, Prompt]]:
@@ -189,7 +161,8 @@ def describe(grid: Grid, say: Say, *, fresh: bool = False) -> list[str]:
             lines.append(f"{stage.model}: {cells} cells over {tasks}")
             lines.append(f"  {total} responses, {len(todo)} still to generate")
             if todo:
-                lines.append(f"  estimate: {duration(_estimate(stage, grid, todo, say))}")
+                each = " for one worker" if grid.executor == "ray" else ""
+                lines.append(f"  estimate: {duration(_estimate(stage, grid, todo, say))}{each}")
     finally:
         if store is not None:
             store.close()
@@ -220,9 +193,7 @@ def _estimate(
     with tempfile.TemporaryDirectory() as folder, loaded_model(stage, grid, say) as model:
         for i in range(2):  # the first pass warms up
             with RunStore(Path(folder) / str(i)) as scratch:
-                worker = Worker(
-                    model, stage.tokenizer, scratch, Silent(), grid.batch_size, stage.vision
-                )
+                worker = worker_of(model, stage, grid, scratch, Silent())
                 answer(worker, [prompt], job.cells)
                 responses = scratch.responses()
     prefill = responses[0].prefill_s / max(1, len(prompt.context_ids))

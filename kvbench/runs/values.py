@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,11 @@ from kvbench.moments import Timing
 from kvbench.runs.generation import Truncation
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
+_EXECUTORS = ("local", "ray")
 _DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 _HOT, _TINY = 100, 1e-6
+_MEMORY = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([KMGT]?)i?B?", re.IGNORECASE)
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _INT32 = 2**31 - 1
 _INT64 = 2**63 - 1
 
@@ -130,6 +134,14 @@ def _batch_size(value: Any) -> int | str:
     return "auto" if value == "auto" else _integer("batch_size", 1)(value)
 
 
+def _memory(value: Any) -> int:
+    found = _MEMORY.fullmatch(str(value).strip()) if not isinstance(value, bool) else None
+    size = int(float(found[1]) * _UNITS[found[2].upper()]) if found else 0
+    if not size:
+        raise UserError(f"cache_memory must be a size such as 40GB or 512MB, not {value!r}")
+    return size
+
+
 def _text(what: str) -> Callable[[Any], str]:
     def read(value: Any) -> str:
         if not isinstance(value, str) or not value.strip():
@@ -161,6 +173,20 @@ def _device_map(value: Any) -> str | dict[str, str | int]:
         f"device_map must be {', '.join(_DEVICE_MAPS)} or a mapping of module names to devices, "
         f"not {value!r}"
     )
+
+
+def _executor(value: Any) -> str:
+    if value not in _EXECUTORS:
+        raise unknown("executor", value, _EXECUTORS)
+    return str(value)
+
+
+def _gpus(value: Any) -> float:
+    wanted = "a fraction of a GPU or a whole number of GPUs"
+    count = _number("gpus_per_cell", _TINY, _INT32, wanted)(value)
+    if count > 1 and count != int(count):
+        raise UserError(f"gpus_per_cell must be {wanted}, not {value!r}")
+    return count
 
 
 def _truth(what: str) -> Callable[[Any], bool]:
@@ -206,6 +232,7 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "device": _text("device"),
     "dtype": _dtype,
     "batch_size": _batch_size,
+    "cache_memory": _optional(_memory),
     "revision": _optional(_text("revision")),
     "chat_template": _optional(_truth("chat_template"), "auto"),
     "full": _truth("full"),
@@ -221,5 +248,9 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "device_map": _optional(_device_map),
     "quantization": _optional(scheme_name),
     "judge": judge_name,
+    "executor": _executor,
+    "ray_address": _optional(_text("ray_address")),
+    "gpus_per_cell": _optional(_gpus),
+    "workers": _optional(_integer("workers", 1)),
 }
 """A reader for each attribute of `Grid`: turns what a user gives into what the grid holds."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,6 @@ from kvbench.engine.decode import Row, end_tokens
 from kvbench.engine.draw import Draw
 from kvbench.engine.driver import engine
 from kvbench.engine.loading import load_model
-from kvbench.engine.models import devices_of
 from kvbench.engine.pool import Pool
 from kvbench.engine.prefix import Compression, Prefix
 from kvbench.engine.pruning import Pruning
@@ -27,17 +26,24 @@ from kvbench.errors import PluginError, plugin_call
 from kvbench.moments import LATER
 from kvbench.progress import Reporter
 from kvbench.runs.answers import Prompt, empty, stop_of
+from kvbench.runs.batching import Batching
 from kvbench.runs.cell import Cell
 from kvbench.runs.grid import Grid
 from kvbench.runs.planning import Say, Stage
-from kvbench.runs.store import Response, RunStore
+from kvbench.runs.store import Key, Response
 from kvbench.view import Need
 
-CPU_SLOTS = 16
-GPU_SLOTS = 32
-CPU_INTAKE = 4
-GPU_INTAKE = 16
-"""Responses whose questions are fed in one forward."""
+
+class Outlet(Protocol):
+    """Where the responses of a worker go: a `RunStore`, or a channel to the process that has it."""
+
+    def keys(self) -> Container[Key]:
+        """The keys of the responses that are not to be generated."""
+        ...
+
+    def append(self, responses: Sequence[Response]) -> None:
+        """Take responses."""
+        ...
 
 
 @dataclass
@@ -47,9 +53,9 @@ class Worker:
     Args:
         model: The model on its device, inside `engine`.
         tokenizer: Its tokenizer.
-        store: Receives responses as soon as they exist.
+        store: Receives responses as soon as they exist, and says which are not needed.
         reporter: Told of every response.
-        batch_size: Rows decoded together, or `auto`.
+        batch_size, cache_memory: See `Batching`.
         vision: Turns media into tokens and pixels; None for a text model.
 
     Attributes:
@@ -58,22 +64,18 @@ class Worker:
 
     model: nn.Module
     tokenizer: Any
-    store: RunStore
+    store: Outlet
     reporter: Reporter
     batch_size: int | str = "auto"
     vision: Vision | None = None
+    cache_memory: int | None = None
     failed: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.device = next(self.model.parameters()).device
-        self._places = devices_of(self.model)
+        self.batching = Batching(self.model, self.batch_size, self.cache_memory)
         self._ends = end_tokens(self.model, self.tokenizer)
         self._thinking = Thinking.of(self.tokenizer)
-
-    @property
-    def cpu(self) -> bool:
-        """Whether the model runs on the CPU."""
-        return self.device.type == "cpu"
 
     def tensor(self, ids: Sequence[int]) -> Tensor:
         """Token ids on the device, `[1, n]`."""
@@ -140,6 +142,28 @@ class Worker:
             self.fail(cell, prompt, str(error))
             return None
 
+    def compress_all(
+        self, prefix: Prefix, cells: Sequence[Cell], reserve: int
+    ) -> list[RaggedCache | None]:
+        """Compress a prefix for cells of one policy and moment.
+
+        Args:
+            prefix: The prefilled context; see `compress`.
+            cells: The cells.
+            reserve: Free rows behind every segment.
+
+        Returns:
+            A cache for each; only None if the policy fails for one of them, so that each must be
+            compressed alone.
+        """
+        wanted = [Compression(c.policy, c.budget, c.moment, c.seed) for c in cells]
+        room = None if cells[0].moment in LATER else reserve
+        try:
+            with plugin_call():
+                return [*prefix.compress(wanted, room)]
+        except PluginError:
+            return [None] * len(cells)
+
     def row(self, cell: Cell, prompt: Prompt) -> Row:
         """A response of a cell to a prompt, still to be generated."""
         request = prompt.request
@@ -151,34 +175,14 @@ class Worker:
             draw = Draw(request.sampling, key)
         return Row(prompt.limit, stop, draw=draw, given=prompt.given_ids)
 
-    def has_room(self, rows: int, waiting: Iterable[RaggedCache]) -> bool:
-        """Whether a batch of `rows` can grow, given all caches that wait to be decoded."""
-        if isinstance(self.batch_size, int):
-            return rows < (min(self.batch_size, CPU_SLOTS) if self.cpu else self.batch_size)
-        if self.cpu:
-            return rows < CPU_SLOTS
-        # Rows are copied into one batch: waiting caches can take a third of the free memory.
-        taken = sum(cache.allocated_bytes() for cache in waiting)
-        # Layers, and so their caches, can be spread over several GPUs.
-        places = [d for d in self._places if d.type == "cuda"]
-        free = len(places) * min(torch.cuda.mem_get_info(place)[0] for place in places)
-        return rows < GPU_SLOTS and 2 * taken <= free - taken
-
     def pool(self, width: int) -> Pool[Response]:
         """A pool for responses whose questions have at most `width` tokens."""
-        slots, intake = CPU_SLOTS, CPU_INTAKE
-        if not self.cpu:
-            slots = self.batch_size if isinstance(self.batch_size, int) else GPU_SLOTS
-            intake = min(GPU_INTAKE, slots)
+        batching = self.batching
 
         def room(rows: int, held: list[RaggedCache]) -> bool:
-            return self.has_room(rows - 1, held)
+            return batching.has_room(rows - 1, held)
 
-        return Pool(self.model, slots, intake, width, room)
-
-    def slots(self, rows: int) -> int:
-        """Rows of a batch in which `rows` responses are decoded."""
-        return CPU_SLOTS if self.cpu else rows
+        return Pool(self.model, batching.rows, batching.intake, width, room)
 
     def done(self, responses: Sequence[Response]) -> None:
         """Store responses."""

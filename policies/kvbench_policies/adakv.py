@@ -55,7 +55,7 @@ class HeadAdaptive(Allocator):
         v, scores = layer
         floor = portion(total, self.safeguard, v.model.kv_heads)
         key = order_key(v, scores)
-        safe = best(key, torch.minimum(floor[:, None], v.valid.sum(-1)))
+        safe = best(key, torch.minimum(floor[:, None], v.valid.sum(-1)), unique=True)
         others = key.masked_fill(safe, -1).flatten(1)
         chosen = best(others, total - safe.sum((1, 2))).view(v.shape)
         return (safe | chosen).sum(-1)

@@ -72,18 +72,20 @@ class TwoStage(Selector):
             first = torch.maximum(first, mean[:, None])
         window = (v.valid & (scores.protect > 0)).sum(-1)
         first = torch.minimum(torch.maximum(first, window), share)
-        stage1 = best(order_key(v, scores), first)
+        stage1 = best(order_key(v, scores), first, unique=True)
         attention = scores.value.float()
         if self.variant == "paper":
             valid = attention.masked_fill(~v.valid, 0.0)
             attention = attention - valid.amin(-1, keepdim=True).clamp(max=0.0)
         size = v.once(
             ("value_norm", self.norm),
-            lambda: value_norm(v.value, v.model.output_weight(v.layer), self.norm),
+            lambda shown: value_norm(
+                shown.value, shown.model.output_weight(shown.layer), self.norm
+            ),
         )
         worth = (attention + self.eps) * size
         chosen = Scores(worth, stage1.to(torch.int8))
-        return best(order_key(v, chosen), share)
+        return best(order_key(v, chosen), share, unique=True)
 
 
 CRITICALKV = Policy(

@@ -32,6 +32,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 from kvbench.reference import grammar, samples
 from scripts.reference_model.batches import Batch, make_batch
 from scripts.reference_model.curriculum import CURRICULUM, Stage
+from scripts.stages import stage_at
 
 _WARMUP_STEPS = 50
 _LOG_STEPS = 50
@@ -296,7 +297,7 @@ def train(
     losses: list[float] = []
     scores: dict[str, list[float]] = defaultdict(list)
     while not stop.is_set() and (max_steps is None or progress.step < max_steps):
-        stage, done = _stage_at(curriculum, progress.tokens)
+        stage, done = stage_at(curriculum, progress.tokens)
         if stage is None:
             break
         warm = min(1.0, (progress.step + 1) / _WARMUP_STEPS)
@@ -341,15 +342,6 @@ def _with_initial(optims: Sequence[torch.optim.Optimizer]) -> Sequence[torch.opt
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
     return optims
-
-
-def _stage_at(curriculum: Sequence[Stage], tokens: int) -> tuple[Stage | None, float]:
-    """The stage at `tokens` and the share of it that is done; None after the last stage."""
-    for stage in curriculum:
-        if tokens < stage.tokens:
-            return stage, tokens / stage.tokens
-        tokens -= stage.tokens
-    return None, 1.0
 
 
 def _log(

@@ -36,6 +36,7 @@ from scripts.reference_model.train import optimizers
 from scripts.reference_vl.batches import CUES, Batch, Encoded, encode, make_batch
 from scripts.reference_vl.curriculum import CURRICULUM, Feed, Stage
 from scripts.reference_vl.model import MERGE, model_config, save_model
+from scripts.stages import stage_at
 
 _WARMUP_STEPS = 50
 _LOG_SECONDS = 15.0
@@ -250,7 +251,7 @@ def train(
     logged = saved_at = time.monotonic()
     record = _Record(out / "train_log.csv", int(progress["step"]))
     while max_steps is None or progress["step"] < max_steps:
-        stage, done = _stage_at(curriculum, int(progress["tokens"]))
+        stage, done = stage_at(curriculum, int(progress["tokens"]))
         if stage is None:
             break
         step = int(progress["step"])
@@ -280,15 +281,6 @@ def train(
     record.write(progress, "end", 0.0)
     _save(out, model, optims, progress)
     return latest.resolve()
-
-
-def _stage_at(curriculum: tuple[Stage, ...], tokens: int) -> tuple[Stage | None, float]:
-    """Return the stage at `tokens` and the share of it that is done; None after the last stage."""
-    for stage in curriculum:
-        if tokens < stage.tokens:
-            return stage, tokens / stage.tokens
-        tokens -= stage.tokens
-    return None, 1.0
 
 
 def _save(

@@ -285,6 +285,22 @@ def test_rows_of_one_batch_do_not_depend_on_each_other(
             assert torch.equal(last[0][r], last[r + 1][r])
 
 
+def assert_same(model: Any, cache: RaggedCache, other: RaggedCache, rows: int) -> None:
+    """The same entries, values and state, to the bit, and the same next logits."""
+    assert columns(cache) == columns(other)
+    for layer, same in zip(cache.ragged, other.ragged, strict=True):
+        live, theirs = layer.rows(), same.rows()
+        assert layer.key is not None and layer.value is not None
+        assert same.key is not None and same.value is not None
+        assert torch.equal(layer.key[live], same.key[theirs])
+        assert torch.equal(layer.value[live], same.value[theirs])
+        assert set(layer.extras) == set(same.extras)
+        for name, extra in layer.extras.items():
+            assert torch.equal(extra[live], same.extras[name][theirs])
+    step = torch.full((rows, 1), 9)
+    assert torch.equal(forward(model, cache, step), forward(model, other, step))
+
+
 @fixed(max_examples=15)
 @given(
     drawn=st.lists(policies(), min_size=2, max_size=4),
@@ -317,21 +333,36 @@ def test_cells_do_not_depend_on_their_order(
         order.shuffle(shuffled)
         together = prefill().compress([cells[i] for i in shuffled])
         for i, cache in zip(shuffled, together, strict=True):
-            other = alone[i]
-            assert columns(cache) == columns(other)
-            for layer, same in zip(cache.ragged, other.ragged, strict=True):
-                live = layer.rows()
-                assert layer.key is not None
-                assert same.key is not None
-                assert layer.value is not None
-                assert same.value is not None
-                assert torch.equal(layer.key[live], same.key[live])
-                assert torch.equal(layer.value[live], same.value[live])
-                assert set(layer.extras) == set(same.extras)
-                for name, extra in layer.extras.items():
-                    assert torch.equal(extra[live], same.extras[name][live])
-            step = torch.full((len(lengths), 1), 9)
-            assert torch.equal(forward(model, cache, step), forward(model, other, step))
+            assert_same(model, cache, alone[i], len(lengths))
+
+
+@fixed(max_examples=25)
+@given(
+    drawn=st.lists(policies(), min_size=1, max_size=2),
+    length=st.integers(20, 60),
+    budgets=st.lists(st.integers(1, 60), min_size=2, max_size=4, unique=True),
+)
+@torch.no_grad()
+def test_budgets_decided_together_are_those_decided_alone(
+    drawn: list[Policy], length: int, budgets: list[int]
+) -> None:
+    note(repr((drawn, length, budgets)))
+    model = llama(2)
+    ids, valid = padded(tokens([length]))
+    drawn = [equipped(p, model) for p in drawn]
+    cells = [Compression(p, Budget.parse(b), "context", 0) for b in budgets for p in drawn]
+    needs = frozenset().union(*(p.needs for p in drawn))
+    with engine(model), unless_refused():
+        prefix = Prefix(model, needs)
+        prefix.extend(ids, valid)
+        together = prefix.compress(cells, reserve=4)
+        for cell, cache in zip(cells, together, strict=True):
+            fresh = Prefix(model, needs)
+            fresh.extend(ids, valid)
+            (alone,) = fresh.compress([cell], reserve=4)
+            assert cache.held_entries == alone.held_entries
+            assert cache.allocated_bytes() == alone.allocated_bytes()
+            assert_same(model, cache, alone, 1)
 
 
 def test_every_registered_part_is_drawn() -> None:

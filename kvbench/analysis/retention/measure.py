@@ -21,11 +21,11 @@ from kvbench.analysis.retention.matrices import TokenSums, sparsity
 from kvbench.analysis.retention.options import MOST_HEADS, MOST_LAYERS, Options
 from kvbench.analysis.retention.survive import InUse, Survival, horizons
 from kvbench.budget import Budget
-from kvbench.engine.decide import Cut
 from kvbench.engine.decode import Stop, end_tokens, greedy
 from kvbench.engine.draw import row_seeds
 from kvbench.engine.models import full_layer_ids, model_info, visual_ids
 from kvbench.engine.prefix import Prefix
+from kvbench.engine.showing import Showing
 from kvbench.errors import PluginError, UserError, plugin_call
 from kvbench.plugin import Need, Policy, Score
 from kvbench.progress import Reporter
@@ -324,11 +324,13 @@ class _Probe:
 def _said(prefix: Prefix, policy: Policy) -> Tensor:
     """Log retention of every token by a policy's gates, float32 `[L, H, T]` on the CPU."""
     cache = prefix.cache
-    cut = Cut(policy, cache, prefix.info, "context", cache.lengths().tolist(), row_seeds(cache, 0))
+    every = cache.lengths().tolist()
+    seeds = row_seeds(cache, 0)
+    showing = Showing(policy, cache, prefix.info, "context", every, seeds)
     assert policy.score is not None
     layers = []
     for index, layer in enumerate(cache.ragged):
-        found = policy.score.log_retention(cut.view(layer, index))
+        found = policy.score.log_retention(showing.view(layer, index))
         assert found is not None
         if bool((found > 0).any()) or not bool(found.isfinite().all()):
             raise UserError(f"{policy}: log retention must be finite and 0 or less")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-from kvbench.analysis.choosing import parts, whole, whole_or_all
+from kvbench.analysis.choosing import check_least, parts, plain_values, whole, whole_or_all
 from kvbench.errors import UserError, nearest
 
 MOMENTS = ("decode", "context")
@@ -54,11 +54,7 @@ class Options:
         if self.moment not in MOMENTS:
             hint = nearest(self.moment, MOMENTS) or f"; use {' or '.join(MOMENTS)}"
             raise UserError(f"--moment {self.moment}{hint}")
-        for name, least in (("horizon", 1), ("traces", 1), ("new_tokens", 0)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                flag = name.replace("_", "-")
-                raise UserError(f"--{flag} {value}: use a whole number from {least}")
+        check_least(self, {"horizon": 1, "traces": 1, "new_tokens": 0})
         for k in self.top:
             if k < 1:
                 raise UserError(f"--top {k}: use numbers of entries from 1, such as 64")
@@ -96,7 +92,7 @@ class Options:
 
     def to_dict(self) -> dict[str, Any]:
         """The options as plain lists and values."""
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+        return plain_values(self)
 
 
 def _shares(listed: list[str]) -> tuple[float, ...]:

@@ -13,7 +13,7 @@ from kvbench.analysis.retention.options import Options
 from kvbench.analysis.retention.page import page
 from kvbench.analysis.retention.tables import READING, frames, retention_tables
 from kvbench.analysis.summary import notes
-from kvbench.analysis.write import Done, folder_of, write_all, write_csv
+from kvbench.analysis.write import Done, folder_of, write_all
 from kvbench.errors import UserError
 from kvbench.files import replacing
 from kvbench.progress import Reporter
@@ -64,10 +64,11 @@ def write_retention(
     settings = {"analysis": "retention", **options.to_dict(), "moments": [options.moment]}
     settings["tasks"] = [] if options.text is not None else list(grid.tasks)
     figures = [p for one in drawn for p in one.paths]
-    done = write_all(path, grid, settings, data, tables, lines, figures, command, found.failed)
+    done = write_all(
+        path, grid, settings, data, tables, lines, figures, command, found.failed, _AS_CSV
+    )
     whole = path / "retention.html"
     with replacing(whole) as part:
         part.write_text(page(found, command, tables, lines, drawn), encoding="utf-8")
-    csv = [write_csv(data[name], path / f"{name}.csv") for name in _AS_CSV if name in data]
     summary, *others = done.files
-    return replace(done, files=[summary, whole, *csv, *others])
+    return replace(done, files=[summary, whole, *others])

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-from kvbench.analysis.choosing import whole_or_all
+from kvbench.analysis.choosing import check_least, plain_values, whole_or_all
 from kvbench.errors import UserError, nearest
 from kvbench.runs.answers import Prompt
 
@@ -46,11 +46,7 @@ class Options:
         if self.questions not in QUESTIONS:
             hint = nearest(self.questions, QUESTIONS) or f"; use {' or '.join(QUESTIONS)}"
             raise UserError(f"--questions {self.questions}{hint}")
-        for name in ("steps", "new_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                flag = name.replace("_", "-")
-                raise UserError(f"--{flag} {value}: use a whole number from 1")
+        check_least(self, {"steps": 1, "new_tokens": 1})
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Options:
@@ -77,4 +73,4 @@ class Options:
 
     def to_dict(self) -> dict[str, Any]:
         """The options as plain lists and values."""
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+        return plain_values(self)

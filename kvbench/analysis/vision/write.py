@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from kvbench.analysis.common import make_grid
@@ -12,7 +11,7 @@ from kvbench.analysis.vision.figures import draw
 from kvbench.analysis.vision.measure import analyze
 from kvbench.analysis.vision.options import MOMENTS, Options
 from kvbench.analysis.vision.tables import READING, frames, vision_tables
-from kvbench.analysis.write import Done, check_any, folder_of, write_all, write_csv
+from kvbench.analysis.write import Done, check_any, folder_of, write_all
 from kvbench.progress import Reporter
 from kvbench.report.text import listed
 
@@ -53,7 +52,6 @@ def write_vision(
     lines = notes(data["answers"], found.failed, lines)
     figures = draw(found, path / "figures")
     settings = {"analysis": "vision", **options.to_dict()}
-    done = write_all(path, grid, settings, data, tables, lines, figures, command, found.failed)
-    csv = [write_csv(data[name], path / f"{name}.csv") for name in _AS_CSV]
-    summary, *others = done.files
-    return replace(done, files=[summary, *csv, *others])
+    return write_all(
+        path, grid, settings, data, tables, lines, figures, command, found.failed, _AS_CSV
+    )

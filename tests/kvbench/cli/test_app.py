@@ -165,6 +165,19 @@ def test_every_flag_of_run_arrives(executed: dict[str, Any]) -> None:
     assert executed["fresh"] is True
 
 
+def test_flags_of_machines_arrive(executed: dict[str, Any]) -> None:
+    flags = "--executor ray --ray-address 10.0.0.1:6379 --gpus-per-cell 0.5 --workers 4"
+    assert cli.call([*RUN, *flags.split()]) == 0
+    assert executed["grid"] == Grid(
+        policies=("snapkv",),
+        tasks=("vt",),
+        executor="ray",
+        ray_address="10.0.0.1:6379",
+        gpus_per_cell=0.5,
+        workers=4,
+    )
+
+
 def test_flags_go_before_the_file_and_the_file_before_the_defaults(
     executed: dict[str, Any],
 ) -> None:

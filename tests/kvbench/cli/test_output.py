@@ -156,7 +156,7 @@ def test_the_help_of_run_is_grouped(
     assert cli.call(["run", "--help"]) == 0
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= width
-    panels = ["What to run", "Model", "Prompts", "Answers", "Cache", "Output"]
+    panels = ["What to run", "Model", "Prompts", "Answers", "Cache", "Machines", "Output"]
     found = re.findall(r"╭─ ([\w ]+?) ─", text)
     assert [name for name in found if name != "Options"] == panels
     for flag in ("--policy", "--task", "--model", "--budget", "--length", "--moment"):

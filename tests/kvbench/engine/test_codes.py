@@ -75,7 +75,7 @@ def packed(coding: Coding, tokens: int = 45, dim: int = 16) -> RaggedLayer:
 
 
 def of_segment(layer: RaggedLayer, x: Any, s: int) -> np.ndarray:
-    out: np.ndarray = x[layer.start[s] : layer.start[s] + layer.length[s]].numpy()
+    out: np.ndarray = x.decode()[layer.start[s] : layer.start[s] + layer.length[s]].numpy()
     return out
 
 
@@ -105,7 +105,7 @@ def test_a_head_is_quantised_as_the_loop_says(coding: Coding, dim: int) -> None:
 
 def test_equal_numbers_come_back_as_they_are() -> None:
     layer, same = a_layer(Coding(2, 4, 0)), torch.full((1, 1, 8, 16), 1.7)
-    layer.pack(same, same, torch.ones(1, 1, 8, dtype=torch.bool), torch.arange(8), {})
+    layer.pack(same, same, same[..., 0] > 0, torch.arange(8).expand(1, 1, 8), {})
     for x in (layer.key, layer.value):
         assert np.array_equal(of_segment(layer, x, 0), same[0, 0].numpy())
 
@@ -164,6 +164,18 @@ def test_a_fork_grows_on_its_own() -> None:
     ]
 
 
+def test_a_part_of_the_rows_stays_coded_and_reads_like_a_tensor() -> None:
+    layer = packed(Coding(4, 4, 2))
+    assert isinstance(layer.key, Coded)
+    one, whole = layer.sequence(1), layer.key.decode()
+    assert isinstance(one.key, Coded)
+    first = layer.start[HEADS]
+    own = whole[first : first + len(one.col)]
+    assert torch.equal(one.key.view(1, -1, 16)[0], own)
+    assert torch.equal(one.key @ torch.eye(16), own)
+    assert torch.equal(torch.cat([one.key, layer.key]).decode(), torch.cat([own, whole]))
+
+
 def test_nothing_writes_past_the_codes() -> None:
     layer = packed(Coding(4, 4, 2))
     assert layer.key is not None
@@ -182,7 +194,7 @@ def test_attention_sees_the_decoded_numbers(spec: str) -> None:
     spec += ":residual=3"
     with kvbench.attach(model, spec, 20) as cache, torch.inference_mode():
         step(model, cache, ids[:, :36], mask, 0)
-        decoded = [(x.key[:], x.value[:]) for x in cache.ragged]  # type: ignore[index]
+        decoded = [(x.key.decode(), x.value.decode()) for x in cache.ragged]  # type: ignore[union-attr]
         with_codes = step(model, cache, ids[:, 36:], mask, 36)
     plain = spec.partition(":bits")[0]
     with kvbench.attach(model, plain, 20) as cache:

@@ -86,7 +86,7 @@ def test_mass_does_not_depend_on_the_block(monkeypatch: pytest.MonkeyPatch) -> N
     data = Stream(padded(63, 40))
     masses = []
     for block in (1, 5 * 4 * 63, 1 << 22):  # one query, five, all
-        monkeypatch.setattr(observe, "_BLOCK", block)
+        monkeypatch.setattr(observe, "_CPU_BLOCK", block)
         observer = MassObserver(None)
         data.feed(observer, 0, 63)
         masses.append(observer.read(3))

@@ -74,7 +74,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("name", MEDIA)
 @torch.no_grad()
 def test_tokens_and_logits_are_those_of_transformers(name: str, folder: str) -> None:
-    processor = load_processor(folder, None, load_tokenizer(folder))
+    processor = load_processor(folder, None, "llava_onevision", load_tokenizer(folder))
     seer, media = Vision(processor, folder), MEDIA[name]
     prompt = "".join(f"<{medium.kind}>\n" for medium in media) + "what is it?"
     shown = [medium.load() for medium in media]

@@ -93,7 +93,7 @@ class Sized(Selector):
         self.calls, self.spoil = 0, spoil
 
     def select(self, v: View, scores: Scores, share: torch.Tensor) -> torch.Tensor:
-        size = v.once("size", lambda: self.size(v))
+        size = v.once("size", self.size)
         if self.spoil:
             size += 1
         return TopK().select(v, Scores(size, scores.protect), share)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,8 +23,11 @@ IMAGE = Medium("image", "i", lambda: vision.picture("red", (64, 48)))
 
 
 @pytest.fixture(scope="module", params=["qwen2_vl", "qwen3_vl"])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return vision.save(request.param, tmp_path_factory.mktemp(request.param))
+def saved(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, str]:
+    """A family and the folder of its model."""
+    return request.param, vision.save(request.param, tmp_path_factory.mktemp(request.param))
 
 
 def text(processor: Any, kinds: tuple[str, ...]) -> str:
@@ -48,11 +50,11 @@ def prefill(folder: str, media: tuple[Medium, ...], prompt: str, seer: Vision) -
 
 
 @torch.no_grad()
-def test_images_and_videos_are_those_of_the_processor(folder: str) -> None:
+def test_images_and_videos_are_those_of_the_processor(saved: tuple[str, str]) -> None:
     if not vision.installed("torchvision"):
         pytest.skip("videos need torchvision")
-    tokenizer = load_tokenizer(folder)
-    processor = load_processor(folder, None, tokenizer)
+    kind, folder = saved
+    processor = load_processor(folder, None, kind, load_tokenizer(folder))
     seer = Vision(processor, folder)
     prompt = text(processor, ("video", "image"))
     model, ids, logits, prefix = prefill(folder, (VIDEO, IMAGE), prompt, seer)
@@ -68,15 +70,15 @@ def test_images_and_videos_are_those_of_the_processor(folder: str) -> None:
     assert torch.allclose(logits, model(**inputs).logits[:, -1], atol=2e-5)
     seen = int(((ids == processor.image_token_id) | (ids == processor.video_token_id)).sum())
     assert prefix.cache.visual_tokens() == [seen] and seen > 10
-    if "qwen3" in folder:  # two frames make one step, in the middle of which is its time
+    if kind == "qwen3_vl":  # two frames make one step, in the middle of which is its time
         said = seer.processor.tokenizer.decode(ids[0])
         assert "<0.2 seconds>" in said and "<1.2 seconds>" in said
 
 
 def test_without_torchvision_images_go_on_and_videos_say_what_is_missing(
-    folder: str, monkeypatch: pytest.MonkeyPatch
+    saved: tuple[str, str],
 ) -> None:
-    kind = Path(folder).name.rstrip("0123456789")
+    kind, folder = saved
     seer = Vision(vision.processor(kind), folder)  # a processor that takes images only
     prompt = text(seer.processor, ("image",))
     model, ids, logits, _ = prefill(folder, (IMAGE,), prompt, seer)
@@ -89,8 +91,8 @@ def test_without_torchvision_images_go_on_and_videos_say_what_is_missing(
         seer.expand(text(seer.processor, ("video",)), (VIDEO,))
 
 
-def test_placeholders_and_media_must_agree(folder: str) -> None:
-    seer = Vision(vision.processor(Path(folder).name.rstrip("0123456789")), folder)
+def test_placeholders_and_media_must_agree(saved: tuple[str, str]) -> None:
+    seer = Vision(vision.processor(saved[0]), saved[1])
     one = text(seer.processor, ("image",))
     for prompt, media in ((one, (IMAGE, IMAGE)), (one + one, (IMAGE,))):
         with pytest.raises(UserError, match="another number of placeholders"):

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
-import signal
-import subprocess
-import sys
-import time
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import kvbench
+from kvbench.engine import pool
 from kvbench.errors import UserError
+from kvbench.progress import Silent
 from kvbench.runs.grid import Grid
 from kvbench.runs.runner import describe, execute
 from kvbench.runs.store import RunStore
@@ -146,6 +144,37 @@ def test_a_broken_run_goes_on_to_the_same_bytes(
     assert len(keys) == len(set(keys)), "nothing is generated twice"
 
 
+class Said(Silent):
+    """Keeps the messages."""
+
+    def __init__(self) -> None:
+        self.messages: list[str] = []
+
+    def message(self, text: str) -> None:
+        self.messages.append(text)
+
+
+def test_a_run_goes_on_in_smaller_batches_when_memory_runs_out(
+    llama_folder: str, tmp_path: Path, unbroken: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = pool.forward
+
+    def scarce(model: Any, cache: Any, ids: torch.Tensor, *more: Any) -> torch.Tensor:
+        if len(ids) > 8:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return original(model, cache, ids, *more)
+
+    monkeypatch.setattr(pool, "forward", scarce)
+    said = Said()
+    found = execute(make(llama_folder, tmp_path / "run"), said)
+    assert [m.split(":")[1] for m in said.messages if "memory" in m] == [
+        " from here on 16 responses are decoded at once",
+        " from here on 8 responses are decoded at once",
+    ]
+    assert not found.failed
+    assert texts(found.path) == texts(unbroken.path)
+
+
 def test_more_samples_extend_a_run(llama_folder: str, tmp_path: Path, unbroken: Any) -> None:
     out = tmp_path / "grown"
     first = execute(make(llama_folder, out, samples=1))
@@ -156,24 +185,6 @@ def test_more_samples_extend_a_run(llama_folder: str, tmp_path: Path, unbroken: 
     assert texts(out) == texts(unbroken.path)
     third = execute(make(llama_folder, out, samples=2))
     assert len(third.samples) == 2 * len(first.samples), "fewer are asked, fewer are shown"
-
-
-def test_kill_9_and_go_on(llama_folder: str, tmp_path: Path, unbroken: Any) -> None:
-    out = tmp_path / "killed"
-    grid = make(llama_folder, out).to_dict()
-    code = f"import kvbench; kvbench.run({grid!r})"
-    process = subprocess.Popen([sys.executable, "-c", code], env={**os.environ})
-    file = out / "responses.jsonl"
-    deadline = time.monotonic() + 120
-    while not (file.exists() and file.stat().st_size) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert not (out / "cells.parquet").exists(), "it was killed before its end"
-    done = len(texts(out))
-    assert 0 < done < len(texts(unbroken.path))
-    execute(make(llama_folder, out))
-    assert texts(out) == texts(unbroken.path)
 
 
 def test_a_failing_policy_fails_its_cells_only(llama_folder: str, tmp_path: Path) -> None:
@@ -187,6 +198,22 @@ def test_a_failing_policy_fails_its_cells_only(llama_folder: str, tmp_path: Path
     bad.write_text("def broken(v, after: int = 0):\n    return v.noise()\n")
     mended = execute(make(llama_folder, tmp_path / "run", policy=f"{bad}:broken,local", task="vt"))
     assert (mended.cells.status == "ok").all()
+
+
+def test_a_policy_that_fails_at_one_budget_keeps_its_other_cells(
+    llama_folder: str, tmp_path: Path
+) -> None:
+    picky = tmp_path / "picky.py"
+    picky.write_text(
+        "def picky(v):\n"
+        "    assert (v.budget != 24).all(), 'not this budget'\n"
+        "    return v.noise()\n"
+    )
+    done = execute(
+        make(llama_folder, tmp_path / "run", policy=f"{picky}:picky", task="vt", full=False)
+    )
+    for budget, group in done.cells.groupby("budget"):
+        assert set(group.status) == ({"error"} if budget == "24" else {"ok"})
 
 
 def test_memory_that_does_not_suffice_is_one_line_and_the_run_goes_on_later(

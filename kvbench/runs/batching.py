@@ -1,0 +1,103 @@
+"""How many responses are decoded together: as many as the memory for their caches allows."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from kvbench.engine.cache import RaggedCache
+from kvbench.engine.models import devices_of, model_info
+
+MOST = 32
+"""Rows of a batch where memory allows them."""
+
+_SPARE = 3
+"""Whole caches that are held beside the batch: the prefilled context, and copies of its parts."""
+
+_CPU_SHARE, _GPU_SHARE = 0.5, 0.8
+"""Shares of a CPU's memory, and of a GPU's free memory, that caches may take by default."""
+
+_CGROUP_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+
+
+class Batching:
+    """Plans the batches of one model.
+
+    On a CPU every batch of a task has the same number of rows, whatever is in them: the shapes of
+    all matrix products, and so the bits of a response, must not depend on what else is decoded.
+
+    Args:
+        model: The model on its devices.
+        batch_size: Most responses that are decoded together, or `auto`.
+        cache_memory: Bytes that the caches of a batch may take; None: a share of the memory.
+    """
+
+    def __init__(self, model: nn.Module, batch_size: int | str, cache_memory: int | None) -> None:
+        weight = next(model.parameters())
+        info = model_info(model)
+        self.cpu = weight.device.type == "cpu"
+        self.batch_size = batch_size
+        self._gpus = [d for d in devices_of(model) if d.type == "cuda"]
+        self._memory = self._available() if cache_memory is None else cache_memory
+        entry = 2 * info.head_dim * weight.element_size() + 4  # its column
+        self._token_bytes = info.layers * info.kv_heads * entry
+        self._most = MOST if self.cpu or batch_size == "auto" else int(batch_size)
+        self.rows = self._most
+
+    def _available(self) -> int:
+        """Bytes that caches may take by default."""
+        if not self.cpu:
+            return int(_GPU_SHARE * sum(torch.cuda.mem_get_info(gpu)[0] for gpu in self._gpus))
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        for file in _CGROUP_LIMITS:
+            text = file.read_text().strip() if file.exists() else ""
+            memory = min(memory, int(text)) if text.isdecimal() else memory
+        return int(_CPU_SHARE * memory)
+
+    def fit(self, tokens: int) -> None:
+        """Plan the batches of a task whose longest prompt and answer have so many tokens.
+
+        Half as many caches as the batch has rows wait to enter it.
+        """
+        whole = max(1, tokens) * self._token_bytes
+        rows = int((self._memory / whole - _SPARE) / 1.5)
+        self.rows = max(1, min(rows, self._most))
+
+    def halve(self) -> bool:
+        """Plan half as many rows from here on, after memory ran out; False if there is only one."""
+        if self.rows == 1:
+            return False
+        self._most = self.rows = self.rows // 2
+        for gpu in self._gpus:
+            with torch.cuda.device(gpu):
+                torch.cuda.empty_cache()
+        return True
+
+    @property
+    def intake(self) -> int:
+        """Responses that enter a batch together."""
+        return max(1, self.rows // 2)
+
+    def slots(self, rows: int) -> int:
+        """Rows of a batch in which `rows` responses are decoded."""
+        return self.rows if self.cpu else rows
+
+    def has_room(self, rows: int, waiting: Iterable[RaggedCache]) -> bool:
+        """Whether a batch of `rows` can grow, given all caches that wait to be decoded."""
+        most = self.rows
+        if isinstance(self.batch_size, int):
+            most = min(most, self.batch_size)
+        if self.cpu or rows >= most:
+            return rows < most
+        # Rows are copied into one batch: waiting caches can take a third of the free memory.
+        taken = sum(cache.allocated_bytes() for cache in waiting)
+        # Layers, and so their caches, can be spread over several GPUs.
+        free = len(self._gpus) * min(torch.cuda.mem_get_info(gpu)[0] for gpu in self._gpus)
+        return 2 * taken <= min(free, self._memory) - taken

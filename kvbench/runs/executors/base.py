@@ -1,0 +1,104 @@
+"""What every executor does with a model, and what it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple, Protocol
+
+from torch import nn
+
+from kvbench.errors import UserError, out_of_memory, reason_of
+from kvbench.progress import Reporter
+from kvbench.runs.answers import Prompt
+from kvbench.runs.cell import Cell
+from kvbench.runs.contexts import answer_contexts
+from kvbench.runs.dialogues import answer_dialogues
+from kvbench.runs.grid import Grid
+from kvbench.runs.planning import Stage
+from kvbench.runs.store import RunStore
+from kvbench.runs.worker import Outlet, Worker
+
+
+class Unfinished(NamedTuple):
+    """A model with all its jobs, and how many responses of them are missing."""
+
+    stage: Stage
+    missing: int
+
+
+class Executor(Protocol):
+    """Generates the missing responses of a run."""
+
+    def __call__(
+        self, work: Sequence[Unfinished], grid: Grid, store: RunStore, reporter: Reporter
+    ) -> None:
+        """Generate every response that the store lacks, and append it to the store.
+
+        Args:
+            work: The models that lack responses.
+            grid: How to run them.
+            store: Has the finished responses; only this process writes to it.
+            reporter: Told of every response.
+
+        Raises:
+            UserError: The device has too little memory, or a machine cannot do its part.
+        """
+        ...
+
+
+def worker_of(
+    model: nn.Module, stage: Stage, grid: Grid, store: Outlet, reporter: Reporter
+) -> Worker:
+    """The worker that runs a stage's model as a grid says."""
+    return Worker(
+        model,
+        stage.tokenizer,
+        store,
+        reporter,
+        grid.batch_size,
+        stage.vision,
+        grid.cache_memory,
+    )
+
+
+def answer(worker: Worker, prompts: Sequence[Prompt], cells: Sequence[Cell]) -> None:
+    """Answer the prompts of one task for cells at any moment.
+
+    If memory runs out, what is not stored yet is generated again in batches of half the size.
+    """
+    while True:
+        try:
+            return _answer(worker, prompts, cells)
+        except Exception as error:
+            if not out_of_memory(error) or not worker.batching.halve():
+                raise
+        rows = worker.batching.rows
+        worker.reporter.message(f"out of memory: from here on {rows} responses are decoded at once")
+
+
+def _answer(worker: Worker, prompts: Sequence[Prompt], cells: Sequence[Cell]) -> None:
+    live = [cell for cell in cells if cell.moment == "turns"]
+    if live:
+        answer_dialogues(worker, prompts, live)
+    others = [cell for cell in cells if cell.moment != "turns"]
+    if others:
+        answer_contexts(worker, prompts, others)
+
+
+@contextmanager
+def memory_of(model: str) -> Iterator[None]:
+    """Turn running out of memory into an error that says what to do.
+
+    Raises:
+        UserError: The machine or the device has too little memory for the model's work.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+        raise UserError(
+            f"model {model}: {reason_of(error)}; use a smaller --batch-size or shorter "
+            "prompts (the same command continues from here)"
+        ) from error

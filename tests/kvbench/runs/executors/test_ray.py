@@ -1,0 +1,69 @@
+"""Real Ray workers on this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.faults import workers_of
+from kvbench.errors import UserError
+from kvbench.progress import Silent
+from kvbench.runs.runner import execute
+from tests.kvbench.runs.small import small_grid, stored
+
+
+def test_a_killed_worker_changes_no_byte(tmp_path: Path, undisturbed: Any) -> None:
+    pytest.importorskip("ray", reason="ray is not installed: pip install 'kvbench[ray]'")
+
+    class Killer(Silent):
+        killed = 0
+        said: list[str] = []  # noqa: RUF012 - one instance
+
+        def advance(self, n: int = 1) -> None:
+            if not self.killed:
+                self.killed = workers_of(os.getpid())[0]
+                os.kill(self.killed, signal.SIGKILL)
+
+        def message(self, text: str) -> None:
+            self.said.append(text)
+
+    killer = Killer()
+    execute(small_grid(tmp_path / "run", executor="ray", workers=2), killer)
+    assert killer.killed and any("a Ray worker was lost" in text for text in killer.said)
+    assert "Ray on this machine: 2 workers with 1 CPU each" in killer.said
+    assert stored(tmp_path / "run") == stored(undisturbed.path)
+    lines = (tmp_path / "run" / "responses.jsonl").read_bytes().splitlines()
+    assert len(lines) == len(stored(undisturbed.path))
+
+
+def test_without_ray_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UserError, match=r"pip install 'kvbench\[ray\]'"):
+        execute(small_grid(tmp_path, executor="ray"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"executor": "rey"}, "unknown executor 'rey'; did you mean ray"),
+        ({"workers": 2}, "workers needs the executor ray; add --executor ray"),
+        ({"executor": "ray", "workers": 0}, "workers must be an integer from 1"),
+        ({"executor": "ray", "device": "cuda:1"}, "cuda:1 names one GPU.*use cuda"),
+        ({"executor": "ray", "gpus_per_cell": 1.5}, "fraction of a GPU or a whole number"),
+        ({"executor": "ray", "gpus_per_cell": 0}, "fraction of a GPU or a whole number"),
+    ],
+)
+def test_wrong_options_are_one_line(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        small_grid(tmp_path, **changes)
+
+
+def test_where_a_run_is_executed_is_no_part_of_it(tmp_path: Path) -> None:
+    digest = small_grid(tmp_path).digest
+    elsewhere = {"ray_address": "10.0.0.1:6379", "gpus_per_cell": 2, "workers": 8}
+    assert small_grid(tmp_path, executor="ray", **elsewhere).digest == digest

@@ -1,0 +1,91 @@
+"""A remote worker, here in this process, answers exactly its shard, as one process would."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvbench.errors import UserError
+from kvbench.runs.executors.remote import RemoteWorker, Sent
+from kvbench.runs.executors.shards import Shard, shards_of
+from kvbench.runs.grid import Grid
+from kvbench.runs.planning import plan
+from kvbench.runs.runner import execute
+from kvbench.runs.store import Response
+from tests.kvbench.runs.small import answers, small_grid, stored
+
+GRID = small_grid(Path("unused"))
+
+
+def shards(grid: Grid, count: int = 4) -> list[Shard]:
+    return shards_of(plan(grid, lambda text: None).stages, set(), count)
+
+
+def worker(grid: Grid) -> RemoteWorker:
+    made = RemoteWorker(grid.to_dict(), str(Path.cwd()))
+    made.start()
+    return made
+
+
+def sent(batches: Any) -> list[Sent]:
+    return [one for batch in batches for one in batch]
+
+
+def responses(batches: Any) -> list[Response]:
+    return [one for one in sent(batches) if isinstance(one, Response)]
+
+
+@pytest.mark.parametrize("count", [3, 100])
+def test_shards_have_the_bytes_of_a_run_in_one_process(undisturbed: Any, count: int) -> None:
+    one = worker(GRID)
+    made = []
+    for shard in reversed(shards(GRID, count)):
+        part = responses(one.answer(shard, {}))
+        assert {r.key for r in part} == shard.keys and len(part) == len(shard.keys)
+        made += part
+    assert answers(made) == stored(undisturbed.path)
+
+
+def test_shards_of_live_dialogues_too(tmp_path: Path) -> None:
+    grid = small_grid(tmp_path / "run", task="dialogue", moment="turns", samples=2, policy="random")
+    execute(grid)
+    one = worker(grid)
+    made = [r for shard in shards(grid, 2) for r in responses(one.answer(shard, {}))]
+    assert answers(made) == stored(tmp_path / "run")
+
+
+def test_a_cell_that_raises_is_sent_and_not_tried_again(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.py"
+    bad.write_text("def broken(v):\n    raise RuntimeError('no luck')\n")
+    grid = small_grid(tmp_path, policy=f"{bad}:broken", task="niah_single_1")
+    one = worker(grid)
+    first, second, *_ = shards(grid, 100)
+    news = sent(one.answer(first, {}))
+    (failed,) = [r for r in news if isinstance(r, Response) and r.error]
+    assert "no luck" in failed.error
+    assert any(isinstance(text, str) and "no luck" in text for text in news)
+    later = responses(one.answer(second, {failed.cell: failed.error}))
+    assert {r.cell for r in later} == {key[0] for key in second.keys} - {failed.cell}
+
+
+def test_a_machine_that_plans_other_cells_is_refused() -> None:
+    (shard, *_) = shards(GRID)
+    other = replace(shard, keys=frozenset({("0" * 16, "s", 0, 0)}))
+    with pytest.raises(UserError, match=r"plans other cells of niah_single_.*same packages"):
+        sent(worker(GRID).answer(other, {}))
+
+
+def test_data_that_the_machine_lacks_is_one_line() -> None:
+    (shard, *_) = shards(GRID)
+    other = replace(shard, job=shard.job._replace(task="niah_single_3"))
+    with pytest.raises(UserError, match="cannot plan niah_single_3: nothing to run"):
+        sent(worker(GRID).answer(other, {}))
+
+
+def test_a_folder_that_the_machine_lacks_is_one_line(tmp_path: Path) -> None:
+    made = RemoteWorker(GRID.to_dict(), str(tmp_path / "nowhere"))
+    with pytest.raises(UserError, match=r"cannot use .*nowhere.*all machines share"):
+        made.start()

@@ -1,0 +1,58 @@
+"""Batches are planned from the memory for caches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvbench.engine.models import model_info
+from kvbench.runs import batching
+from kvbench.runs.batching import MOST, Batching
+
+
+def token_bytes(model: Any) -> int:
+    info = model_info(model)
+    return info.layers * info.kv_heads * (2 * info.head_dim * 4 + 4)
+
+
+def test_rows_are_what_fits_beside_the_caches_that_wait(tiny_llama: Any) -> None:
+    whole = 100 * token_bytes(tiny_llama)
+    plan = Batching(tiny_llama, "auto", 12 * whole)
+    plan.fit(100)
+    assert (plan.rows, plan.intake) == (6, 3), "6 in the batch, 3 that wait, 3 beside them"
+    plan.fit(10)
+    assert plan.rows == MOST
+    plan.fit(10_000)
+    assert plan.rows == plan.intake == 1
+
+
+def test_the_number_of_rows_on_a_cpu_is_that_of_the_task(tiny_llama: Any) -> None:
+    plan = Batching(tiny_llama, 3, 10**9)
+    plan.fit(100)
+    assert plan.slots(2) == MOST, "shapes, and so bits, do not depend on what is decoded"
+    assert plan.has_room(2, []) and not plan.has_room(3, [])
+
+
+def test_rows_are_halved_for_good(tiny_llama: Any) -> None:
+    plan = Batching(tiny_llama, "auto", 10**9)
+    plan.fit(10)
+    sizes = [plan.rows]
+    while plan.halve():
+        plan.fit(10)
+        sizes.append(plan.rows)
+    assert sizes == [32, 16, 8, 4, 2, 1]
+
+
+def test_a_container_s_limit_counts(
+    tiny_llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(batching, "_CGROUP_LIMITS", (tmp_path / "none", limit))
+    whole = 100 * token_bytes(tiny_llama)
+    for text, rows in (("max\n", MOST), (f"{24 * whole}\n", 6)):
+        limit.write_text(text)
+        plan = Batching(tiny_llama, "auto", None)
+        plan.fit(100)
+        assert plan.rows == rows
