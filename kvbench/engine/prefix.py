@@ -208,8 +208,8 @@ class Prefix:
         if not any(isinstance(need, Replay) for need in policy.needs):
             return 0.0
         began = now(self.device)
-        observe_replays(self.model, self.cache, self.info)
-        self._replays += now(self.device) - began
+        if observe_replays(self.model, self.cache, self.info):
+            self._replays += now(self.device) - began
         return self._replays
 
     def _split(self, made: RaggedCache) -> list[RaggedCache]:

@@ -35,8 +35,8 @@ class ReplayCache(RaggedCache):
 
 
 @torch.no_grad()
-def observe_replays(model: nn.Module, cache: RaggedCache, info: ModelInfo) -> None:
-    """Make the replays that a prefilled cache's observers wait for.
+def observe_replays(model: nn.Module, cache: RaggedCache, info: ModelInfo) -> bool:
+    """Make the replays that a prefilled cache's observers wait for; return whether any did.
 
     Args:
         model: The model, inside `engine` or `kvbench.attach`.
@@ -46,9 +46,12 @@ def observe_replays(model: nn.Module, cache: RaggedCache, info: ModelInfo) -> No
     Raises:
         UserError: The token ids of the context are unknown, or it has images.
     """
+    made = False
     for need, observer in cache.observers.items():
         if isinstance(need, Replay) and isinstance(observer, ReplayObserver) and observer.stale:
             observer.record(_replayed(model, cache, info, need))
+            made = True
+    return made
 
 
 def _replayed(

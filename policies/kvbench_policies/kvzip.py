@@ -33,8 +33,8 @@ class Reconstruction(Score):
     Attributes:
         replay: Tokens of a chunk.
         sinks: Number of first tokens that are protected.
-        norm: `plus` multiplies the attention by `||v_i W_O||_2` and divides it by the length of
-            the hidden state of `q` (KVzip+, as in kvpress).
+        plus: Whether attention is multiplied by `||v_i W_O||_2` and divided by the length of the
+            hidden state of `q` (KVzip+, as in kvpress).
         level: `pair`: every entry has a score of its own; `head`: all entries of a head have the
             largest, so that whole heads stay (the paper's context-independent eviction).
     """
@@ -47,7 +47,7 @@ class Reconstruction(Score):
     }
     replay: int = 2048
     sinks: int = 4
-    norm: Literal["none", "plus"] = "none"
+    plus: bool = False
     level: Literal["pair", "head"] = "pair"
 
     def __post_init__(self) -> None:
@@ -62,7 +62,7 @@ class Reconstruction(Score):
 
     @property
     def _need(self) -> Replay:
-        return Replay(self.replay, self.sinks, self.norm == "plus")
+        return Replay(self.replay, self.sinks, self.plus)
 
     def score(self, v: View) -> Scores:
         """Score the entries of one layer, float32 `[B, H, n]`."""

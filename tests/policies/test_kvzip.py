@@ -108,7 +108,7 @@ def test_kept_sets_agree_with_the_oracle(
     model: Any = llama(group)
     rows = [row[None] for row in tokens(LENGTHS)]
     worth = [received(model, ids, chunk, sinks, plus) for ids in rows]
-    spec = f"kvzip:replay={chunk}:sinks={sinks}:norm={'plus' if plus else 'none'}:level={level}"
+    spec = f"kvzip:replay={chunk}:sinks={sinks}:plus={plus}:level={level}"
     for allocate, shares in (("global", o.global_shares), ("uniform", o.uniform)):
         for budget in (1, 7, 20, 31):
             got = kept(model, f"{spec}:allocate={allocate}", budget)
@@ -133,12 +133,12 @@ def test_one_replay_serves_all_cells_and_each_books_its_time(
     ran = []
     replayed = replay._replayed
     monkeypatch.setattr(replay, "_replayed", lambda *args: ran.append(1) or replayed(*args))
-    cells = compressions("kvzip", "snapkv", "kvzip:allocate=uniform", "kvzip:norm=plus")
+    cells = compressions("kvzip", "snapkv", "kvzip:allocate=uniform", "kvzip:plus=true")
     with engine(model):
         prefix = Prefix(model, frozenset().union(*(c.policy.needs for c in cells)))
         prefix.extend(ids)
         made = prefix.compress(cells)
-        assert len(ran) == 2, "one without norm, and one with"
+        assert len(ran) == 2, "one plain, and one with norms"
         cost = prefix._replays
         assert cost > 0
         assert all(made[i].seconds >= cost for i in (0, 2, 3))

@@ -24,6 +24,7 @@ SCORES = [
     "local",
     "streaming_llm",
     "random",
+    "kvzip:level=head",
 ]
 ALLOCATORS = [
     "uniform",
