@@ -10,8 +10,9 @@ import os
 import shutil
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 from kvbench.errors import UserError
 
@@ -152,13 +153,17 @@ _HEAD = b'{"crc":"'
 _MIDDLE = b'","r":'
 _PAYLOAD = len(_HEAD) + 8 + len(_MIDDLE)
 
+Place: TypeAlias = tuple[int, int]
+"""Where a line of a journal is: its first byte, and its bytes with the newline."""
+
 
 class Journal:
     """An append-only file of JSON objects that survives a crash at any moment.
 
     Every line is `{"crc":"8 hex digits","r":{...}}`; the CRC-32 covers the bytes of the object
     after `"r":`. When the file is opened, a torn last line is cut off. A damaged line is moved to
-    `<name>.damaged` next to the file, so that nothing is lost.
+    `<name>.damaged` next to the file, so that nothing is lost. The file is read line by line and
+    never held in memory.
 
     Args:
         path: The file; it is created if it does not exist.
@@ -176,8 +181,9 @@ class Journal:
         self.path = path
         self.damaged = 0
         self._file = -1
-        self._recovered = self._recover()
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, mode)
+        if path.exists():
+            self._recover()
+        self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, mode)
 
     def __enter__(self) -> Self:
         return self
@@ -192,16 +198,43 @@ class Journal:
         self._file = -1
 
     def entries(self) -> list[Any]:
-        """The objects that the file held when it was opened, in order."""
-        return self._recovered
+        """The objects of the file, in order."""
+        return [entry for _, entry in self.placed()]
 
-    def append(self, objects: Iterable[Mapping[str, Any]]) -> None:
+    def placed(self) -> Iterator[tuple[Place, Any]]:
+        """Read the objects of the file one at a time, in order, each with its place."""
+        start = 0
+        with self.path.open("rb") as file:
+            for line in file:
+                yield (start, len(line)), json.loads(line[_PAYLOAD:-2])
+                start += len(line)
+
+    def at(self, place: Place) -> Any:
+        """Read the object at a place.
+
+        Raises:
+            OSError: The file cannot be read.
+            UserError: The line is no longer what it was when the file was opened.
+        """
+        start, size = place
+        line = os.pread(self._file, size, start)
+        if not _is_intact(line):
+            raise UserError(
+                f"{self.path} was changed while it was in use; run the same command again"
+            )
+        return json.loads(line[_PAYLOAD:-2])
+
+    def append(self, objects: Iterable[Mapping[str, Any]]) -> list[Place]:
         """Write objects and wait until the disk has them.
+
+        Returns:
+            The place of each object.
 
         Raises:
             OSError: The disk is full or fails; nothing of these objects remains in the file.
         """
-        left = memoryview(b"".join(map(_line, objects)))
+        lines = [_line(one) for one in objects]
+        left = memoryview(b"".join(lines))
         start = os.fstat(self._file).st_size
         try:
             while left:
@@ -211,27 +244,40 @@ class Journal:
             with contextlib.suppress(OSError):  # the next open cuts off a torn line as well
                 os.ftruncate(self._file, start)
             raise
+        sizes = [len(line) for line in lines]
+        return list(zip(accumulate(sizes, initial=start), sizes, strict=False))
 
-    def _recover(self) -> list[Any]:
-        if not self.path.exists():
-            return []
-        *lines, tail = content = self.path.read_bytes().split(b"\n")
-        if any(content) and not any(
-            line.startswith(_HEAD[: len(line)]) for line in content if line
-        ):
+    def _recover(self) -> None:
+        """Cut off a torn line and move damaged ones aside."""
+        ours, foreign, size, tail = False, False, 0, 0
+        with self.path.open("rb") as file:
+            for line in file:
+                size += len(line)
+                if _is_intact(line):
+                    ours = True
+                    continue
+                text = line.removesuffix(b"\n")
+                ours = ours or _begins(text)
+                foreign = foreign or bool(text)
+                if line.endswith(b"\n"):
+                    self.damaged += 1
+                else:
+                    tail = len(line)
+        if foreign and not ours:
             raise UserError(f"{self.path} was not written by kvbench, so nothing is added to it")
-        intact = [line for line in lines if _is_intact(line)]
-        if len(intact) < len(lines):
-            broken = [line for line in lines if not _is_intact(line)]
-            self.damaged = len(broken)
-            with self.path.with_name(f"{self.path.name}.damaged").open("ab") as aside:
-                aside.writelines(line + b"\n" for line in broken)
-            with replacing(self.path) as part:
-                part.write_bytes(b"".join(line + b"\n" for line in intact))
-                part.chmod(self.path.stat().st_mode)
+        if self.damaged:
+            self._mend()
         elif tail:
-            os.truncate(self.path, self.path.stat().st_size - len(tail))
-        return [json.loads(line[_PAYLOAD:-1]) for line in intact]
+            os.truncate(self.path, size - tail)
+
+    def _mend(self) -> None:
+        aside = self.path.with_name(f"{self.path.name}.damaged")
+        with replacing(self.path) as part:
+            with self.path.open("rb") as file, part.open("wb") as kept, aside.open("ab") as broken:
+                for line in file:
+                    if line.endswith(b"\n"):
+                        (kept if _is_intact(line) else broken).write(line)
+            part.chmod(self.path.stat().st_mode)
 
 
 @contextlib.contextmanager
@@ -265,6 +311,11 @@ def _line(value: Mapping[str, Any]) -> bytes:
 
 
 def _is_intact(line: bytes) -> bool:
-    """Whether a line (without its newline) agrees with its CRC."""
-    payload = line[_PAYLOAD:-1]
-    return line == _HEAD + b"%08x" % zlib.crc32(payload) + _MIDDLE + payload + b"}"
+    """Whether a line is whole, with its newline, and agrees with its CRC."""
+    payload = line[_PAYLOAD:-2]
+    return line == _HEAD + b"%08x" % zlib.crc32(payload) + _MIDDLE + payload + b"}\n"
+
+
+def _begins(line: bytes) -> bool:
+    """Whether a line could be the beginning of a damaged or torn one."""
+    return line.startswith(_HEAD[: len(line)]) and bool(line)

@@ -31,13 +31,15 @@ import statistics
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 Key = TypeVar("Key", bound=Hashable)
+Clusters: TypeAlias = Sequence[str] | npt.NDArray[np.int64]
+"""Contexts by name, or by the place of the name among the sorted ones."""
 
 DRAWS = 2000
 FEW = 5  # with fewer varying contexts, resamples take too few different values
@@ -139,13 +141,27 @@ def paired(
     if not keys:
         return NO_DIFFERENCE
     names = [clusters[key] for key in keys]
-    first = checked([a[key] for key in keys], names)
-    second = checked([b[key] for key in keys], names)
+    return paired_values([a[key] for key in keys], [b[key] for key in keys], names, seed=seed, n=n)
+
+
+def paired_values(
+    a: npt.ArrayLike, b: npt.ArrayLike, clusters: Clusters, *, seed: int = 0, n: int = DRAWS
+) -> Difference:
+    """`paired` of scores of the same keys.
+
+    Args:
+        a: `[n]`, at least one score.
+        b: `[n]`, the scores to compare with.
+        clusters: `[n]`, the context of each score.
+        seed: Seed of the bootstrap.
+        n: Draws.
+    """
+    first, second = checked(a, clusters), checked(b, clusters)
     # Bounds are read off the scores: differences in [-1, 1] may also come from unbounded scores.
     bounded = bool(min(first.min(), second.min()) >= 0 and max(first.max(), second.max()) <= 1)
-    totals, sizes = by_cluster(first - second, names)
+    totals, sizes = by_cluster(first - second, clusters)
     lo, hi = _interval(totals, sizes, bounded, signed=True, seed=seed, n=n)
-    return Difference(float(totals.sum() / sizes.sum()), lo, hi, len(keys))
+    return Difference(float(totals.sum() / sizes.sum()), lo, hi, len(first))
 
 
 def discriminative(full_lo: float, chance: float) -> bool:
@@ -301,7 +317,7 @@ def clustered_se(totals: Floats, sizes: Floats) -> float:
     return float(np.sqrt(np.square(residual).sum() * c / (c - 1)) / sizes.sum())
 
 
-def by_cluster(values: Floats, clusters: Sequence[str]) -> tuple[Floats, Floats]:
+def by_cluster(values: Floats, clusters: Clusters) -> tuple[Floats, Floats]:
     """Sum and number of the values of each context, contexts in sorted order.
 
     Args:
@@ -311,14 +327,15 @@ def by_cluster(values: Floats, clusters: Sequence[str]) -> tuple[Floats, Floats]
     Returns:
         `[C]` and `[C]`.
     """
-    _, index = np.unique(np.asarray(clusters, dtype=str), return_inverse=True)
+    names = clusters if isinstance(clusters, np.ndarray) else np.asarray(clusters, dtype=str)
+    _, index = np.unique(names, return_inverse=True)
     # Sorted within a context, too: a sum of floats depends on the order of its terms.
     order = np.lexsort((values, index))
     totals = np.bincount(index[order], weights=values[order]).astype(np.float64)
     return totals, np.bincount(index).astype(np.float64)
 
 
-def checked(scores: npt.ArrayLike, clusters: Sequence[str]) -> Floats:
+def checked(scores: npt.ArrayLike, clusters: Clusters) -> Floats:
     """Scores as an array.
 
     Args:

@@ -57,10 +57,12 @@ def compare(
     from kvbench.regression import show as wording
     from kvbench.regression.compare import compare as compare_runs
     from kvbench.regression.junit import junit as junit_xml
+    from kvbench.regression.pairs import COLUMNS
     from kvbench.report.outputs import plain_text
-    from kvbench.runs.store import load_frames
+    from kvbench.runs.load import load_frames
 
-    found = compare_runs(load_frames(baseline), load_frames(run), max_drop=max_drop, alpha=alpha)
+    frames = [load_frames(one, COLUMNS, coded=True) for one in (baseline, run)]
+    found = compare_runs(*frames, max_drop=max_drop, alpha=alpha)
     code = FAILED if found.failed else OK if found.complete else MISUSE
     if markdown is not None:
         text = wording.markdown_page(found, str(baseline), str(run))

@@ -87,6 +87,18 @@ DeviceMap = Annotated[
     str | None,
     option(MODEL, "MAP", "auto: spread the model over all GPUs. Replaces --device."),
 ]
+BatchSize = Annotated[
+    str | None, option(MODEL, "N", "Most responses decoded together. Default: auto.")
+]
+CacheMemory = Annotated[
+    str | None,
+    option(
+        MODEL,
+        "SIZE",
+        "Memory for the caches that are decoded together, such as 40GB. Default: 80% of a GPU's "
+        "free memory; half of a CPU's memory, shared out by the cores in use.",
+    ),
+]
 Quantization = Annotated[
     str | None,
     option(

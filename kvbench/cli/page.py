@@ -25,7 +25,8 @@ def view(
     import webbrowser
 
     from kvbench.report.page import NAME, write_page
-    from kvbench.runs.store import CELLS, SAMPLES, load_frames
+    from kvbench.runs.load import load_frames
+    from kvbench.runs.store import CELLS, SAMPLES
 
     page = run / "report" / NAME
     tables = [run / CELLS, run / SAMPLES]

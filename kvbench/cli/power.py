@@ -85,8 +85,9 @@ def power(
     """Say how many samples see a drop in score, from a run or from assumptions."""
     from kvbench.regression import power as planning
     from kvbench.regression import show_power
+    from kvbench.regression.pairs import COLUMNS
     from kvbench.report.outputs import plain_text
-    from kvbench.runs.store import load_frames
+    from kvbench.runs.load import load_frames
 
     assumed = [x for x in (rate, discordance, questions, icc) if x is not None]
     if (run is None) == (rate is None):
@@ -112,9 +113,12 @@ def power(
         raise UserError(
             "--discordance, --questions-per-context and --icc go with --rate, not a RUN"
         )
-    before = None if baseline is None else load_frames(baseline)
+    before = None if baseline is None else load_frames(baseline, COLUMNS, coded=True)
     goal, needs = planning.needs(
-        load_frames(run), planning.Goal(drop, probability, alpha), before, cells
+        load_frames(run, COLUMNS, coded=True),
+        planning.Goal(drop, probability, alpha),
+        before,
+        cells,
     )
     if as_json:
         print_json(show_power.needs_json(needs, goal))

@@ -17,12 +17,13 @@ from kvbench.cli.options import (
     CACHE,
     FLAG,
     MACHINES,
-    MODEL,
     OUTPUT,
     PROMPTS,
     WHAT,
     AsJson,
+    BatchSize,
     Budgets,
+    CacheMemory,
     Device,
     DeviceMap,
     Dtype,
@@ -81,18 +82,8 @@ def run(
     dtype: Dtype = None,
     device_map: DeviceMap = None,
     quantization: Quantization = None,
-    batch_size: Annotated[
-        str | None, option(MODEL, "N", "Most responses decoded together. Default: auto.")
-    ] = None,
-    cache_memory: Annotated[
-        str | None,
-        option(
-            MODEL,
-            "SIZE",
-            "Memory for the caches that are decoded together, such as 40GB. Default: half of a "
-            "CPU's memory, 80% of a GPU's free memory.",
-        ),
-    ] = None,
+    batch_size: BatchSize = None,
+    cache_memory: CacheMemory = None,
     attn: Annotated[str | None, typer.Option(metavar="A", hidden=True)] = None,
     samples: Annotated[
         int | None, option(PROMPTS, "N", "Per task. A larger number extends a run. Default: 50.")
@@ -253,9 +244,11 @@ def _show(done: Run, *, quiet: bool) -> None:
     if quiet:
         print(done.path)
         return
+    from kvbench.report.samples import COLUMNS
     from kvbench.report.terminal import run_table
+    from kvbench.runs.load import load_frames
 
-    console().print(run_table(done.cells, done.samples))
+    console().print(run_table(done.cells, load_frames(done.path, COLUMNS, coded=True)[1]))
     names = [p.name for p in sorted(done.path.iterdir()) if p.is_file() and p.name[0] != "."]
     print(f"wrote {done.path}: {', '.join(names)}")
     print(f"figures: kvbench report {done.path}")
@@ -358,28 +351,32 @@ def report(
 ) -> None:
     """Show the tables of runs; write Pareto fronts and a summary."""
     from kvbench.report import against as pairs
-    from kvbench.report import choosing, render
+    from kvbench.report import choosing
     from kvbench.report.frames import prepare
     from kvbench.report.outputs import terminal
     from kvbench.report.overall import group_means
-    from kvbench.report.terminal import run_table
+    from kvbench.report.samples import COLUMNS, Samples
+    from kvbench.report.terminal import RunTable
     from kvbench.report.text import slug
-    from kvbench.runs.store import load_frames
+    from kvbench.report.write import write_report
+    from kvbench.runs.load import load_frames
 
     if quiet:
         warnings.simplefilter("ignore")
-    cells, samples = load_frames(runs)
+    # Only the page shows responses, and millions of them take gigabytes.
+    cells, samples = load_frames(runs, None if html else COLUMNS, coded=not html)
+    grouped = Samples(samples)
+    results = prepare(cells, grouped)
     bases = [name for text in against or [] for name in text.split(",") if name]
-    held = [(base, pairs.differences(cells, samples, base)) for base in bases]
+    held = [(base, pairs.differences(cells, grouped, base)) for base in bases]
     shown = not quiet and not as_json
     aim = choosing.Aim.of(within, batch, context)
     if shown:
-        shown_run = run_table(cells, samples)
-        console().print(shown_run)
+        console().print(RunTable(results))
         if any(value is not None for value in (within, batch, context)):
-            console().print(choosing.shown(shown_run.results, aim))
+            console().print(choosing.shown(results, aim))
     folder = out or runs[0] / "report"
-    written = render(cells, samples, folder, aim)
+    written = write_report(results, folder, aim)
     if html:
         from kvbench.report.page import write_page
 
@@ -406,9 +403,9 @@ def report(
             {
                 "files": [str(path) for path in written],
                 "cells": _rows(cells),
-                "means": _rows(group_means(cells, samples)),
+                "means": _rows(group_means(cells, grouped)),
                 "against": {base: _rows(found) for base, found in held},
-                "cheapest": choosing.as_records(prepare(cells, samples), aim),
+                "cheapest": choosing.as_records(results, aim),
             }
             | more
         )

@@ -231,8 +231,9 @@ class _Size:
 def _quiet() -> Iterator[None]:
     """Silence lm-eval and datasets, and preserve the global generator, which lm-eval uses."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    names = ("lm_eval", "lm-eval", "datasets")
-    levels = [(logging.getLogger(name), logging.getLogger(name).level) for name in names]
+    loggers = map(logging.getLogger, ("lm_eval", "lm-eval", "datasets"))
+    # A change of level goes through all loggers there are, which cost as much as the metric.
+    levels = [(logger, logger.level) for logger in loggers if logger.level != logging.ERROR]
     bars = datasets.utils.are_progress_bars_disabled()
     for logger, _ in levels:
         logger.setLevel(logging.ERROR)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from kvbench.errors import UserError, nearest
-from kvbench.layouts.measures import Config, Measures, Paired, Source
-from kvbench.layouts.notes import Tested, notes
+from kvbench.layouts.measures import Config, Measures, Source, Tested, Weights
+from kvbench.layouts.notes import Tests, notes
 from kvbench.layouts.slots import Computed, Layout, Measured, Slot
 from kvbench.layouts.value import Value
 from kvbench.regression import significance
@@ -65,7 +65,7 @@ def fill(layout: Layout, measures: Measures, against: str = "") -> Table:
     heads = tuple(Column(title, group=group, align="right") for title, group in layout.heads)
     rows = tuple(Row((*row.lead, *map(cell, row.slots)), row.group) for row in layout.rows)
     contexts = max((test.contexts for test in tests.values()), default=0)
-    tested = Tested(against, len(tests), ALPHA, contexts)
+    tested = Tests(against, len(tests), ALPHA, contexts)
     below = notes(layout, measures, ranked=bool(ranks), tested=tested)
     return Table(layout.title, (*layout.lead, *heads), rows, tuple(below))
 
@@ -173,26 +173,23 @@ def _tests(layout: Layout, filler: _Filler, against: str) -> dict[Slot, Test]:
         and filler.fills(slot)
     ]
     draws = max(significance.DRAWS, math.ceil(_RESOLUTION * len(slots) / ALPHA))
-    p: dict[Slot, float] = {}
-    signs: dict[Slot, float] = {}
-    pairs: dict[tuple[object, ...], tuple[Paired, float]] = {}
+    draws = min(draws, significance.MOST_DRAWS)
+    p: dict[Measured, float] = {}
+    signs: dict[Measured, float] = {}
+    tests: dict[tuple[Config, Weights], Tested] = {}
     for slot in slots:
         other = slot.config.full if against == "full" else replace(slot.config, policy=against)
         key = (slot.config, slot.weights)
-        if key not in pairs:
-            found = measures.paired(slot.config, other, slot.weights)
-            pairs[key] = found, found.p_value(draws) if found.differs else math.nan
-        if pairs[key][0].differs:
-            found, p[slot] = pairs[key]
+        if key not in tests:
+            tests[key] = measures.paired(slot.config, other, slot.weights).tested(draws)
+        if not math.isnan(tests[key].p):
+            p[slot] = tests[key].p
             plain = replace(slot, value=Value.SCORE)
-            signs[slot] = math.copysign(1.0, found.gap) * filler.sign(plain)
+            signs[slot] = math.copysign(1.0, tests[key].gap) * filler.sign(plain)
     corrected = significance.holm(list(p.values()))
     return {
-        slot: Test(int(signs[slot]) if one < ALPHA else 0, one, _contexts(pairs, slot))
+        slot: Test(
+            int(signs[slot]) if one < ALPHA else 0, one, tests[slot.config, slot.weights].contexts
+        )
         for slot, one in zip(p, corrected, strict=True)
     }
-
-
-def _contexts(pairs: Mapping[tuple[object, ...], tuple[Paired, float]], slot: Slot) -> int:
-    assert isinstance(slot, Measured)
-    return len(set(pairs[slot.config, slot.weights][0].contexts.values()))

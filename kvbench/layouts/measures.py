@@ -16,14 +16,17 @@ from kvbench.errors import UserError
 from kvbench.harness import catalogue
 from kvbench.regression import significance
 from kvbench.report.frames import recorded, records, unit_scale
+from kvbench.report.samples import Samples
 from kvbench.report.text import counted, listed, tokens
-from kvbench.runs.store import load_frames
+from kvbench.runs.load import load_frames
 
 Row: TypeAlias = dict[str, Any]
 """A row of `cells.parquet`."""
 
 _PLACE = ["model", "task", "length", "policy", "budget", "moment", "seed"]
-_ANSWER = ["cell", "sample_id", "question_id", "repeat", "score", "context_id", "extra"]
+_ANSWER = ["sample_id", "question_id", "repeat", "score", "context_id", "extra"]
+_KEPT = 512
+"""Configurations whose responses stay in memory: that of the reference is asked for again."""
 _MADE_WITH = ["data_hash", "task_version", "model_revision", "dtype", "device", "attention"]
 
 
@@ -88,6 +91,21 @@ class Responses:
 
 
 @dataclass(frozen=True)
+class Tested:
+    """A paired test.
+
+    Attributes:
+        gap: The mean paired difference.
+        p: The p-value; NaN if no score differs.
+        contexts: Contexts that both configurations have.
+    """
+
+    gap: float
+    p: float
+    contexts: int
+
+
+@dataclass(frozen=True)
 class Paired:
     """Weighted scores of two configurations by key: each adds up to a mean.
 
@@ -107,14 +125,12 @@ class Paired:
         gaps = [self.first[key] - self.second[key] for key in self.first]
         return math.fsum(gaps) if gaps else math.nan
 
-    @property
-    def differs(self) -> bool:
-        """Whether any score differs."""
-        return self.first != self.second
-
-    def p_value(self, draws: int) -> float:
-        """P-value of the difference; see `significance.paired_p`."""
-        return significance.paired_p(self.first, self.second, self.contexts, n=draws)
+    def tested(self, draws: int) -> Tested:
+        """Test the difference; see `significance.paired_p`."""
+        p = math.nan
+        if self.first != self.second:
+            p = significance.paired_p(self.first, self.second, self.contexts, n=draws)
+        return Tested(self.gap, p, len(set(self.contexts.values())))
 
 
 class Measures:
@@ -131,11 +147,9 @@ class Measures:
         self._rows: dict[tuple[Any, ...], Row] = {}
         for row in records(cells):
             self._rows[tuple(row[name] for name in _PLACE)] = row
-        self._samples: dict[str, list[tuple[Any, ...]]] = {}
-        for cell, *answer in zip(*(samples[name] for name in _ANSWER), strict=True):
-            self._samples.setdefault(str(cell), []).append(tuple(answer))
+        self._samples = Samples(samples)
         self._unit = {str(task): unit_scale(part) for task, part in cells.groupby("task")}
-        self.responses = functools.cache(self._responses)
+        self.responses = functools.lru_cache(maxsize=_KEPT)(self._responses)
 
     def row(self, config: Config, source: Source) -> Row | None:
         """The cell that holds a score, finished or failed; None if there is none."""
@@ -205,8 +219,9 @@ class Measures:
         row = self.row(config, source)
         scores: dict[Key, float] = {}
         contexts: dict[Key, str] = {}
-        answers = self._samples.get(str(row["cell"]), []) if row is not None else []
-        for sample, question, repeat, score, context, extra in answers:
+        part = self._samples.of([] if row is None else [row["cell"]])
+        answers = [part[name].tolist() for name in _ANSWER]
+        for sample, question, repeat, score, context, extra in zip(*answers, strict=True):
             inside = not source.field or str(_extra(extra).get(source.field)) == source.value
             if inside and math.isfinite(score):
                 key = (source, str(sample), int(question), int(repeat))
@@ -232,7 +247,7 @@ def load(folders: Sequence[Path], chosen: Mapping[str, Sequence[str]]) -> Measur
         UserError: A run cannot be read, a value is in none of them, or two runs have measured the
             same with different scores.
     """
-    cells, samples = load_frames(folders)
+    cells, samples = load_frames(folders, ["cell", *_ANSWER], coded=True)
     for column, named in chosen.items():
         known = cells[column].astype(str)
         sets = catalogue.task_sets() if column == "task" and named else {}
@@ -300,6 +315,6 @@ def _conflict(one: Row, two: Row, folders: Sequence[Path]) -> UserError:
 def _home(row: Row, folders: Sequence[Path]) -> str:
     """The folder that holds a cell."""
     for folder in folders:
-        if row["cell"] in set(load_frames(folder)[0]["cell"]):
+        if row["cell"] in set(load_frames(folder, ["cell"])[0]["cell"]):
             return str(folder)
     return "the run"

@@ -22,7 +22,7 @@ Asked = tuple[Config, Source]
 
 
 @dataclass(frozen=True)
-class Tested:
+class Tests:
     """The tests of a table.
 
     Attributes:
@@ -38,7 +38,7 @@ class Tested:
     contexts: int
 
 
-def notes(layout: Layout, measures: Measures, *, ranked: bool, tested: Tested) -> Iterator[Phrase]:
+def notes(layout: Layout, measures: Measures, *, ranked: bool, tested: Tests) -> Iterator[Phrase]:
     """The notes of a table.
 
     Args:
@@ -74,7 +74,7 @@ def notes(layout: Layout, measures: Measures, *, ranked: bool, tested: Tested) -
         yield REFERENCE_NOTE
 
 
-def _marks(tested: Tested) -> Iterator[Phrase]:
+def _marks(tested: Tests) -> Iterator[Phrase]:
     full = tested.against == "full"
     other: Phrase = "the full cache" if full else (Name(tested.against), " at the same budget")
     yield (

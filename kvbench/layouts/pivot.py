@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -105,12 +106,21 @@ def pivot(measures: Measures, axes: Axes) -> Layout:
     heads = [_head(place, measures) for place in columns]
     if axes.mean:
         heads += [(f"mean of {len(all_tasks)}", ""), ("loss", "")]
+    pairs = cells[[*_TASKS]].drop_duplicates()  # in the order of the cells
+
+    @functools.cache
+    def weights_of(tasks: tuple[tuple[str, Any], ...]) -> Weights:
+        return _tasks(pairs, dict(tasks))
+
+    def of_tasks(place: Place) -> Weights:
+        return weights_of(tuple((name, place[name]) for name in _TASKS if name in place))
+
     lines = []
     for row in rows:
         slots: list[Measured | None] = []
         for column in columns:
             place = {**row, **column}
-            weights = _tasks(cells, place)
+            weights = of_tasks(place)
             one = Measured(_config(fixed, place), weights, axes.value) if weights else None
             slots.append(one)
         if axes.mean:

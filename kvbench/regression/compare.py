@@ -18,7 +18,6 @@ POINT = 0.01
 LEAST_ALPHA = 1e-4
 _RESOLUTION = 20
 """Draws per 1 / level: enough that the smallest p that can be drawn is far below the level."""
-_MOST_DRAWS = 1_000_000
 
 
 class Outcome(StrEnum):
@@ -102,7 +101,7 @@ class Regression:
     @property
     def compared(self) -> list[Comparison]:
         """The cells that both runs have a score of."""
-        return [cell for cell in self.cells if cell.pair.shared]
+        return [cell for cell in self.cells if cell.pair.responses]
 
     @property
     def tested(self) -> int:
@@ -143,17 +142,20 @@ def compare(
         raise UserError(f"--max-drop {max_drop:g} is out of range; use points, such as 1.0")
     check_share("--alpha", alpha, least=LEAST_ALPHA)
     pairs = pair_cells(baseline, run)
-    shared = [pair for pair in pairs if pair.shared]
+    shared = [pair for pair in pairs if pair.responses]
     # A cell in which nothing differs cannot raise a false alarm, so the correction leaves it out.
     differing = [pair for pair in shared if pair.differs]
     draws = max(significance.DRAWS, math.ceil(_RESOLUTION * len(differing) / alpha))
-    p = [significance.sign_p(pair.gaps[0], n=min(draws, _MOST_DRAWS)) for pair in differing]
+    p = [
+        significance.sign_p(pair.gaps[0], n=min(draws, significance.MOST_DRAWS))
+        for pair in differing
+    ]
     places = [pair.place for pair in differing]
     tests = dict(zip(places, zip(p, significance.holm(p), strict=True), strict=True))
     unit = unit_tasks(shared)
     cells = []
     for pair in pairs:
-        if not pair.shared:
+        if not pair.responses:
             outcome = Outcome.NO_BASELINE if pair.settled else Outcome.NOT_COMPARED
             cells.append(Comparison(pair, outcome, pair.problem))
             continue
@@ -198,9 +200,10 @@ def smallest_visible(pair: Pair, alpha: float, *, unit: bool) -> float:
     noise = z * stats.clustered_se(totals, sizes) if len(sizes) > 1 else math.nan
     if not unit:
         return math.inf if len(sizes) < least else noise or math.nan
-    scores = np.array([pair.baseline.scores[key] for key in pair.shared])
-    names = [pair.baseline.contexts[key] for key in pair.shared]
-    left, _ = stats.by_cluster(scores if pair.higher_is_better else 1 - scores, names)
+    scores = pair.shared.before
+    left, _ = stats.by_cluster(
+        scores if pair.higher_is_better else 1 - scores, pair.shared.contexts
+    )
     if np.count_nonzero(left > 0) < least:
         return math.inf
     whole = float(np.sort(sizes)[-least:].sum() / sizes.sum())
@@ -212,31 +215,21 @@ def unit_tasks(pairs: Sequence[Pair]) -> dict[str, bool]:
     """Whether all scores of a task lie in [0, 1], by task."""
     unit: dict[str, bool] = {}
     for pair in pairs:
-        scores = [*pair.baseline.scores.values(), *pair.run.scores.values()]
-        inside = min(scores) >= 0 and max(scores) <= 1
-        unit[pair.place.task] = unit.get(pair.place.task, True) and inside
+        unit[pair.place.task] = unit.get(pair.place.task, True) and pair.shared.unit
     return unit
-
-
-def _identical(pair: Pair) -> bool:
-    one, two = pair.baseline, pair.run
-    return all(
-        one.responses[key] == two.responses[key] and one.scores[key] == two.scores[key]
-        for key in pair.shared
-    )
 
 
 def _compared(
     pair: Pair, tested: tuple[float, float], max_drop: float, alpha: float, level: float, unit: bool
 ) -> Comparison:
-    keys, (p, corrected) = pair.shared, tested
-    before = math.fsum(pair.baseline.scores[key] for key in keys) / len(keys)
-    after = math.fsum(pair.run.scores[key] for key in keys) / len(keys)
+    shared, (p, corrected) = pair.shared, tested
+    before = math.fsum(shared.before) / pair.responses
+    after = math.fsum(shared.after) / pair.responses
     allowed = max_drop * POINT * (1.0 if unit else abs(before))
-    if _identical(pair):
-        change, outcome = stats.Difference(0.0, 0.0, 0.0, len(keys)), Outcome.SAME
+    if shared.same:
+        change, outcome = stats.Difference(0.0, 0.0, 0.0, pair.responses), Outcome.SAME
     else:
-        change = stats.paired(pair.run.scores, pair.baseline.scores, pair.baseline.contexts)
+        change = stats.paired_values(shared.after, shared.before, shared.contexts)
         gain = change.mean if pair.higher_is_better else -change.mean
         outcome = _outcome(gain, allowed, significant=corrected < alpha)
     return Comparison(
@@ -247,7 +240,7 @@ def _compared(
         change=change,
         p=p,
         p_corrected=corrected,
-        contexts=len({pair.baseline.contexts[key] for key in keys}),
+        contexts=len(pair.gaps[1]),
         allowed=allowed,
         visible=smallest_visible(pair, level, unit=unit),
         unit=unit,

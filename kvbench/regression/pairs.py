@@ -5,21 +5,27 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 
 from kvbench import stats
 from kvbench.errors import UserError
 from kvbench.report.frames import answers, recorded, records
+from kvbench.report.samples import Samples
 
 Key: TypeAlias = tuple[str, int, int]
 """Sample, question and repeat: what two cells are paired by."""
 Frames: TypeAlias = tuple[pd.DataFrame, pd.DataFrame]
 """The frames of `cells.parquet` and `samples.parquet`."""
+
+COLUMNS = ("cell", "sample_id", "question_id", "repeat", "score", "response", "context_id")
+"""The columns of `samples.parquet` that a comparison reads."""
+_Scores: TypeAlias = dict[Key, tuple[float, str, str]]
 
 _PLACE = ("model", "task", "length", "policy", "budget", "moment", "seed")
 _LISTED = ("budget", "moment", "length", "seed", "model")
@@ -54,21 +60,31 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Scores:
-    """The scored responses of a cell by key.
+class Shared:
+    """The scored responses that two cells share, in the order of the first one.
 
     Attributes:
-        scores: The score.
-        responses: The text.
-        contexts: The context.
+        before: `[n]` scores of the baseline.
+        after: `[n]` scores of the run.
+        contexts: `[n]`, the place of each response's context among the sorted contexts.
+        samples: How many samples they are.
+        same: Whether all responses and all scores are the same.
+        known: How many scored responses the baseline has.
+        level: Mean score of all of these.
+        unit: Whether all scores of both cells lie in [0, 1].
     """
 
-    scores: dict[Key, float]
-    responses: dict[Key, str]
-    contexts: dict[Key, str]
+    before: stats.Floats = field(default_factory=lambda: np.empty(0))
+    after: stats.Floats = field(default_factory=lambda: np.empty(0))
+    contexts: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    samples: int = 0
+    same: bool = True
+    known: int = 0
+    level: float = math.nan
+    unit: bool = True
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Pair:
     """A cell of the baseline and the cell of the run with the same `match`.
 
@@ -76,10 +92,9 @@ class Pair:
         place: What it measures.
         metric: The metric's name.
         higher_is_better: Whether larger scores are better.
-        problem: Why it cannot be compared, or an empty string. The scores are then empty.
+        problem: Why it cannot be compared, or an empty string. Nothing is then shared.
         settled: Whether the problem is none of the run's: the baseline has no score either.
-        baseline: Scores of the baseline.
-        run: Scores of the run.
+        shared: The responses that both have.
     """
 
     place: Place
@@ -87,19 +102,17 @@ class Pair:
     higher_is_better: bool
     problem: str = ""
     settled: bool = False
-    baseline: Scores = Scores({}, {}, {})
-    run: Scores = Scores({}, {}, {})
+    shared: Shared = Shared()
 
-    @functools.cached_property
-    def shared(self) -> list[Key]:
-        """The keys that both have, in the baseline's order."""
-        return [key for key in self.baseline.scores if key in self.run.scores]
+    @property
+    def responses(self) -> int:
+        """How many responses both have."""
+        return len(self.shared.before)
 
     @functools.cached_property
     def gaps(self) -> tuple[stats.Floats, stats.Floats]:
         """Sum and number of each context's differences, run minus baseline: `[C]`, `[C]`."""
-        gaps = np.array([self.run.scores[key] - self.baseline.scores[key] for key in self.shared])
-        return stats.by_cluster(gaps, [self.baseline.contexts[key] for key in self.shared])
+        return stats.by_cluster(self.shared.after - self.shared.before, self.shared.contexts)
 
     @property
     def differs(self) -> bool:
@@ -124,7 +137,7 @@ def pair_cells(baseline: Frames, run: Frames) -> list[Pair]:
         UserError: One of them has two cells that measure the same.
     """
     before, after = _by_match(baseline[0], "baseline"), _by_match(run[0], "run")
-    samples = _by_cell(baseline[1]), _by_cell(run[1])
+    samples = Samples(baseline[1]), Samples(run[1])
     pairs = []
     for match, row in before.items():
         other = after.get(match)
@@ -133,11 +146,9 @@ def pair_cells(baseline: Frames, run: Frames) -> list[Pair]:
         if other is None or problem:
             pairs.append(Pair(place, *facts, problem, settled=row["status"] != "ok"))
             continue
-        scores = [
-            _scores(s.get(str(r["cell"]))) for s, r in zip(samples, (row, other), strict=True)
-        ]
-        pair = Pair(place, *facts, "", False, *scores)
-        if not pair.shared:
+        scores = [_scores(s, r["cell"]) for s, r in zip(samples, (row, other), strict=True)]
+        pair = Pair(place, *facts, shared=_shared(*scores))
+        if not pair.responses:
             pair = Pair(place, *facts, "the two runs have no sample in common")
         pairs.append(pair)
     return pairs
@@ -153,15 +164,14 @@ def pair_with_full(run: Frames) -> list[Pair]:
         A pair for each cell that has a score and a full cache to compare with.
     """
     cells = [row for row in records(run[0]) if row["status"] == "ok"]
-    samples = _by_cell(run[1])
-    full = {_beside(row): _scores(samples[row["cell"]]) for row in cells if row["policy"] == "full"}
+    samples = Samples(run[1])
+    full = {_beside(row): _scores(samples, row["cell"]) for row in cells if row["policy"] == "full"}
     return [
         Pair(
             Place.of(row),
             str(row["metric"]),
             bool(row["higher_is_better"]),
-            baseline=full[_beside(row)],
-            run=_scores(samples[row["cell"]]),
+            shared=_shared(full[_beside(row)], _scores(samples, row["cell"])),
         )
         for row in cells
         if row["policy"] != "full" and _beside(row) in full
@@ -218,24 +228,33 @@ def _by_match(cells: pd.DataFrame, whose: str) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _by_cell(samples: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    return {str(cell): part for cell, part in samples.groupby("cell", sort=False)}
+def _scores(samples: Samples, cell: object) -> _Scores:
+    """The scored responses of a cell: score, response and context by key."""
+    part = samples.of([cell])
+    columns = [part[name].tolist() for name in COLUMNS[1:]]
+    return {
+        (str(sample), int(question), int(repeat)): (float(score), str(response), str(context))
+        for sample, question, repeat, score, response, context in zip(*columns, strict=True)
+        if math.isfinite(score)
+    }
 
 
-def _scores(samples: pd.DataFrame | None) -> Scores:
-    found = Scores({}, {}, {})
-    for key, row in _keyed(samples):
-        if math.isfinite(row["score"]):
-            found.scores[key] = float(row["score"])
-            found.responses[key] = str(row["response"])
-            found.contexts[key] = str(row["context_id"])
-    return found
-
-
-def _keyed(samples: pd.DataFrame | None) -> Iterator[tuple[Key, dict[str, Any]]]:
-    columns = ["sample_id", "question_id", "repeat", "score", "response", "context_id"]
-    for row in [] if samples is None else records(samples[columns]):
-        yield (str(row["sample_id"]), int(row["question_id"]), int(row["repeat"])), row
+def _shared(baseline: _Scores, run: _Scores) -> Shared:
+    keys = [key for key in baseline if key in run]
+    if not keys:
+        return Shared()
+    before, after = [baseline[key] for key in keys], [run[key] for key in keys]
+    scores = [score for cell in (baseline, run) for score, _, _ in cell.values()]
+    return Shared(
+        np.array([score for score, _, _ in before]),
+        np.array([score for score, _, _ in after]),
+        np.unique([context for _, _, context in before], return_inverse=True)[1],
+        samples=len({key[0] for key in keys}),
+        same=all(one[:2] == two[:2] for one, two in zip(before, after, strict=True)),
+        known=len(baseline),
+        level=float(np.mean([score for score, _, _ in baseline.values()])),
+        unit=min(scores) >= 0 and max(scores) <= 1,
+    )
 
 
 # --- why a cell cannot be compared ----------------------------------------------------------------

@@ -123,7 +123,7 @@ def needs(
         UserError: The run has nothing to compare with.
     """
     pairs = pair_cells(baseline, run) if baseline else pair_with_full(run)
-    pairs = [pair for pair in pairs if pair.shared]
+    pairs = [pair for pair in pairs if pair.responses]
     if not pairs:
         raise UserError(
             "the run and the baseline have no cell in common; use two runs of one grid"
@@ -218,16 +218,16 @@ def _need(pair: Pair, goal: Goal, *, unit: bool) -> Need:
             f"{pair.place.task}, {pair.place.policy} at {pair.place.budget} has one context, which "
             "says nothing about the spread; run more samples"
         )
-    gaps = [pair.run.scores[key] - pair.baseline.scores[key] for key in pair.shared]
+    gaps = pair.shared.after - pair.shared.before
     independent = float(np.std(gaps, ddof=1)) / math.sqrt(len(gaps))
     effect = (sd / math.sqrt(contexts) / independent) ** 2 if independent > 0 else math.nan
-    scale = 1.0 if unit else abs(float(np.mean(list(pair.baseline.scores.values()))))
+    scale = 1.0 if unit else abs(pair.shared.level)
     drop = goal.drop * POINT * scale
     return Need(
         pair.place,
         unit,
         contexts,
-        len({key[0] for key in pair.shared}),
+        pair.shared.samples,
         sd,
         effect,
         contexts_needed(sd, drop, goal, unit=unit) if drop > 0 else MOST,

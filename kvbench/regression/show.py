@@ -72,8 +72,8 @@ def sentences(found: Regression) -> Iterator[Phrase]:
     compared = found.compared
     counts = {outcome: len(found.of(outcome)) for outcome in _SAID}
     said = "; ".join(f"{n} {_SAID[outcome]}" for outcome, n in counts.items() if n)
-    shared = sum(len(cell.pair.shared) for cell in compared)
-    known = sum(len(cell.pair.baseline.scores) for cell in compared)
+    shared = sum(cell.pair.responses for cell in compared)
+    known = sum(cell.pair.shared.known for cell in compared)
     responses = counted(shared, "response") + f" of the baseline's {known}" * (shared < known)
     yield (
         f"Compared {len(compared)} of {counted(len(found.cells), 'cell')} "
@@ -284,7 +284,7 @@ def _record(cell: Comparison) -> dict[str, Any]:
         "outcome": cell.outcome.value,
         "reason": cell.reason,
         "contexts": cell.contexts,
-        "responses": len(cell.pair.shared),
+        "responses": cell.pair.responses,
         **{name: x if math.isfinite(x) else None for name, x in numbers.items()},
     }
 

@@ -17,6 +17,8 @@ from kvbench.stats import Floats, Key, by_cluster, checked
 EXACT = 16
 """At most so many contexts that differ are exchanged in all ways, one way at a time."""
 DRAWS = 20_000
+MOST_DRAWS = 1_000_000
+"""More draws than this take too long, whatever the number of tests."""
 _FAR = 100
 _LEAST, _AT_ONCE = 1000, 2_000_000  # draws at a time; signs at a time: 16 MB
 _PARTS = 60
@@ -72,6 +74,8 @@ def sign_p(totals: Floats, *, seed: int = 0, n: int = DRAWS) -> float:
     if not len(totals):
         return 1.0
     whole = _whole(totals)
+    if whole is None:  # scores that are weighted have a common fraction of their own
+        whole = _whole(totals / np.abs(totals).min())
     if whole is not None:
         return _counted(whole)
     seen = abs(float(totals.sum())) * (1 - 1e-9)  # an exchange that gives the same sum counts

@@ -13,6 +13,7 @@ from kvbench.report.frames import records
 from kvbench.report.numbers import score_kind
 from kvbench.report.outputs import markdown
 from kvbench.report.overall import SETTING, group_means
+from kvbench.report.samples import Samples
 from kvbench.report.table import Cell, Column, Interval, Name, Table, beside
 from kvbench.report.text import code, tokens
 
@@ -26,7 +27,7 @@ intervals by a bootstrap over contexts, stratified by task. Scores in [0, 1] are
 At every budget the best score is bold and the second best underlined."""
 
 
-def differences(cells: pd.DataFrame, samples: pd.DataFrame, base: str) -> pd.DataFrame:
+def differences(cells: pd.DataFrame, samples: pd.DataFrame | Samples, base: str) -> pd.DataFrame:
     """How much every policy differs from one of them, at the same budget and moment.
 
     As in `group_means`, every task of a group weighs the same, and tasks on which the full cache is

@@ -15,6 +15,7 @@ from kvbench.report.frames import Results, silent_tasks, unit_scale
 from kvbench.report.numbers import Kind, interval, number, percent, size
 from kvbench.report.outputs import plain_text
 from kvbench.report.panel import Panel, panels
+from kvbench.report.samples import Samples
 from kvbench.report.table import Name
 from kvbench.report.text import code, counted, listed, mean_of, plain, tokens
 from kvbench.report.verdict import POINT, Verdict, cheapest
@@ -139,7 +140,7 @@ def panel_choices(panel: Panel, aim: Aim) -> Iterator[Choice]:
             yield Choice(panel, task, 1, verdict)
 
 
-def lines(panel: Panel, samples: pd.DataFrame | None, aim: Aim, voice: Voice) -> Iterator[str]:
+def lines(panel: Panel, samples: Samples | None, aim: Aim, voice: Voice) -> Iterator[str]:
     """A panel's choices in words, a line each."""
     facts = PanelMemory.of(panel, samples)
     found = list(panel_choices(panel, aim))
@@ -167,7 +168,7 @@ class PanelMemory:
     context: float
 
     @classmethod
-    def of(cls, panel: Panel, samples: pd.DataFrame | None) -> PanelMemory:
+    def of(cls, panel: Panel, samples: Samples | None) -> PanelMemory:
         """Read it off the full caches of a panel.
 
         Layers, KV heads, head size and dtype need not be known: the run has measured the bytes of
@@ -178,8 +179,8 @@ class PanelMemory:
         if samples is None or not len(told):
             return cls(math.nan, math.nan)
         bytes_of = told.set_index("cell")["kv_bytes_full"]
-        mine = samples[samples["cell"].isin(bytes_of.index)]
-        length = mine.groupby("cell")["context_tokens"].mean()
+        mine = samples.of(bytes_of.index)
+        length = mine.groupby("cell", observed=True)["context_tokens"].mean()
         return cls(float((bytes_of / length).median()), float(length.median()))
 
     def tokens_of(self, serving: Serving) -> float:

@@ -10,9 +10,9 @@ from typing import Any
 import pandas as pd
 
 from kvbench.report.overall import CONFIG, group_means
+from kvbench.report.samples import Samples
 from kvbench.report.text import tokens
 
-_KEY = ["cell", "sample_id", "question_id", "repeat"]
 _QUESTIONS = ["model", "task", "length", "seed"]
 _PLACE = ["model", "task", "length", "seed", *CONFIG]
 _TELL_APART = [
@@ -59,7 +59,7 @@ class Results:
     """
 
     cells: pd.DataFrame
-    samples: pd.DataFrame | None
+    samples: Samples | None
     overall: pd.DataFrame
     policies: list[str]
 
@@ -122,7 +122,7 @@ def of_moment(frame: pd.DataFrame, moment: str) -> pd.Series[bool]:
     return (frame["moment"] == moment) | full
 
 
-def prepare(cells: pd.DataFrame, samples: pd.DataFrame | None = None) -> Results:
+def prepare(cells: pd.DataFrame, samples: pd.DataFrame | Samples | None = None) -> Results:
     """Prepare the frames of one or several runs for a report.
 
     A cell that several runs have counts once, with the most samples. Cells with the same model,
@@ -141,8 +141,8 @@ def prepare(cells: pd.DataFrame, samples: pd.DataFrame | None = None) -> Results
     cells["answers"] = cells["versions"].map(answers)
     cells["model_id"] = cells["model"].astype(str)
     cells["model"] = _model_names(cells)
-    if samples is not None:
-        samples = samples.drop_duplicates(_KEY, keep="last")
+    if isinstance(samples, pd.DataFrame):
+        samples = Samples(samples)
     overall = group_means(cells, samples)
     if len(overall):
         overall["share"] = overall["kv_bytes_live"] / overall["kv_bytes_full"]
@@ -163,7 +163,7 @@ def unit_scale(frame: pd.DataFrame) -> bool:
 
 def extras(samples: pd.DataFrame) -> dict[str, dict[str, Any]]:
     """The JSON object of every distinct text in the column `extra`, each parsed once."""
-    return {text: json.loads(text or "{}") for text in set(samples["extra"])}
+    return {text: json.loads(text or "{}") for text in samples["extra"].unique()}
 
 
 def budget_order(budget: str) -> tuple[int, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +19,8 @@ from kvbench.report.text import counted, short, slug
 from kvbench.stats import Floats
 
 _QUESTION = ["sample_id", "question_id"]
+_MOST_MAPS = 60
+"""Maps in one figure. A page holds no more, and a figure's time grows with the square of them."""
 _FIELD = ["policy", "budget", "depth", "length"]
 """What a field of a map is about; seeds are pooled."""
 
@@ -35,11 +37,16 @@ def with_depth(results: Results) -> pd.DataFrame:
     assert results.samples is not None
     columns = ["cell", "model", "task", "metric", "length", *CONFIG]
     cells = results.cells.loc[results.cells["status"] == "ok", columns]
-    samples = results.samples[["cell", *_QUESTION, "extra", "score"]]
-    depths = {text: _depth(extra) for text, extra in extras(samples).items()}
-    samples = samples.assign(depth=samples["extra"].map(depths)).merge(cells, on="cell")
-    known = samples["depth"].notna().groupby(samples["task"]).transform("all")
-    return samples[known.astype(bool)].drop(columns="extra")
+    found = []
+    for _, part in cells.groupby("task", sort=False):
+        samples = results.samples.of(part["cell"])[["cell", *_QUESTION, "extra", "score"]]
+        depths = {text: _depth(extra) for text, extra in extras(samples).items()}
+        if depths and not any(map(math.isnan, depths.values())):
+            depth = samples["extra"].map(depths).astype(float)
+            found.append(samples.drop(columns="extra").assign(depth=depth))
+    if not found:
+        return pd.DataFrame(columns=["cell", *_QUESTION, "score", "depth", *columns[1:]])
+    return pd.concat(found).sort_index().astype({"cell": str}).merge(cells, on="cell")
 
 
 def _depth(extra: Mapping[str, Any]) -> float:
@@ -77,8 +84,25 @@ def draw_heatmaps(results: Results, folder: Path) -> list[Drawn]:
                 metric = ", ".join(dict.fromkeys(rows["metric"].astype(str)))
                 title = f"{short(task)}, {short(metric)} · {short(model)}"
                 title += f", {short(moment)}" if len(moments) > 1 else ""
-                drawn.append(_heatmap(rows, title, folder / name))
+                for where, some in _parts(rows):
+                    end = f", budget {where}" if where else ""
+                    stem = f"{name}-{slug(where)}" if where else name
+                    drawn.append(_heatmap(some, title + end, folder / stem))
     return drawn
+
+
+def _parts(rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
+    """The rows of one figure, or of a figure per budget if there are more maps than it can hold.
+
+    Yields:
+        The budget, empty if there is one figure, and the rows with those of full.
+    """
+    full = rows["policy"] == "full"
+    if len(rows[["policy", "budget"]].drop_duplicates()) <= _MOST_MAPS:
+        yield "", rows
+        return
+    for budget in sorted(set(rows.loc[~full, "budget"].astype(str)), key=budget_order):
+        yield budget, rows[full | (rows["budget"] == budget)]
 
 
 def _panels(rows: pd.DataFrame, most: int) -> list[list[tuple[str, str] | None]]:
@@ -131,6 +155,7 @@ def _heatmap(rows: pd.DataFrame, title: str, stem: Path) -> Drawn:
         else "questions per cell in brackets"
     )
     title += f": score{' (0 to 100)' * unit}, {n}"
+    whole, single = _grids(rows, "mean"), _grids(asked, "count")
     page = sheet(
         len(lines),
         columns,
@@ -154,7 +179,7 @@ def _heatmap(rows: pd.DataFrame, title: str, stem: Path) -> Drawn:
             continue
         mean, count = (
             grid.reindex(index=depths, columns=lengths).to_numpy(np.float64)
-            for grid in (_grid(rows, pair, "mean"), _grid(asked, pair, "count"))
+            for grid in (whole[pair], single[pair])
         )
         values = np.ma.masked_invalid(scale * mean)
         image = ax.imshow(values, cmap="cividis", vmin=low, vmax=top, aspect="auto")
@@ -171,10 +196,16 @@ def _heatmap(rows: pd.DataFrame, title: str, stem: Path) -> Drawn:
     return Drawn(title, save(page.figure, stem))
 
 
-def _grid(rows: pd.DataFrame, pair: tuple[str, str], how: Literal["mean", "count"]) -> pd.DataFrame:
-    """Scores of a policy and budget by depth and length: their mean, or how many they are."""
-    here = rows[(rows["policy"] == pair[0]) & (rows["budget"] == pair[1])]
-    return here.pivot_table(values="score", index="depth", columns="length", aggfunc=how)
+def _grids(
+    rows: pd.DataFrame, how: Literal["mean", "count"]
+) -> dict[tuple[str, str], pd.DataFrame]:
+    """Scores by depth and length, by policy and budget: their mean, or how many they are."""
+    return {
+        (str(policy), str(budget)): part.pivot_table(
+            values="score", index="depth", columns="length", aggfunc=how
+        )
+        for (policy, budget), part in rows.groupby(["policy", "budget"], sort=False)
+    }
 
 
 def _tokens(length: int) -> str:

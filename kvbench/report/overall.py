@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from kvbench.report.samples import Samples
 from kvbench.stats import DRAWS, Floats, bootstrap_weights, bounded_interval, few_vary, tail
 
 SETTING = ["model", "model_revision", "group", "length", "seed"]
 CONFIG = ["policy", "budget", "moment"]
 HELD = ["held_entries", "kv_bytes_live", "kv_bytes_full"]
 _BOUNDS = ["score", "score_lo", "score_hi", "diff", "diff_lo", "diff_hi"]
-_KEY = ["context_id", "sample_id", "question_id", "repeat"]
 
 
 def group_means(
-    cells: pd.DataFrame, samples: pd.DataFrame | None = None, *, seed: int = 0, n: int = DRAWS
+    cells: pd.DataFrame,
+    samples: pd.DataFrame | Samples | None = None,
+    *,
+    seed: int = 0,
+    n: int = DRAWS,
 ) -> pd.DataFrame:
     """The mean over the tasks of a group, per policy and budget, with intervals.
 
@@ -49,20 +52,19 @@ def group_means(
         and `kv_bytes_full`.
     """
     rows: list[dict[str, Any]] = []
-    by_cell: dict[str, pd.DataFrame] | None = None
-    if samples is not None:
-        by_cell = {str(cell): part for cell, part in samples.groupby("cell", sort=False)}
+    if isinstance(samples, pd.DataFrame):
+        samples = Samples(samples)
     # A live dialogue has a full cache of its own.
     live = (cells["moment"] == "turns").rename("_live")
     for setting, part in cells.groupby([*SETTING, live], sort=False):
         names = list(setting) if isinstance(setting, tuple) else [setting]
         head = dict(zip(SETTING, names[:-1], strict=True))
-        rows += [head | row for row in _group_rows(part, by_cell, seed, n)]
+        rows += [head | row for row in _group_rows(part, samples, seed, n)]
     return pd.DataFrame(rows)
 
 
 def _group_rows(
-    part: pd.DataFrame, by_cell: Mapping[str, pd.DataFrame] | None, seed: int, n: int
+    part: pd.DataFrame, samples: Samples | None, seed: int, n: int
 ) -> list[dict[str, Any]]:
     part = part.drop_duplicates([*CONFIG, "task"], keep="last")
     ok = part[part["status"] == "ok"]
@@ -82,13 +84,14 @@ def _group_rows(
     score, diff = _Strata(len(configs), n), _Strata(len(configs), n)
     for task in tasks:
         mine = ok[ok["task"] == task]
-        if by_cell is None:
+        if samples is None:
             known = mine.set_index(CONFIG)[_BOUNDS].reindex(pd.MultiIndex.from_tuples(configs))
             numbers = known.to_numpy(dtype=np.float64)
             score.add_interval(*numbers[:, :3].T)
             diff.add_interval(*numbers[:, 3:].T)
             continue
-        values, codes = _wide(mine, configs, by_cell)
+        cell_of = {tuple(row[:3]): str(row[3]) for row in mine[[*CONFIG, "cell"]].to_numpy()}
+        values, codes = samples.wide(cell_of.get(config, "") for config in configs)
         if not len(values):
             score.miss()
             continue
@@ -129,25 +132,6 @@ def _group_rows(
             | {name: float(held.loc[config, name]) if fine else np.nan for name in HELD}
         )
     return rows
-
-
-def _wide(
-    cells: pd.DataFrame, configs: Sequence[Any], by_cell: Mapping[str, pd.DataFrame]
-) -> tuple[Floats, npt.NDArray[np.intp]]:
-    """Scores of one task by key and configuration, and the context of each key.
-
-    Returns:
-        `[keys, configs]`, NaN where a configuration lacks the key; `[keys]`, ascending from 0.
-        Both are empty if the task has no sample.
-    """
-    cell_of = {tuple(row[:3]): str(row[3]) for row in cells[[*CONFIG, "cell"]].to_numpy()}
-    used = [by_cell[cell] for cell in cell_of.values() if cell in by_cell]
-    if not used:
-        return np.empty((0, len(configs))), np.empty(0, dtype=np.intp)
-    wide = pd.concat(used).pivot(index=_KEY, columns="cell", values="score")
-    wide = wide.reindex(columns=[cell_of.get(config, "") for config in configs])
-    codes = wide.index.get_level_values(0).factorize(sort=True)[0]
-    return wide.to_numpy(dtype=np.float64), codes
 
 
 class _Strata:

@@ -10,6 +10,7 @@ import pandas as pd
 from kvbench import stats
 from kvbench.report.frames import extras, silent_tasks
 from kvbench.report.panel import Filled, Panel
+from kvbench.report.samples import Samples
 from kvbench.report.table import Cell, Compared, Interval, Name, Table, beside
 
 MOST = 12
@@ -24,7 +25,7 @@ Scores: TypeAlias = dict[str, dict[Key, float]]
 """Scores of one cell by value of the field, then by key."""
 
 
-def strata(panel: Panel, samples: pd.DataFrame | None) -> Iterator[tuple[str, str, Table]]:
+def strata(panel: Panel, samples: Samples | None) -> Iterator[tuple[str, str, Table]]:
     """Every division of a panel's tasks.
 
     A field of `Request.extra` divides a task if all its samples have it, with 2 to `MOST` values
@@ -44,7 +45,7 @@ def strata(panel: Panel, samples: pd.DataFrame | None) -> Iterator[tuple[str, st
     silent = silent_tasks(panel.cells)
     for task in panel.tasks:
         cells = panel.of_task(task)
-        mine = samples[samples["cell"].isin(cells.loc[cells["status"] == "ok", "cell"])]
+        mine = samples.of(cells.loc[cells["status"] == "ok", "cell"])
         if task in silent or not len(mine):  # parts of what tells nothing apart tell nothing
             continue
         for field, values in _dividing_fields(mine).items():
@@ -67,7 +68,10 @@ def _dividing_fields(samples: pd.DataFrame) -> dict[str, pd.Series[Any]]:
 
 def _table(panel: Panel, samples: pd.DataFrame, task: str, field: str) -> Table:
     cells = panel.of_task(task)
-    scores = {str(cell): _scores(part) for cell, part in samples.groupby("cell", sort=False)}
+    scores = {
+        str(cell): _scores(part)
+        for cell, part in samples.groupby("cell", sort=False, observed=True)
+    }
     # Pairs are clustered by context, as in `overall`: one context may lie in several strata, and
     # then it is drawn in each of them on its own, because each column is an estimate by itself.
     clusters = dict(zip(_keys(samples), samples["context_id"].astype(str), strict=True))

@@ -7,10 +7,11 @@ import pandas as pd
 from kvbench.harness import catalogue
 from kvbench.report.overall import group_means
 from kvbench.report.panel import Panel
+from kvbench.report.samples import Samples
 from kvbench.report.table import Name, Table, beside
 
 
-def subset_means(panel: Panel, samples: pd.DataFrame | None) -> dict[str, pd.DataFrame]:
+def subset_means(panel: Panel, samples: Samples | None) -> dict[str, pd.DataFrame]:
     """The means of each subset that the installed benchmark names and that was run.
 
     Args:
@@ -31,7 +32,7 @@ def subset_means(panel: Panel, samples: pd.DataFrame | None) -> dict[str, pd.Dat
     return means if len(means) > 1 else {}
 
 
-def subset_table(panel: Panel, samples: pd.DataFrame | None) -> Table | None:
+def subset_table(panel: Panel, samples: Samples | None) -> Table | None:
     """`subset_means` as a table: a row per policy and budget, a column per subset."""
     means = subset_means(panel, samples)
     columns = [

@@ -11,7 +11,7 @@ from kvbench.errors import UserError
 from kvbench.files import cannot, replacing
 from kvbench.report.choosing import WITHIN_A_POINT, Aim
 from kvbench.report.figures import draw_fronts
-from kvbench.report.frames import prepare
+from kvbench.report.frames import Results, prepare
 from kvbench.report.heatmap import draw_heatmaps
 from kvbench.report.summary import summary_text
 from kvbench.report.tables import report_tables, write_tables
@@ -41,9 +41,12 @@ def render(
     Raises:
         UserError: The folder or a file in it cannot be written.
     """
-    out = Path(out_dir)
+    return write_report(prepare(cells, samples), Path(out_dir), aim)
+
+
+def write_report(results: Results, out: Path, aim: Aim = WITHIN_A_POINT) -> list[Path]:
+    """`render` of what `prepare` has prepared."""
     folders = out / "figures", out / "tables"
-    results = prepare(cells, samples)
     if out.exists() and not out.is_dir():
         raise UserError(f"cannot write {out}: it is a file, not a folder")
     try:

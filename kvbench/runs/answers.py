@@ -14,7 +14,8 @@ from kvbench.engine.cache import RaggedCache
 from kvbench.engine.decode import Row, Stop
 from kvbench.harness.protocol import Request
 from kvbench.runs.cell import Cell
-from kvbench.runs.store import Key, Response
+from kvbench.runs.index import Key
+from kvbench.runs.store import Response
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from torch import nn
 
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.models import devices_of, model_info
+from kvbench.engine.threads import available_cores
 
 MOST = 32
 """Rows of a batch where memory allows them."""
@@ -19,7 +20,10 @@ _SPARE = 3
 """Whole caches that are held beside the batch: the prefilled context, and copies of its parts."""
 
 _CPU_SHARE, _GPU_SHARE = 0.5, 0.8
-"""Shares of a CPU's memory, and of a GPU's free memory, that caches may take by default."""
+"""Shares of a CPU's memory, and of a GPU's free memory, that caches may take by default.
+
+A process that uses some of the cores takes as large a part of its share: others may use the rest.
+"""
 
 _CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
@@ -59,7 +63,7 @@ class Batching:
         for file in _CGROUP_LIMITS:
             text = file.read_text().strip() if file.exists() else ""
             memory = min(memory, int(text)) if text.isdecimal() else memory
-        return int(_CPU_SHARE * memory)
+        return int(_CPU_SHARE * memory * min(1, torch.get_num_threads() / available_cores()))
 
     def fit(self, tokens: int) -> None:
         """Plan the batches of a task whose longest prompt and answer have so many tokens.

@@ -22,7 +22,8 @@ from kvbench.errors import PluginError, plugin_call
 from kvbench.harness.protocol import Request
 from kvbench.runs.answers import Prompt, begun, by_cell, empty, ended, forks, key_of
 from kvbench.runs.cell import Cell
-from kvbench.runs.store import Key, Response
+from kvbench.runs.index import Key
+from kvbench.runs.store import Response
 from kvbench.runs.worker import Worker
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import pandas as pd
+from typing import Any, TypeAlias
 
 from kvbench import stats
 from kvbench.benchmark import Marks
@@ -19,7 +17,7 @@ from kvbench.judge.base import JudgeError
 from kvbench.judge.rubrics import origin
 from kvbench.runs.cell import Cell
 from kvbench.runs.planning import Job
-from kvbench.runs.schema import CELLS_SCHEMA, SAMPLES_SCHEMA, SCHEMA_VERSION
+from kvbench.runs.schema import SCHEMA_VERSION, Columns
 from kvbench.runs.store import Response
 
 _MEANS = (
@@ -28,7 +26,17 @@ _MEANS = (
 ).split()
 _PROMPT_END = 400
 """Characters of a prompt that are stored beside its response."""
+_OF_RESPONSE = (
+    "sample_id context_id response stop error doc_id question_id repeat context_tokens "
+    "question_tokens generated_tokens budget_entries held_entries kv_bytes_live visual_tokens "
+    "held_visual"
+).split()
+"""Columns of `samples.parquet` that a response has."""
 _SCORES = "score score_se score_lo score_hi full_score diff diff_lo diff_hi".split()
+
+
+Row: TypeAlias = dict[str, Any]
+"""A row of `cells.parquet`."""
 
 
 @dataclass(frozen=True)
@@ -39,33 +47,24 @@ class _FullCache:
     estimate: stats.Estimate
 
 
-def frames(jobs: Sequence[Job], responses: Sequence[Response]) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Score every cell from its responses.
+def scored(
+    jobs: Iterable[Job], responses_of: Callable[[str], Sequence[Response]]
+) -> Iterator[tuple[Row, Columns]]:
+    """Score every cell from its responses, one cell at a time.
 
     Only the requests of the tasks as loaded count: a store can hold more samples.
 
     Args:
         jobs: Tasks with their cells.
-        responses: All responses of the run.
+        responses_of: Gives the responses of a cell, by its hash.
 
-    Returns:
-        The tables of `kvbench.runs.schema`: cells and samples.
+    Yields:
+        A cell's row of `cells.parquet`, and the columns of its part of `samples.parquet`.
     """
-    by_cell: dict[str, list[Response]] = {}
-    for response in responses:
-        by_cell.setdefault(response.cell, []).append(response)
-    cells: list[dict[str, Any]] = []
-    samples: list[dict[str, Any]] = []
     for job in jobs:
         scorer = _Scorer(job)
         for cell in sorted(job.cells, key=lambda c: not c.is_full):
-            row, rows = scorer.cell(cell, by_cell.get(cell.cell, []))
-            cells.append(row)
-            samples += rows
-    return (
-        pd.DataFrame(cells, columns=CELLS_SCHEMA.names),
-        pd.DataFrame(samples, columns=SAMPLES_SCHEMA.names),
-    )
+            yield scorer.cell(cell, responses_of(cell.cell))
 
 
 class _Scorer:
@@ -74,13 +73,12 @@ class _Scorer:
     def __init__(self, job: Job) -> None:
         self.job, self.task = job, job.task
         self.requests = {(r.sample_id, r.question_id): r for r in job.task.requests}
+        self._told: dict[tuple[str, int], tuple[str, str, list[str]]] = {}
         # The full cache of live dialogues has a history of its own, so it is another baseline.
         self.full: dict[bool, _FullCache] = {}
 
-    def cell(
-        self, cell: Cell, responses: Sequence[Response]
-    ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """The row of a cell, and the rows of its samples."""
+    def cell(self, cell: Cell, responses: Sequence[Response]) -> tuple[Row, Columns]:
+        """The row of a cell, and the columns of its samples."""
         counted = [r for r in responses if self._counts(r)]
         row = self._empty_row(cell, counted)
         scores: dict[Key, float] = {}
@@ -96,7 +94,7 @@ class _Scorer:
                     self.full[live] = _FullCache(scores, estimate)
                 if live in self.full:
                     row |= self._comparison(cell, scores, self.full[live])
-        return row, [self._sample(cell, r, scores) for r in counted]
+        return row, self._samples(cell, counted, scores)
 
     def _counts(self, response: Response) -> bool:
         """Whether a response belongs to the loaded task: a store can hold more of them."""
@@ -210,34 +208,28 @@ class _Scorer:
             return stats.discriminative(full.lo, self.task.chance)
         return stats.discriminative(-full.hi, -self.task.chance)
 
-    def _sample(self, cell: Cell, response: Response, scores: dict[Key, float]) -> dict[str, Any]:
-        request = self.requests[response.sample_id, response.question_id]
+    def _samples(
+        self, cell: Cell, responses: Sequence[Response], scores: dict[Key, float]
+    ) -> Columns:
+        requests = [self.requests[r.sample_id, r.question_id] for r in responses]
+        facts = [self._facts(request) for request in requests]
+        labels = {name: cell.labels[name] for name in ("task", "policy", "budget", "moment")}
+        same = {"cell": cell.cell, **labels, "schema": SCHEMA_VERSION, "length": self.task.length}
         return {
-            "cell": cell.cell,
-            **{name: cell.labels[name] for name in ("task", "policy", "budget", "moment")},
-            "sample_id": response.sample_id,
-            "context_id": response.context_id,
-            "response": response.response,
-            "stop": response.stop,
-            "error": response.error,
-            "extra": _extra(request),
-            "prompt_end": prompt_end(request),
-            "target": list(request.target),
-            "schema": SCHEMA_VERSION,
-            "length": self.task.length,
-            "doc_id": response.doc_id,
-            "question_id": response.question_id,
-            "repeat": response.repeat,
-            "context_tokens": response.context_tokens,
-            "question_tokens": response.question_tokens,
-            "generated_tokens": response.generated_tokens,
-            "score": scores.get(_key(response), math.nan),
-            "budget_entries": response.budget_entries,
-            "held_entries": response.held_entries,
-            "kv_bytes_live": response.kv_bytes_live,
-            "visual_tokens": response.visual_tokens,
-            "held_visual": response.held_visual,
+            **{name: [value] * len(responses) for name, value in same.items()},
+            **{name: [getattr(r, name) for r in responses] for name in _OF_RESPONSE},
+            "extra": [extra for extra, _, _ in facts],
+            "prompt_end": [end for _, end, _ in facts],
+            "target": [target for _, _, target in facts],
+            "score": [scores.get(_key(r), math.nan) for r in responses],
         }
+
+    def _facts(self, request: Request) -> tuple[str, str, list[str]]:
+        """What all cells tell of a request: extra, end of the prompt, target."""
+        key = (request.sample_id, request.question_id)
+        if key not in self._told:
+            self._told[key] = _extra(request), prompt_end(request), list(request.target)
+        return self._told[key]
 
 
 def _key(response: Response) -> Key:

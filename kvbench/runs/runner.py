@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pyarrow.parquet as pq
 
 from kvbench.errors import UserError
 from kvbench.progress import Reporter, Silent, duration
@@ -20,9 +22,10 @@ from kvbench.runs.executors.base import Executor, Unfinished, answer, worker_of
 from kvbench.runs.executors.local import run_here
 from kvbench.runs.executors.ray import run_on_ray
 from kvbench.runs.grid import Grid
+from kvbench.runs.load import load_frames
 from kvbench.runs.planning import Job, Say, Stage, plan
-from kvbench.runs.results import frames
-from kvbench.runs.store import GRID, RunStore, load_frames
+from kvbench.runs.results import scored
+from kvbench.runs.store import GRID, RunStore
 from kvbench.runs.worker import loaded_model
 from kvbench.terminal import console
 
@@ -36,16 +39,24 @@ class Run:
     Attributes:
         path: Its folder.
         cells: A row per cell, as in `cells.parquet` (see docs/results.md).
-        samples: A row per response, as in `samples.parquet`.
         failed: Why cells have no score, by cell.
         left_out: Why tasks and policies were left out, by name.
     """
 
     path: Path
     cells: pd.DataFrame
-    samples: pd.DataFrame
     failed: Mapping[str, str] = field(default_factory=dict)
     left_out: Mapping[str, str] = field(default_factory=dict)
+    _samples: pq.ParquetFile = field(repr=False, kw_only=True)
+
+    @functools.cached_property
+    def samples(self) -> pd.DataFrame:
+        """A row per response, as in `samples.parquet`.
+
+        The file is read at the first use. A later run that replaces it changes nothing here.
+        """
+        samples: pd.DataFrame = self._samples.read().to_pandas()
+        return samples
 
 
 def run(grid: Grid | Mapping[str, Any] | str | Path, *, progress: bool = True) -> Run:
@@ -74,9 +85,20 @@ def run(grid: Grid | Mapping[str, Any] | str | Path, *, progress: bool = True) -
         reporter.stop()
 
 
-def load(paths: str | Path | Iterable[str | Path]) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Read the results of one run or several as data frames: cells and samples."""
-    return load_frames(paths)
+def load(
+    paths: str | Path | Iterable[str | Path], columns: Sequence[str] | None = None
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Read the results of one run or several as data frames: cells and samples.
+
+    Args:
+        paths: Folders of runs.
+        columns: Columns of the samples; None for all. Millions of samples take far less memory
+            without `prompt_end`, `target`, `extra` and `response`.
+
+    Raises:
+        UserError: A run cannot be read, a column does not exist, or the runs do not fit together.
+    """
+    return load_frames(paths, columns)
 
 
 def execute(grid: Grid, reporter: Reporter | None = None, *, fresh: bool = False) -> Run:
@@ -103,10 +125,10 @@ def execute(grid: Grid, reporter: Reporter | None = None, *, fresh: bool = False
             for judge in dict.fromkeys(job.judge for job in jobs if job.judge is not None):
                 judge.check()
             _EXECUTORS[grid.executor](work, grid, store, reporter)
-        cells, samples = frames(jobs, store.responses())
-        store.write(cells, samples)
+        cells = store.write_scored(scored(jobs, store.responses_of))
+        samples = store.samples()
     failed = {str(r.cell): str(r.error) for r in cells.itertuples() if r.status != "ok"}
-    return Run(grid.path, cells, samples, failed, planned.left_out)
+    return Run(grid.path, cells, failed, planned.left_out, _samples=samples)
 
 
 def _pending(stage: Stage, store: RunStore | None) -> list[tuple[Job, Cell, Prompt]]:

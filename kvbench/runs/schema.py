@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pyarrow as pa
 
@@ -10,6 +11,9 @@ if TYPE_CHECKING:
     import pandas as pd
 
 SCHEMA_VERSION = 3
+
+Columns: TypeAlias = dict[str, Sequence[Any]]
+"""Rows of a table, column by column."""
 
 ADDED: dict[int, dict[str, int | str]] = {
     2: {"visual_tokens": 0, "held_visual": 0, "prompt_end": ""}
@@ -60,7 +64,28 @@ def to_table(frame: pd.DataFrame, schema: Any) -> Any:
         ValueError: A column is missing or unknown, or does not fit its type.
     """
     frame = frame.assign(schema=SCHEMA_VERSION)
-    wrong = set(frame.columns) ^ set(schema.names)
+    _check(frame.columns, schema)
+    table = pa.Table.from_pandas(frame[schema.names], schema=schema, preserve_index=False)
+    return table.replace_schema_metadata()
+
+
+def from_columns(columns: Columns, schema: Any) -> Any:
+    """Turn columns into a table of a schema; a score that is not a number is missing.
+
+    Args:
+        columns: By name; each column of the schema and no other.
+        schema: `CELLS_SCHEMA` or `SAMPLES_SCHEMA`.
+
+    Raises:
+        ValueError: A column is missing or unknown, or does not fit its type.
+    """
+    _check(columns, schema)
+    arrays = [pa.array(columns[f.name], f.type, from_pandas=True) for f in schema]
+    return pa.Table.from_arrays(arrays, schema=schema)
+
+
+def _check(columns: Iterable[str], schema: Any) -> None:
+    """Refuse columns that are not those of a schema."""
+    wrong = set(columns) ^ set(schema.names)
     if wrong:
         raise ValueError(f"columns missing or unknown: {', '.join(sorted(wrong))}")
-    return pa.Table.from_pandas(frame[schema.names], schema=schema, preserve_index=False)

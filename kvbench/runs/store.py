@@ -5,33 +5,34 @@ from __future__ import annotations
 import fcntl
 import os
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
 import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
 from kvbench.errors import UserError
-from kvbench.files import Journal, cannot, replacing
+from kvbench.files import Journal, Place, cannot, replacing
+from kvbench.runs.index import Key, ResponseIndex
 from kvbench.runs.schema import (
-    ADDED,
     CELLS_SCHEMA,
     SAMPLES_SCHEMA,
-    SCHEMA_VERSION,
+    Columns,
+    from_columns,
     to_table,
 )
-
-Key = tuple[str, str, int, int]
-"""A response's key: (cell, sample_id, question_id, repeat)."""
 
 RESPONSES = "responses.jsonl"
 GRID = "grid.yaml"
 CELLS = "cells.parquet"
 SAMPLES = "samples.parquet"
 LOCK = ".lock"
+_ROW_GROUP = 1 << 18
+"""Rows of `samples.parquet` that are held in memory: some 200 MB, if prompts are long."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class RunStore:
     """The folder of a run, locked while it is open.
 
     `responses.jsonl` is a `kvbench.files.Journal` of responses: whatever is missing after a crash
-    is generated again, and nothing else.
+    is generated again, and nothing else. Responses stay on disk; memory holds where they are.
 
     Args:
         path: The folder; it is created if it does not exist.
@@ -113,7 +114,7 @@ class RunStore:
         self.path = Path(path)
         self._lock = -1
         self._journal: Journal | None = None
-        self._responses: dict[Key, Response] = {}
+        self._index = ResponseIndex()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._take_lock()
@@ -143,13 +144,31 @@ class RunStore:
             os.close(self._lock)
         self._lock = -1
 
-    def keys(self) -> set[Key]:
-        """The keys of the responses that did not end in an error: they are not generated again."""
-        return {key for key, response in self._responses.items() if not response.error}
+    def keys(self) -> Set[Key]:
+        """The keys of the responses that did not end in an error: they are not generated again.
+
+        The set follows what is appended later.
+        """
+        return self._index.done()
 
     def responses(self) -> list[Response]:
-        """The last response of each key, in the order in which the keys first came."""
-        return list(self._responses.values())
+        """The last response of each key, in the order in which the keys first came.
+
+        Raises:
+            UserError: The file cannot be read any more.
+        """
+        return self._read(self._index.all_places())
+
+    def responses_of(self, cell: str) -> list[Response]:
+        """`responses` of one cell: of a large run, all at once do not fit into memory.
+
+        Args:
+            cell: Hash of the cell.
+
+        Raises:
+            UserError: The file cannot be read any more.
+        """
+        return self._read(self._index.places(cell))
 
     def append(self, responses: Sequence[Response]) -> None:
         """Write responses and wait until the disk has them.
@@ -161,10 +180,11 @@ class RunStore:
             return
         assert self._journal is not None
         try:
-            self._journal.append(map(asdict, responses))
+            places = self._journal.append(map(vars, responses))
         except OSError as error:
             raise cannot("write", self.path / RESPONSES, error) from None
-        self._responses.update((response.key, response) for response in responses)
+        for response, place in zip(responses, places, strict=True):
+            self._index.add(response.key, place, done=not response.error)
 
     def save_grid(self, grid: Mapping[str, Any]) -> None:
         """Write the grid as YAML, which `kvbench run --config` can read."""
@@ -173,10 +193,44 @@ class RunStore:
 
     def write(self, cells: pd.DataFrame, samples: pd.DataFrame) -> None:
         """Write both result tables with the schemas of `kvbench.runs.schema`."""
-        tables = ((SAMPLES, samples, SAMPLES_SCHEMA), (CELLS, cells, CELLS_SCHEMA))
-        for name, frame, schema in tables:
-            with replacing(self.path / name) as part:
-                pq.write_table(to_table(frame, schema), part)
+        self._write([to_table(samples, SAMPLES_SCHEMA)], lambda: cells)
+
+    def write_scored(self, scored: Iterable[tuple[dict[str, Any], Columns]]) -> pd.DataFrame:
+        """Write both result tables cell by cell, without holding all samples in memory.
+
+        Args:
+            scored: The row of each cell, and the columns of its samples.
+
+        Returns:
+            The frame of the cells.
+        """
+        rows: list[dict[str, Any]] = []
+
+        def samples() -> Iterator[pa.Table]:
+            for row, columns in scored:
+                rows.append(row)
+                yield from_columns(columns, SAMPLES_SCHEMA)
+
+        return self._write(samples(), lambda: pd.DataFrame(rows, columns=CELLS_SCHEMA.names))
+
+    def samples(self) -> pq.ParquetFile:
+        """The table of samples, open: it stays what it is if another run replaces the file."""
+        return pq.ParquetFile(pa.OSFile(str(self.path / SAMPLES)))
+
+    def _write(
+        self, samples: Iterable[pa.Table], cells: Callable[[], pd.DataFrame]
+    ) -> pd.DataFrame:
+        """Write the samples, then the cells, which are complete once all samples are there."""
+        with (
+            replacing(self.path / SAMPLES) as part,
+            pq.ParquetWriter(part, SAMPLES_SCHEMA) as writer,
+        ):
+            for group in _row_groups(samples):
+                writer.write_table(group)
+        frame = cells()
+        with replacing(self.path / CELLS) as part:
+            pq.write_table(to_table(frame, CELLS_SCHEMA), part)
+        return frame
 
     def _check_owner(self) -> None:
         """Refuse a folder with results that kvbench did not write: they would be lost."""
@@ -207,14 +261,14 @@ class RunStore:
 
     def _open_journal(self) -> None:
         self._journal = Journal(self.path / RESPONSES)
-        try:
-            responses = [Response(**entry) for entry in self._journal.entries()]
-        except TypeError:
-            raise UserError(
-                f"another version of kvbench wrote the responses in {self.path}; choose another "
-                "--out"
-            ) from None
-        self._responses = {response.key: response for response in responses}
+        for place, entry in self._journal.placed():
+            if not _NEEDED <= entry.keys() <= _FIELDS:
+                raise UserError(
+                    f"another version of kvbench wrote the responses in {self.path}; choose "
+                    "another --out"
+                )
+            key = (entry["cell"], entry["sample_id"], entry["question_id"], entry["repeat"])
+            self._index.add(key, place, done=not entry.get("error"))
         if self._journal.damaged:
             warnings.warn(
                 f"{self._journal.path}: {self._journal.damaged} damaged line(s) were moved to "
@@ -222,68 +276,27 @@ class RunStore:
                 stacklevel=4,
             )
 
-
-def load_frames(paths: str | Path | Iterable[str | Path]) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Read the result tables of one run or of several.
-
-    If several runs have a cell, it is taken from the run with the most samples of it, and among
-    these from the run with the most responses.
-
-    Args:
-        paths: Folders of runs.
-
-    Returns:
-        The frames of `cells.parquet` and `samples.parquet`.
-
-    Raises:
-        UserError: A folder does not exist, holds no results or those of another version, or two
-            runs score the same data by different metrics or judges.
-    """
-    folders = [Path(paths)] if isinstance(paths, (str, Path)) else [Path(p) for p in paths]
-    if not folders:
-        raise UserError("name at least one run, such as results/my_run")
-    cells = pd.concat([_read(f, CELLS, run) for run, f in enumerate(folders)], ignore_index=True)
-    samples = pd.concat(
-        [_read(f, SAMPLES, run) for run, f in enumerate(folders)], ignore_index=True
-    )
-    _one_metric(cells, folders)
-    said = samples.value_counts(["cell", "_run"])
-    rows = [said.get(key, 0) for key in zip(cells["cell"], cells["_run"], strict=True)]
-    order = cells.assign(_said=rows).sort_values(["samples", "_said"], ascending=False)
-    best = order.drop_duplicates("cell")
-    cells = cells.loc[sorted(best.index)]
-    samples = samples.merge(cells[["cell", "_run"]], on=["cell", "_run"])
-    return (
-        cells.drop(columns="_run").reset_index(drop=True),
-        samples.drop(columns="_run").reset_index(drop=True),
-    )
+    def _read(self, places: Sequence[Place]) -> list[Response]:
+        assert self._journal is not None
+        try:
+            return [Response(**self._journal.at(place)) for place in places]
+        except OSError as error:
+            raise cannot("read", self.path / RESPONSES, error) from None
 
 
-def _one_metric(cells: pd.DataFrame, folders: Sequence[Path]) -> None:
-    """Refuse to mix scores of different metrics, usually those of two judges."""
-    for (task, _), part in cells.groupby(["task", "data_hash"], sort=False):
-        found = part.drop_duplicates("metric")
-        if len(found) > 1:
-            (a, one), (b, two) = zip(found["metric"][:2], found["_run"][:2], strict=True)
-            raise UserError(
-                f"{task} is scored by {a} in {folders[one]} and by {b} in {folders[two]}, which "
-                "cannot be compared; give one run at a time, or use the same judge for both"
-            )
+def _row_groups(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """Tables of about `_ROW_GROUP` rows each, of many small ones."""
+    waiting: list[pa.Table] = []
+    rows = 0
+    for table in tables:
+        waiting.append(table)
+        rows += len(table)
+        if rows >= _ROW_GROUP:
+            yield pa.concat_tables(waiting)
+            waiting, rows = [], 0
+    if waiting:
+        yield pa.concat_tables(waiting)
 
 
-def _read(folder: Path, name: str, run: int) -> pd.DataFrame:
-    path = folder / name
-    if not path.is_file():
-        raise UserError(f"{folder} is not a finished run: {name} is missing")
-    try:
-        frame = pd.read_parquet(path)
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {str(error).splitlines()[0]}") from None
-    for older, columns in ADDED.items():
-        if "schema" in frame and (frame["schema"] == older).all():
-            names = (CELLS_SCHEMA if name == CELLS else SAMPLES_SCHEMA).names
-            frame = frame.assign(**columns, schema=frame["schema"] + 1)
-            frame = frame[[column for column in names if column in frame]]
-    if "schema" not in frame or (frame["schema"] != SCHEMA_VERSION).any():
-        raise UserError(f"{path} was not written with schema {SCHEMA_VERSION}; run it again")
-    return frame.assign(_run=run)
+_FIELDS = {field.name for field in fields(Response)}
+_NEEDED = {field.name for field in fields(Response) if field.default is MISSING}

@@ -29,8 +29,9 @@ from kvbench.runs.answers import Prompt, empty, stop_of
 from kvbench.runs.batching import Batching
 from kvbench.runs.cell import Cell
 from kvbench.runs.grid import Grid
+from kvbench.runs.index import Key
 from kvbench.runs.planning import Say, Stage
-from kvbench.runs.store import Key, Response
+from kvbench.runs.store import Response
 from kvbench.view import Need
 
 

@@ -37,7 +37,8 @@ def answers(results: Results) -> dict[str, Any]:
         return {"cells": [], "texts": [], "questions": [], "total": 0}
     cells = results.cells[_OF_CELL]
     # The model of the report, and not of the run: it tells apart what has the same name.
-    samples = results.samples.drop(columns=["policy", "budget", "moment"]).merge(cells, on="cell")
+    samples = results.samples.of(cells["cell"]).drop(columns=["policy", "budget", "moment"])
+    samples = samples.merge(cells, on="cell")
     order = {str(cell): index for index, cell in enumerate(cells["cell"])}
     samples = samples.assign(_order=samples["cell"].map(order))
     samples = samples.sort_values([*_QUESTION, "_order"], kind="stable")

@@ -17,8 +17,9 @@ from kvbench.runs.answers import key_of
 from kvbench.runs.executors.base import answer, memory_of, worker_of
 from kvbench.runs.executors.shards import Shard
 from kvbench.runs.grid import Grid
+from kvbench.runs.index import Key
 from kvbench.runs.planning import Job, JobName, Stage, plan
-from kvbench.runs.store import Key, Response
+from kvbench.runs.store import Response
 from kvbench.runs.worker import Worker, loaded_model
 
 Sent = Response | str

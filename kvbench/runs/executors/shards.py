@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from kvbench.runs.answers import key_of
+from kvbench.runs.index import Key
 from kvbench.runs.planning import Job, JobName, Stage
-from kvbench.runs.store import Key
 
 _FULL = 64
 """Responses of a shard that keep a worker's batches full; more shards balance the load better."""

@@ -86,9 +86,13 @@ def test_bytes_held_are_not_ranked() -> None:
 
 def by_hand(measures: Measures, pairs: list[tuple[str, str]], against: str) -> list[float]:
     """Corrected p-values of policies against one of them, task by task, from the samples."""
-    answers = {str(cell): dict(zip([a[0] for a in rows], [a[3] for a in rows], strict=True))
-               for cell, rows in measures._samples.items()}  # fmt: skip
-    contexts = {a[0]: a[4] for rows in measures._samples.values() for a in rows}
+    parts = {cell: measures._samples.of([cell]) for cell in measures.cells["cell"]}
+    answers = {c: dict(zip(p["sample_id"], p["score"], strict=True)) for c, p in parts.items()}
+    contexts = dict(
+        pair
+        for part in parts.values()
+        for pair in zip(part["sample_id"], part["context_id"], strict=True)
+    )
     cells = {(row.policy, row.task): row.cell for row in measures.cells.itertuples()}
     return significance.holm(
         [

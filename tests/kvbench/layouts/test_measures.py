@@ -70,7 +70,7 @@ def test_one_task_is_tested_as_by_the_statistics() -> None:
                      vt[vt["policy"] == "full"])
     )  # fmt: skip
     contexts = dict(zip(vt["sample_id"], vt["context_id"], strict=True))
-    assert pairs.p_value(20_000) == pytest.approx(significance.paired_p(own, full, contexts))
+    assert pairs.tested(20_000).p == pytest.approx(significance.paired_p(own, full, contexts))
     assert pairs.gap == pytest.approx(sum(own[k] - full[k] for k in own) / 20)
 
 
@@ -94,7 +94,7 @@ def test_responses_that_only_one_has_are_not_compared() -> None:
     assert len(measures.paired(SNAP, SNAP.full, ((VT, 1.0),)).first) == 3
     nothing = measures.paired(SNAP, replace(SNAP, policy="x"), ((VT, 1.0),))
     assert math.isnan(nothing.gap)
-    assert not nothing.differs
+    assert math.isnan(nothing.tested(1000).p)
 
 
 # --- several runs ---------------------------------------------------------------------------------

@@ -86,7 +86,7 @@ def test_questions_about_one_context_count_once() -> None:
 
 def test_only_shared_samples_count() -> None:
     found = compare(usual(40), usual(30))
-    assert {len(cell.pair.shared) for cell in found.cells} == {30}
+    assert {cell.pair.responses for cell in found.cells} == {30}
     assert {cell.outcome for cell in found.cells} == {Outcome.SAME}
     worse = rescored(usual(40), [0.0] * 40)
     shared = compare(usual(30), worse).of(Outcome.FAILED)[0]

@@ -73,8 +73,9 @@ def test_points_in_words(within: float, words: str) -> None:
 
 
 def panel_of(cells: pd.DataFrame, samples: pd.DataFrame | None) -> tuple[Panel, PanelMemory]:
-    (panel,) = panels(prepare(cells, samples))
-    return panel, PanelMemory.of(panel, samples)
+    results = prepare(cells, samples)
+    (panel,) = panels(results)
+    return panel, PanelMemory.of(panel, results.samples)
 
 
 def test_bytes_of_a_token_are_those_that_the_run_measured() -> None:

@@ -10,13 +10,17 @@ from kvbench.runs.store import Key, Response, RunStore
 
 
 def small_grid(out: Path, **changes: Any) -> Grid:
-    """Two tasks of 256 tokens, the full cache and two policies: 6 responses a sample."""
+    """Two tasks of 256 tokens, the full cache and two policies: 6 responses a sample.
+
+    Only a few responses fit into the memory for caches, so that they come one after the other.
+    """
     usual = {
         "policy": "snapkv:window=8,random",
         "budget": "24",
         "task": "niah_single_1,niah_single_2",
         "length": 256,
         "samples": 4,
+        "cache_memory": "12MB",
         "out": str(out),
     }
     return Grid.from_dict({**usual, **changes})

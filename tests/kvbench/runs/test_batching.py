@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kvbench.engine.models import model_info
 from kvbench.runs import batching
@@ -45,14 +46,21 @@ def test_rows_are_halved_for_good(tiny_llama: Any) -> None:
     assert sizes == [32, 16, 8, 4, 2, 1]
 
 
-def test_a_container_s_limit_counts(
+def test_a_containers_limit_and_the_cores_in_use_count(
     tiny_llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = tmp_path / "memory.max"
     monkeypatch.setattr(batching, "_CGROUP_LIMITS", (tmp_path / "none", limit))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     whole = 100 * token_bytes(tiny_llama)
-    for text, rows in (("max\n", MOST), (f"{24 * whole}\n", 6)):
+    for text, cores, rows in (
+        ("max\n", 2, MOST),
+        (f"{24 * whole}\n", 2, 6),
+        (f"{24 * whole}\n", 1, 6),
+        (f"{24 * whole}\n", 4, 2),
+    ):
         limit.write_text(text)
+        monkeypatch.setattr(batching, "available_cores", lambda cores=cores: cores)
         plan = Batching(tiny_llama, "auto", None)
         plan.fit(100)
         assert plan.rows == rows

@@ -15,7 +15,7 @@ from kvbench.harness.protocol import Key, LoadedTask, Request
 from kvbench.judge.base import JudgeError, LocalJudge, Verdict
 from kvbench.judge.rubrics import origin
 from kvbench.runs.planning import Job
-from kvbench.runs.results import frames
+from kvbench.runs.results import scored
 from kvbench.runs.store import Response
 
 from .cells import make_cell
@@ -65,8 +65,7 @@ def row(judge: LocalJudge, *texts: str) -> dict[str, Any]:
         )
         for i, text in enumerate(texts)
     ]  # fmt: skip
-    cells, _ = frames([Job(task, [], [cell], judge)], responses[::-1])
-    [only] = cells.to_dict("records")
+    [(only, _)] = scored([Job(task, [], [cell], judge)], lambda _: responses[::-1])
     return only
 
 

@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
+import pyarrow as pa
 import pytest
 
 from kvbench.harness.protocol import Key, LoadedTask, Request
 from kvbench.runs.cell import Cell
 from kvbench.runs.planning import Job
-from kvbench.runs.results import frames, prompt_end
-from kvbench.runs.schema import CELLS_SCHEMA, SAMPLES_SCHEMA, to_table
+from kvbench.runs.results import prompt_end, scored
+from kvbench.runs.schema import CELLS_SCHEMA, SAMPLES_SCHEMA, from_columns, to_table
 from kvbench.runs.store import Response
 
 from .cells import make_cell
@@ -53,7 +54,13 @@ def cell(policy: str) -> Cell:
 
 
 def tables(task: LoadedTask, cells: list[Cell], got: list[Response]) -> Any:
-    return frames([Job(task, [], cells)], got)
+    rows, parts = [], []
+    for row, columns in scored(
+        [Job(task, [], cells)], lambda cell: [r for r in got if r.cell == cell]
+    ):
+        rows.append(row)
+        parts.append(from_columns(columns, SAMPLES_SCHEMA))
+    return pd.DataFrame(rows), pa.concat_tables(parts).to_pandas()
 
 
 def responses(of: Cell, numbers: list[float], error: str = "") -> list[Response]:

@@ -22,8 +22,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbench.errors import UserError
+from kvbench.runs.load import load_frames
 from kvbench.runs.schema import CELLS_SCHEMA, SAMPLES_SCHEMA
-from kvbench.runs.store import Response, RunStore, load_frames
+from kvbench.runs.store import Response, RunStore
 
 
 def make_response(number: int = 0, **changes: Any) -> Response:

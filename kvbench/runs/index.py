@@ -1,0 +1,122 @@
+"""Where the responses of a run are in its journal, in a few bytes each."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Set
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from kvbench.files import Place
+
+Key: TypeAlias = tuple[str, str, int, int]
+"""A response's key: (cell, sample_id, question_id, repeat)."""
+
+
+@dataclass(slots=True)
+class _Cell:
+    """The responses of a cell, in the order of the journal.
+
+    Attributes:
+        requests: Number of the request of each response.
+        starts: First byte of each response.
+        sizes: Bytes of each response.
+        base: The smallest number of a request.
+        done: A set of requests: bit `i` stands for the request `base + i`.
+    """
+
+    requests: array[int] = field(default_factory=lambda: array("I"))
+    starts: array[int] = field(default_factory=lambda: array("Q"))
+    sizes: array[int] = field(default_factory=lambda: array("I"))
+    base: int = 0
+    done: int = 0
+
+    def add(self, request: int, place: Place, *, done: bool) -> None:
+        """Note where a response is, and whether its request is done."""
+        if not self.requests:
+            self.base = request
+        elif request < self.base:
+            self.done <<= self.base - request
+            self.base = request
+        self.requests.append(request)
+        self.starts.append(place[0])
+        self.sizes.append(place[1])
+        bit = 1 << (request - self.base)
+        self.done = self.done | bit if done else self.done & ~bit
+
+    def has(self, request: int) -> bool:
+        """Whether a request is done."""
+        return request >= self.base and bool(self.done >> (request - self.base) & 1)
+
+
+class ResponseIndex:
+    """Where the responses of a run are, by cell.
+
+    A response takes 16 bytes and a bit. That its requests are those of many cells makes it so
+    small: a request is numbered once, and the cells of one task have numbers close to each other.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[str, int, int], int] = {}
+        self._cells: dict[str, _Cell] = {}
+
+    def add(self, key: Key, place: Place, *, done: bool) -> None:
+        """Note a response.
+
+        Args:
+            key: Its key. A later response takes the place of an earlier one.
+            place: Where it is in the journal.
+            done: Whether it answers the request; an error does not.
+        """
+        name, sample, question, repeat = key
+        number = self._numbers.setdefault((sample, question, repeat), len(self._numbers))
+        cell = self._cells.get(name)
+        if cell is None:
+            cell = self._cells[name] = _Cell()
+        cell.add(number, place, done=done)
+
+    def done(self) -> Set[Key]:
+        """The keys whose last response answers the request. It follows what is added later."""
+        return _Done(self._numbers, self._cells)
+
+    def places(self, cell: str) -> list[Place]:
+        """Where the last response to each request is, in the order of the first ones."""
+        return [last for _, last in self._first_and_last(cell)]
+
+    def all_places(self) -> list[Place]:
+        """`places` of all cells in one order."""
+        found = [pair for cell in self._cells for pair in self._first_and_last(cell)]
+        return [last for _, last in sorted(found)]
+
+    def _first_and_last(self, name: str) -> list[tuple[int, Place]]:
+        """By request, the first byte of the first response and the place of the last one."""
+        if (cell := self._cells.get(name)) is None:
+            return []
+        found: dict[int, tuple[int, Place]] = {}
+        for request, start, size in zip(cell.requests, cell.starts, cell.sizes, strict=True):
+            first, _ = found.get(request, (start, None))
+            found[request] = first, (start, size)
+        return list(found.values())
+
+
+class _Done(Set[Key]):
+    """The keys of the requests that are done: a set that is not built."""
+
+    def __init__(self, numbers: dict[tuple[str, int, int], int], cells: dict[str, _Cell]) -> None:
+        self._numbers, self._cells = numbers, cells
+
+    def __contains__(self, key: object) -> bool:
+        if not isinstance(key, tuple) or len(key) != 4:
+            return False
+        cell, number = self._cells.get(key[0]), self._numbers.get(key[1:])
+        return cell is not None and number is not None and cell.has(number)
+
+    def __len__(self) -> int:
+        return sum(cell.done.bit_count() for cell in self._cells.values())
+
+    def __iter__(self) -> Iterator[Key]:
+        requests = list(self._numbers)
+        for name, cell in self._cells.items():
+            for i in range(cell.done.bit_length()):
+                if cell.done >> i & 1:
+                    yield (name, *requests[cell.base + i])
