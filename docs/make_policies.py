@@ -45,6 +45,8 @@ both. Every policy keeps exactly `N = L * H * b` entries of a sequence, includin
 and floors. If these do not fit a head's share, they give way in this order: what a first stage
 chose, the oldest tokens of the window, the last sinks, position 0, and the newest token last.
 
+If you know a method by its name in kvpress, see [from-kvpress.md](from-kvpress.md).
+
 Symbols: `L` layers, `H` KV heads, `H_q` query heads, `G = H_q / H`, `T` context tokens, `d` head
 dim, `d_model` hidden size, `b` mean entries kept per (layer, KV head), `w` window, `A` softmax
 attention, `W_O` output projection. Keys are as cached, after RoPE. Costs are per cut, for one layer
@@ -56,6 +58,18 @@ are compressed together), `decode` (an absolute budget holds during generation),
 prompt comes in chunks, and after each the cache is cut back to its share of the whole prompt;
 `kvbench.attach` does not know the whole prompt and takes an absolute budget), `turns` (before every
 new turn of a dialogue).
+
+**Quantised caches.** `bits=2`, `bits=4` and `bits=8` quantise what a policy keeps, as soon as it is
+kept: `full:bits=4` is the whole cache in 4 bits, `snapkv:bits=4` eviction and quantisation
+together. The layout is that of KIVI (arXiv 2402.02750): keys per channel, in groups of
+`group_size=32` neighbouring entries of a head; values per entry, in groups of `group_size`
+channels; codes are `round((x - min) / scale)` with `scale = (max - min) / (2^bits - 1)` of a group.
+At least the newest `residual=32` entries of a head stay as they are, and so does what does not fill
+a group. The prefill itself sees exact keys and values, later tokens see decoded ones. A later cut
+decodes what it keeps and quantises it anew. Packed codes are what is stored: `kv_bytes_live` counts
+codes, scales, zeros and exact entries. Scales and zeros have the cache's dtype, so compare bytes of
+runs with one `--dtype`: at float32 the full cache is twice as large as at bfloat16, and codes are
+not. KIVI itself leaves up to one residual of keys exact, and exactly one of values.
 
 **`variant=release`** follows the authors' released code where it differs from the paper. A part
 whose results have changed since its first release has a version above 1, which is part of a cell's

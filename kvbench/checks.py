@@ -211,7 +211,7 @@ def _count(p: Policy, keep: Tensor, budget: str, lengths: list[int], what: str) 
     """Hold the entries of every sequence against the budget."""
     layers, _, heads, _ = keep.shape
     for row, length in enumerate(lengths):
-        b = length if p.is_full else Budget.parse(budget).per_head(length)
+        b = length if not p.evicts else Budget.parse(budget).per_head(length)
         expected, got = layers * heads * b, int(keep[:, row].sum())
         if got != expected:
             raise _Failed(

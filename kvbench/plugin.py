@@ -38,6 +38,7 @@ from kvbench.view import (
     PerToken,
     Pruned,
     Queries,
+    Replay,
     Surprisal,
     View,
     VisualTokens,
@@ -57,6 +58,7 @@ __all__ = [
     "Policy",
     "Pruned",
     "Queries",
+    "Replay",
     "Score",
     "Scored",
     "Scores",
@@ -68,6 +70,7 @@ __all__ = [
     "protect_sinks",
     "protect_window",
 ]
+
 
 PLUGIN_API = 1
 """Version of this page; it rises when a plugin written against it would break."""
@@ -310,6 +313,9 @@ class Policy:
         summary: One line for `kvbench list policies`.
         paper: The source, with the equation or algorithm.
         buffer: Entries that a head may hold beyond its budget before a cut at moment `decode`.
+        bits: Bits of a number in a quantised cache (2, 4 or 8); None: K and V are not quantised.
+        group_size: Entries of a head, and channels, that are quantised together.
+        residual: Newest entries of a head that are never quantised.
         moments: The moments for which its paper defines it; it runs at all of them.
         cost: Time and extra memory of a cut, per layer, in one line.
         group: Its group, whose name stands for all its policies; "" for none.
@@ -326,6 +332,9 @@ class Policy:
     summary: str = ""
     paper: str = ""
     buffer: int = 128
+    bits: int | None = None
+    group_size: int = 32
+    residual: int = 32
     moments: tuple[Moment, ...] = field(default=("context", "question"), compare=False)
     cost: str = field(default="", compare=False)
     group: str = field(default="", compare=False)
@@ -367,9 +376,14 @@ class Policy:
         )
 
     @property
+    def evicts(self) -> bool:
+        """Whether anything is ever evicted."""
+        return self.score is not None
+
+    @property
     def is_full(self) -> bool:
-        """Whether nothing is ever evicted."""
-        return self.score is None
+        """Whether this is the full cache: nothing is evicted, and nothing quantised."""
+        return not self.evicts and self.bits is None
 
     def __str__(self) -> str:
         return self.spelling or self.name

@@ -11,7 +11,7 @@ import dataclasses
 import inspect
 import types
 import typing
-from typing import Any
+from typing import Any, Literal
 
 from kvbench import registry
 from kvbench.errors import UserError, nearest
@@ -26,6 +26,13 @@ KINDS: dict[str, type[Part]] = {
 }
 _LARGEST = 1 << 24
 """No window, kernel or count may be larger, because observers can hold that many entries."""
+_OF_POLICY: dict[str, Any] = {
+    "buffer": int,
+    "bits": Literal[2, 4, 8] | None,
+    "group_size": int,
+    "residual": int,
+}
+"""Parameters of the policy itself, by name."""
 _GENERIC: dict[str, type[Part]] = {"allocate.uniform": Uniform, "select.topk": TopK}
 
 
@@ -152,8 +159,9 @@ def canonical(p: Policy) -> str:
             changed[key] = held[0]
         else:  # parts share the key with different values: spell each part's own
             changed |= {f"{kind}.{key}": v for kind, (v, differs) in by_kind.items() if differs}
-    if p.buffer != base.buffer:
-        changed["buffer"] = p.buffer
+    for key in _OF_POLICY:
+        if getattr(p, key) != getattr(base, key):
+            changed[key] = getattr(p, key)
     return ":".join(text + [f"{k}={spell(changed[k])}" for k in sorted(changed)])
 
 
@@ -185,7 +193,7 @@ def _apply(p: Policy, params: dict[str, Any]) -> Policy:
     for kind in KINDS:
         if kind in given:
             name = given.pop(kind)
-            if p.is_full:
+            if not p.evicts:
                 raise UserError(f"full keeps everything and has no {kind}")
             none = kind == "merge" and name in (None, "none")
             current = getattr(p, kind)
@@ -195,14 +203,14 @@ def _apply(p: Policy, params: dict[str, Any]) -> Policy:
                 changes[kind] = name
             elif current is None or current.name != name:
                 changes[kind] = part(kind, str(name))
-    if "buffer" in given and p.is_full:
+    if "buffer" in given and not p.evicts:
         raise UserError("full keeps everything and has no buffer")
-    if "buffer" in given:
-        changes["buffer"] = _cast("buffer", given.pop("buffer"), int)
-        if changes["buffer"] < 0:
-            raise UserError("buffer must be a number of entries, 0 or more")
+    for key, kind in _OF_POLICY.items():
+        if key in given:
+            changes[key] = _cast(key, given.pop(key), kind)
     p = dataclasses.replace(p, **changes)
-    known: set[str] = {"buffer", *KINDS}
+    _check_own(p, changes)
+    known: set[str] = {*_OF_POLICY, *KINDS}
     for kind in KINDS:
         piece = getattr(p, kind)
         if piece is None:
@@ -224,6 +232,17 @@ def _apply(p: Policy, params: dict[str, Any]) -> Policy:
                 f"{p.name} has no parameter {key!r}{nearest(key, known)} (it has: {listed})"
             )
     return p
+
+
+def _check_own(p: Policy, changes: dict[str, Any]) -> None:
+    """Check the ranges of what a policy has besides its parts."""
+    if p.buffer < 0:
+        raise UserError("buffer must be a number of entries, 0 or more")
+    if p.group_size < 1 or p.residual < 0:
+        raise UserError("group_size must be 1 or more entries, residual 0 or more")
+    idle = {"group_size", "residual"} & changes.keys()
+    if idle and p.bits is None:
+        raise UserError(f"{min(idle)} belongs to a quantised cache; give bits=4 as well")
 
 
 def _replaced(p: Policy, kind: str, piece: Part, given: dict[str, Any]) -> Part:

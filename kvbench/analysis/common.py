@@ -125,7 +125,7 @@ def make_grid(
                 f"{policy} prunes images in the prefill, which this analysis does not do; use "
                 "kvbench analyze vision"
             )
-    if all(policy.is_full for policy in grid.built_policies):
+    if all(not policy.evicts for policy in grid.built_policies):
         raise UserError("the policy full evicts nothing; choose another such as --policy snapkv")
     if all(budget.is_full for budget in grid.parsed_budgets):
         raise UserError("the budget full evicts nothing; choose another such as --budget 0.2")
@@ -142,7 +142,7 @@ def stages(grid: Grid, message: Callable[[str], None], *, pruning: bool = False)
     """
 
     def stays(cell: Cell) -> bool:
-        return not cell.is_full and (pruning or not prunes(cell.policy))
+        return cell.policy.evicts and (pruning or not prunes(cell.policy))
 
     return [
         replace(

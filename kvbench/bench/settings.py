@@ -85,8 +85,8 @@ class Bench:
         pairs = [
             (policy, budget)
             for policy in map(make_policy, self.policies)
-            for budget in map(Budget.parse, self.budgets)
-            if not policy.is_full and not budget.is_full
+            for budget in (map(Budget.parse, self.budgets) if policy.evicts else full[1:])
+            if not policy.is_full and budget.is_full != policy.evicts
         ]
         _check(pairs)
         return [

@@ -72,9 +72,9 @@ def policies() -> tuple[list[Record], list[str]]:
                 "is": str(found),
                 "summary": found.summary,
                 "paper": found.paper,
-                "parts": {} if found.is_full else {k: p.name for k, p in parts.items()},
+                "parts": {} if not found.evicts else {k: p.name for k, p in parts.items()},
                 "parameters": {}
-                if found.is_full
+                if not found.evicts
                 else {k: v for p in parameters for k, v in p.items()} | {"buffer": found.buffer},
                 "moments": list(found.moments),
                 "package": registry.origin(registry.POLICIES, name),

@@ -183,7 +183,10 @@ def kvbench_attention(
     if layer.packed:
         valid = None if forward.valid is None else forward.valid.to(query.device)
         layer.append(forward.rank.to(query.device), valid, forward.added, forward.first)
-        result, step.mass = attend(query, layer, forward.first, scale, forward.powers, valid)
+        held = layer if layer.coding is None else layer.coding.decoded(layer)
+        result, step.mass = attend(query, held, forward.first, scale, forward.powers, valid)
+        if layer.coding is not None:
+            layer.coding.age(layer)
     else:
         result = _dense(query, layer, forward, scale, hooked.index)
         _prune_after(forward, step)

@@ -47,6 +47,7 @@ class RaggedCache(Cache):
         observers: Observers of layers, by need.
         token_observers: Observers of tokens, by need.
         turns: First logical column of every turn after the first, for every sequence.
+        asked: Tokens of the question at the end of every sequence; 0 if there is none.
         upkeep: State between cuts, if the cache can be cut again.
         budget_entries, held_entries: Entries that each sequence may keep over all layers and heads,
             and the number it held right after the last compression (None before the first).
@@ -84,6 +85,7 @@ class RaggedCache(Cache):
         self.pruned: Tensor | None = None
         self.ids: list[Tensor] | None = []
         self.turns: list[list[int]] = []
+        self.asked = 0
         self.budget_entries: list[int] | None = None
         self.held_entries: list[int] | None = None
         self.seconds = 0.0
@@ -158,7 +160,7 @@ class RaggedCache(Cache):
 
     def live_bytes(self, row: int | None = None) -> int:
         """Bytes of the live entries of the full-attention layers: K, V and extras."""
-        return sum(layer.entries(row) * layer.entry_bytes() for layer in self.ragged)
+        return sum(layer.live_bytes(row) for layer in self.ragged)
 
     def allocated_bytes(self, row: int | None = None) -> int:
         """Bytes that the full-attention layers own, including free room and bookkeeping."""

@@ -54,7 +54,8 @@ class Cut(Showing):
     @property
     def at_once(self) -> bool:
         """Whether a layer can be decided as soon as its own forward has ended."""
-        return self.by_layer and not any(need.of_tokens for need in self.policy.needs)
+        late = any(need.of_tokens or need.at_end for need in self.policy.needs)
+        return self.by_layer and not late
 
     @cached_property
     def shares(self) -> Tensor:
@@ -83,7 +84,7 @@ class Cut(Showing):
     @property
     def keeps_all(self) -> bool:
         """Whether everything is kept."""
-        return self.policy.is_full or self.budget == self.length.tolist()
+        return not self.policy.evicts or self.budget == self.length.tolist()
 
     def _extras(self, view: View) -> dict[str | Need, Tensor]:
         """Per-entry state to store with the entries, if another cut can come."""

@@ -8,6 +8,7 @@ import torch
 
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.clock import now
+from kvbench.engine.codes import Coding
 from kvbench.engine.decide import Cut, Decision
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.upkeep import Upkeep, goes_on, spare
@@ -64,6 +65,7 @@ def pack_layer(
     target.dtype, target.device = source.dtype, source.device
     target.is_initialized = True
     target.state = cut.state_of(index)
+    target.coding = Coding.of(cut.policy)
     columns = torch.arange(key.shape[2], device=key.device).expand(key.shape[:3])
     target.pack(key, value, decision.keep, columns, decision.extras, reserve)
 
@@ -95,7 +97,8 @@ def start_upkeep(cut: Cut, cache: RaggedCache, budget: list[int]) -> None:
         cache.observers, cache.token_observers = {}, {}
         return
     held = [cache.live_entries(row) for row in range(cache.batch)]
-    cache.upkeep = Upkeep(policy, cut.info, cut.moment, budget, cut.seeds, peak=held)
+    live = [cache.live_bytes(row) for row in range(cache.batch)]
+    cache.upkeep = Upkeep(policy, cut.info, cut.moment, budget, cut.seeds, peak=held, live=live)
     cache.observers = {
         need: observer
         for need, observer in cache.observers.items()
@@ -117,6 +120,8 @@ def after_forward(cache: RaggedCache, tokens: int) -> None:
     assert upkeep is not None
     held = [cache.live_entries(row) for row in range(cache.batch)]
     upkeep.peak = [max(p, h) for p, h in zip(upkeep.peak, held, strict=True)]
+    live = [cache.live_bytes(row) for row in range(cache.batch)]
+    upkeep.live = [max(p, h) for p, h in zip(upkeep.live, live, strict=True)]
     taken = [cache.allocated_bytes(row) for row in range(cache.batch)]
     upkeep.room = [max(p, h) for p, h in zip(upkeep.room or taken, taken, strict=True)]
     if upkeep.moment == "decode":

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from kvbench.engine.codes import Coded, Coding
 from kvbench.view import Need
 
 _UNSUPPORTED = "a kvbench cache does not support beam search or assisted decoding"
@@ -22,6 +23,7 @@ class RaggedLayer(CacheLayerMixin):
     Attributes:
         seen: Logical length: all columns so far, including padding and evicted ones.
         start, length, room: First row, live rows and owned rows of every segment (on the CPU).
+        length_before: Live rows of every segment before the last append.
         key, value: `[B, H, S, d]` while dense, `[rows, d]` once packed.
         col: Logical column of every row, int32 `[rows]` (packed).
         extras: Per-entry state (packed): the policy's by name, `[rows]`, and ongoing observations
@@ -29,6 +31,7 @@ class RaggedLayer(CacheLayerMixin):
         state: State of a merger between cuts: for every sequence, tensors `[1, ...]` by name; empty
             before the first cut.
         scale: Factor of the attention logits.
+        coding: How keys and values are quantised once packed; None: not at all.
     """
 
     is_sliding = False
@@ -43,6 +46,7 @@ class RaggedLayer(CacheLayerMixin):
         self.packed = False
         self.batch = self.heads = self.dim = 0
         self.scale = 1.0
+        self.coding: Coding | None = None
         self.key: Tensor | None = None
         self.value: Tensor | None = None
         self.col = torch.empty(0, dtype=torch.int32)
@@ -50,6 +54,7 @@ class RaggedLayer(CacheLayerMixin):
         self.state: list[dict[str, Tensor]] = []
         self.start: list[int] = []
         self.length: list[int] = []
+        self.length_before: list[int] = []
         self.room: list[int] = []
         self._bounds: tuple[Tensor, Tensor] | None = None
         self._appended: tuple[Tensor, Tensor | None] = (self.col, None)
@@ -146,6 +151,8 @@ class RaggedLayer(CacheLayerMixin):
         self.col = _gathered(col[..., None].to(torch.int32), of_shared).squeeze(-1)
         self.extras = {name: _gathered(held, index) for name, held in extras.items()}
         self.packed = True
+        if self.coding is not None:
+            self.coding.pack(self)
 
     def append(self, rank: Tensor, valid: Tensor | None, added: Sequence[int], first: int) -> None:
         """Store the pending K and V behind every segment of a packed layer.
@@ -176,6 +183,7 @@ class RaggedLayer(CacheLayerMixin):
         self.col[target] = col
         for held in self.extras.values():
             held[target] = 0
+        self.length_before = self.length
         self.length = [a + m for a, m in zip(self.length, new, strict=True)]
         self._bounds = (start, length + (n if valid is None else valid.sum(-1)[:, None, None]))
 
@@ -194,7 +202,13 @@ class RaggedLayer(CacheLayerMixin):
             cut[list(rows)] = True
             keep = torch.where(cut, keep, live)
         extras = {name: x[held] for name, x in self.extras.items()}
-        self.pack(self.key[held], self.value[held], keep, self.col[held], extras)
+        key, value = self.key, self.value
+        self.pack(key[held], value[held], keep, self.col[held], extras)
+        if self.coding is not None and rows is not None:  # only what was cut is quantised anew
+            others = [row for row in range(self.batch) if row not in rows]
+            moved, own = self.padded_rows()
+            source, target = held[others][live[others]], moved[others][own[others]]
+            self.coding.carry(self, key, value, source, target)
 
     def overwrite(self, rows: Tensor, key: Tensor, value: Tensor) -> None:
         """Replace K and V `[m, d]` of some rows, int64 `[m]` (for mergers)."""
@@ -284,7 +298,7 @@ class RaggedLayer(CacheLayerMixin):
 
         def moved(x: Tensor) -> Tensor:
             with torch.inference_mode(False):
-                out = torch.zeros(total, *x.shape[1:], dtype=x.dtype, device=x.device)
+                out = x.new_zeros(total, *x.shape[1:])
             out[target] = x[source]
             return out
 
@@ -355,15 +369,28 @@ class RaggedLayer(CacheLayerMixin):
         extras = sum(x.element_size() * x[0].numel() for x in self.extras.values() if len(x))
         return 2 * self.dim * self.key.element_size() + extras
 
+    def live_bytes(self, row: int | None = None) -> int:
+        """Bytes of the live entries of one sequence or of all: K, V and extras."""
+        if self.coding is None or not self.packed or self.key is None:
+            return self.entries(row) * self.entry_bytes()
+        size = self.key.element_size()
+        extras = self.entries(row) * (self.entry_bytes() - 2 * self.dim * size)
+        here = slice(None) if row is None else slice(row * self.heads, (row + 1) * self.heads)
+        return extras + self.coding.live_bytes(self.length[here], self.dim, size)
+
     def allocated_bytes(self, row: int | None = None) -> int:
         """Bytes that the layer owns for one sequence or for all, free room and columns included."""
         if row is not None and self.packed:
             rows = sum(self.room[row * self.heads : (row + 1) * self.heads])
+            if self.coding is not None:
+                return self.allocated_bytes() * rows // max(1, len(self.col))
             return rows * (self.entry_bytes() + self.col.element_size())
         owned = [t for t in (self.key, self.value) if t is not None]
         if self.packed:
             owned += [self.col, *self.extras.values()]
-        return sum(t.numel() * t.element_size() for t in owned)
+        return sum(
+            t.owned_bytes if isinstance(t, Coded) else t.numel() * t.element_size() for t in owned
+        )
 
 
 def _gathered(x: Tensor, index: Tensor) -> Tensor:

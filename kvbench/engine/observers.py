@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from kvbench.plugin import Replay
 from kvbench.view import AttentionMass, ModelInfo, Need, Observer, PerToken, Queries
 
 _BLOCK = 1 << 22
@@ -28,6 +29,8 @@ def observer_for(need: Need, info: ModelInfo) -> Observer:
         return QueryObserver(need.window)
     if isinstance(need, AttentionMass):
         return MassObserver(need.observe, need.power)
+    if isinstance(need, Replay):
+        return ReplayObserver()
     if isinstance(need, PerToken):
         return TokenObserver(need, info)
     return need.observer(info)
@@ -208,6 +211,39 @@ class TokenObserver(_BesideEntries):
 
     def read(self, layer: int) -> Tensor:
         """Return the numbers of all tokens, float32 `[B, H, S]`."""
+        return self._held[layer]
+
+
+class ReplayObserver(_BesideEntries):
+    """Holds what `kvbench.engine.replay` has observed, until more tokens come."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, Tensor] = {}
+
+    @property
+    def stale(self) -> bool:
+        """Whether the context has to be replayed before a cut."""
+        return not self._held
+
+    def update(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        hidden: Tensor,
+        valid: Tensor,
+        scale: float,
+    ) -> None:
+        """Forget an earlier replay: it was of a shorter context."""
+        self._held = {}
+
+    def record(self, held: dict[int, Tensor]) -> None:
+        """Keep the result of a replay, by layer, float32 `[B, H, S]`."""
+        self._held = held
+
+    def read(self, layer: int) -> Tensor:
+        """Return what every entry received, float32 `[B, H, S]`."""
         return self._held[layer]
 
 

@@ -17,10 +17,11 @@ from kvbench.engine.evict import compress_cache, start_upkeep
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.models import decoder_of, model_info
 from kvbench.engine.pruning import Pruning, watching
+from kvbench.engine.replay import observe_replays
 from kvbench.engine.shared import Shared
 from kvbench.engine.upkeep import first_budget, goes_on
 from kvbench.moments import Moment
-from kvbench.plugin import Policy
+from kvbench.plugin import Policy, Replay
 from kvbench.view import ModelInfo, Need
 
 _ANY = Budget.parse("full")
@@ -70,6 +71,7 @@ class Prefix:
         self.seconds = 0.0
         self._shared: dict[tuple[int, Moment, bool, int], Shared] = {}
         self._seeds: dict[int, Tensor] = {}
+        self._replays = 0.0
 
     @property
     def spoiled(self) -> bool:
@@ -77,7 +79,12 @@ class Prefix:
         return self.cache.spoiled
 
     def extend(
-        self, ids: Tensor, mask: Tensor | None = None, pixels: Mapping[str, Tensor] | None = None
+        self,
+        ids: Tensor,
+        mask: Tensor | None = None,
+        pixels: Mapping[str, Tensor] | None = None,
+        *,
+        question: bool = False,
     ) -> Tensor:
         """Prefill more tokens `[B, n]`; return the logits after the last, `[B, vocabulary]`.
 
@@ -85,11 +92,13 @@ class Prefix:
             ids: The tokens, padded on the left.
             mask: Which of them are tokens, `[B, n]`; None: all.
             pixels: The media among them; see `kvbench.engine.vision.Vision`.
+            question: Whether the tokens are the question about what is in the cache.
         """
+        self.cache.asked = ids.shape[1] if question else 0
         begin = now(ids.device)
         with watching(self.model, self.cache.pruning if pixels else None) as self.cache.tower:
             logits = forward(self.model, self.cache, ids, mask, pixels=pixels)
-        self._shared, self._seeds = {}, {}
+        self._shared, self._seeds, self._replays = {}, {}, 0.0
         self.seconds += now(ids.device) - begin
         return logits
 
@@ -99,7 +108,7 @@ class Prefix:
         other.model, other.info, other.seconds = self.model, self.info, self.seconds
         other.device = self.device
         other.cache = self.cache.fork()
-        other._shared, other._seeds = {}, {}
+        other._shared, other._seeds, other._replays = {}, {}, 0.0
         return other
 
     def compress(
@@ -129,8 +138,8 @@ class Prefix:
         groups: dict[Hashable, list[int]] = {}
         for i, one in enumerate(wanted):
             policy = one.policy
-            alone = self.cache.batch > 1 or policy.is_full or policy.merge is not None
-            alone = alone or goes_on(policy, one.moment)
+            alone = self.cache.batch > 1 or not policy.evicts or policy.merge is not None
+            alone = alone or goes_on(policy, one.moment) or policy.bits is not None
             groups.setdefault(i if alone else replace(one, budget=_ANY), []).append(i)
         parts = []
         for group in groups.values():
@@ -147,6 +156,7 @@ class Prefix:
 
     def _compress(self, wanted: Sequence[Compression], reserve: int | None) -> list[RaggedCache]:
         """Carry out one compression, or several that differ only in their budget."""
+        replays = self._replay(wanted[0].policy)
         began = now(self.device)
         lengths, visual = self.cache.lengths().tolist(), self.cache.visual_tokens()
         one = wanted[0]
@@ -187,8 +197,20 @@ class Prefix:
             start_upkeep(cut, cache, later)
         seconds = now(self.device) - began - cut.shared_seconds
         for cache in caches:
-            cache.seconds = seconds / len(caches) + cut.shared_seconds + cut.saved
+            cache.seconds = seconds / len(caches) + cut.shared_seconds + cut.saved + replays
         return caches
+
+    def _replay(self, policy: Policy) -> float:
+        """Make the replays if a policy needs one; return the seconds that they took, at any time.
+
+        All replays that any cell needs are made together and booked with each of these cells.
+        """
+        if not any(isinstance(need, Replay) for need in policy.needs):
+            return 0.0
+        began = now(self.device)
+        if observe_replays(self.model, self.cache, self.info):
+            self._replays += now(self.device) - began
+        return self._replays
 
     def _split(self, made: RaggedCache) -> list[RaggedCache]:
         """Part a cache with a row for every budget; the parts share its memory."""

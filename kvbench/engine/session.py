@@ -25,12 +25,12 @@ from kvbench.engine.evict import (
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.models import decoder_of, model_info
 from kvbench.engine.pruning import pruning_of, watching
+from kvbench.engine.replay import ReplayCache, observe_replays
 from kvbench.engine.upkeep import first_budget
 from kvbench.errors import UserError
 from kvbench.moments import LATER, Moment
 from kvbench.plugin import Policy
 from kvbench.spelling import policy as make_policy
-from kvbench.view import ModelInfo
 
 
 class AttachedCache(RaggedCache):
@@ -55,7 +55,7 @@ class AttachedCache(RaggedCache):
         seed: int,
     ) -> None:
         super().__init__(decoder_of(model).config)
-        self.info: ModelInfo = model_info(model)
+        self.model, self.info = model, model_info(model)
         self.policy, self.budget, self.moment = policy, budget, moment
         self.auto, self.seed = auto, seed
         self.closed = False
@@ -89,6 +89,7 @@ class AttachedCache(RaggedCache):
         if self.packed and self.moment != "turns":
             raise ValueError("the cache is compressed already")
         if not self.packed:
+            observe_replays(self.model, self, self.info)
             compress_cache(self.prefill_cut(), self)
             self.end_prefill()
         elif self.upkeep is not None:
@@ -142,6 +143,9 @@ class _AttachDriver(Driver):
 
     def before(self, cache: RaggedCache, forward: Forward) -> None:
         """Prepare a forward; refuse any other cache."""
+        if isinstance(cache, ReplayCache):
+            super().before(cache, forward)
+            return
         if cache is not self.cache:
             raise ValueError("use the cache that this kvbench.attach(...) block yields")
         self.cache.in_forward = True
@@ -161,11 +165,14 @@ class _AttachDriver(Driver):
     def after(self, cache: RaggedCache, forward: Forward) -> None:
         """Compress the cache if this forward was its prefill."""
         super().after(cache, forward)
+        if isinstance(cache, ReplayCache):
+            return
         if self.cache.compressing:
             cut = self.cache.prefill_cut()
             if cache.packed:
                 record_counts(cut, cache)
             else:
+                observe_replays(self.model, cache, cut.info)
                 compress_cache(cut, cache)
             self.cache.end_prefill()
         self.cache.in_forward = False
@@ -216,7 +223,7 @@ def attach(
         raise UserError(f"unknown moment {moment!r}; attach takes context, {', '.join(LATER)}")
     if compress not in ("auto", "manual"):
         raise UserError(f"unknown compress={compress!r}; use auto or manual")
-    if moment in ("decode", "chunked") and limit.absolute is None and not chosen.is_full:
+    if moment in ("decode", "chunked") and limit.absolute is None and chosen.evicts:
         raise UserError(f"moment {moment} needs a budget in tokens such as 512, not {limit}")
     auto = compress == "auto" and moment != "turns"
     cache = AttachedCache(model, chosen, limit, moment, auto, seed)

@@ -127,6 +127,7 @@ class Showing:
             pruned=self._marked(self.cache.pruned, col),
             final=self.final,
             coming=self.coming,
+            asked=0 if layer.packed else self.cache.asked,
             share=None if layer.packed or self.shared is None else partial(self._once, index),
         )
 

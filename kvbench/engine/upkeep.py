@@ -22,7 +22,7 @@ from kvbench.view import ModelInfo
 
 def goes_on(policy: Policy, moment: Moment) -> bool:
     """Whether a cache of this policy can be cut again after its first compression."""
-    return moment in LATER and not policy.is_full
+    return moment in LATER and policy.evicts
 
 
 def spare(policy: Policy, moment: Moment) -> int:
@@ -37,7 +37,7 @@ def tail_of(policy: Policy, budget: Budget, tokens: int) -> int:
     least one entry per (layer, head) to the tokens before it.
     """
     allowed = budget.per_head(tokens)
-    if policy.score is None or policy.is_full or tokens <= allowed:
+    if policy.score is None or tokens <= allowed:
         return 0
     return min(policy.score.tail, allowed - 1)
 
@@ -62,7 +62,7 @@ def first_budget(
         coming: Tokens that come after the last cut, if this is the last cut.
         visual_tokens: How many of the tokens are of images and videos.
     """
-    if policy.is_full or moment == "turns":
+    if not policy.evicts or moment == "turns":
         return tokens
     allowed = budget.per_head(whole or tokens, visual_tokens) - coming
     return min(allowed, tokens) if tokens >= allowed + spare(policy, moment) else tokens
@@ -83,6 +83,7 @@ class Upkeep:
         final: Whether the next chunk is the last one before the last cut of the prefill.
         coming: Tokens that come after that cut.
         peak: Most entries that each sequence has held at once, over all layers and heads.
+        live: Most bytes that the entries of each sequence have taken at once.
         room: Most bytes that were allocated for each sequence at once, since it began to grow.
         seconds: Time that the cuts took.
     """
@@ -95,6 +96,7 @@ class Upkeep:
     final: bool = True
     coming: int = 0
     peak: list[int] = field(default_factory=list)
+    live: list[int] = field(default_factory=list)
     room: list[int] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -106,7 +108,8 @@ class Upkeep:
     def fork(self) -> Self:
         """Return a copy that can continue on its own."""
         other = copy.copy(self)
-        other.budget, other.peak, other.room = [*self.budget], [*self.peak], [*self.room]
+        other.budget, other.peak = [*self.budget], [*self.peak]
+        other.live, other.room = [*self.live], [*self.room]
         return other
 
     @classmethod
@@ -115,6 +118,7 @@ class Upkeep:
         out = copy.copy(parts[0])
         out.budget = [b for p in parts for b in p.budget]
         out.peak = [n for p in parts for n in p.peak]
+        out.live = [n for p in parts for n in p.live]
         out.room = []
         out.seeds = torch.cat([p.seeds for p in parts])
         out.seconds = 0.0

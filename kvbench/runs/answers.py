@@ -187,12 +187,11 @@ def finished(answers: Sequence[Answer], cache: RaggedCache, seconds: float) -> l
         )
         if cache.upkeep is not None:
             taken = cache.upkeep.room[i : i + 1] or [response.kv_bytes_allocated]
-            entry = sum(layer.entry_bytes() for layer in cache.ragged) / len(cache.ragged)
             response = replace(
                 response,
                 budget_entries=cache.upkeep.heads * cache.upkeep.budget[i],
                 held_entries=cache.upkeep.peak[i],
-                kv_bytes_live=round(cache.upkeep.peak[i] * entry),
+                kv_bytes_live=cache.upkeep.live[i],
                 kv_bytes_allocated=taken[0],
                 kv_bytes_full=cache.full_bytes(i),
                 held_visual=cache.visual_entries(i),

@@ -36,10 +36,10 @@ class Variant:
     timing: Timing | None
 
     def __post_init__(self) -> None:
-        if self.is_full:
+        if not self.policy.evicts:
             object.__setattr__(self, "budget", FULL_BUDGET)
-            if self.timing is not None and self.timing.moment != "turns":
-                object.__setattr__(self, "timing", None)
+        if self.is_full and self.timing is not None and self.timing.moment != "turns":
+            object.__setattr__(self, "timing", None)
 
     @property
     def is_full(self) -> bool:

@@ -156,7 +156,7 @@ class _Contexts:
     def _longer(self, prefix: Prefix, question_ids: tuple[int, ...]) -> tuple[Prefix, Tensor]:
         """Context and question together, and the logits after them."""
         longer = prefix.fork()
-        return longer, longer.extend(self.worker.tensor(question_ids))
+        return longer, longer.extend(self.worker.tensor(question_ids), question=True)
 
     def _pruned(self, cell: Cell, missing: list[Prompt]) -> None:
         """Prefill for one cell alone, whose policy prunes visual tokens meanwhile."""
@@ -284,7 +284,10 @@ class _Contexts:
             return
         response = begun(cell, prompt, cache, prefill_s, compress_s)
         row = self.worker.row(cell, prompt)
-        if cache.upkeep is None and not cache.slides and not row.given:
+        coding = cache.ragged[0].coding
+        if coding is not None:  # a batch has one coding
+            lane = f"{lane} {coding}"
+        elif cache.upkeep is None and not cache.slides and not row.given:
             cache.settle()
             question = prompt.question_ids
             self._done(self.pool.add(Pooled(row, cache, question, logits, response)))

@@ -80,7 +80,7 @@ def unfit_policies(grid: Grid, leaf: str, prompts: Sequence[Prompt]) -> dict[str
 
 def _say_idle_buffers(grid: Grid, leaf: str, longest: int, say: Callable[[str], None]) -> None:
     """Say where nothing can be cut while an answer is generated."""
-    idle = [p for p in grid.built_policies if not p.is_full and p.buffer >= longest]
+    idle = [p for p in grid.built_policies if p.evicts and p.buffer >= longest]
     if idle:
         say(
             f"{leaf}: no answer is longer than the buffer of {', '.join(map(str, idle[:3]))}"

@@ -31,6 +31,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "variant": st.sampled_from(["paper", "release"]),
     "normalise": st.sampled_from(["none", "layer"]),
     "buffer": st.integers(0, 4096),
+    "bits": st.sampled_from([None, 2, 4, 8]),
 }
 SCORES = ["window", "mass", "knorm", "keydiff", "recency", "random", "obcache", "roco"]
 ALLOCATORS = ["uniform", "head_adaptive", "global", "pyramid", "retrieval"]
@@ -40,7 +41,7 @@ NAMES = [n for n in registry.names("kvbench.policies") if n != "full"]
 
 def parameters(p: Policy) -> set[str]:
     parts = (p.score, p.allocate, p.select, p.merge)
-    return {"buffer"}.union(*(x.parameters() for x in parts if x is not None))
+    return {"buffer", "bits"}.union(*(x.parameters() for x in parts if x is not None))
 
 
 @st.composite
@@ -93,6 +94,8 @@ def test_the_canonical_form_names_the_same_policy(spec: str) -> None:
         ),
         ("h2o:observe=none:recent=0", "h2o:recent=0.0"),
         ("knorm:buffer=0", "knorm:buffer=0"),
+        ("full:residual=64:bits=2", "full:bits=2:residual=64"),
+        ("snapkv:window=8:group_size=32:bits=4", "snapkv:bits=4:window=8"),
         ("full", "full"),
     ],
 )
@@ -143,6 +146,10 @@ def test_keywords_win_over_the_spelling_and_are_typed() -> None:
         ("obcache:select=two_stage:variant=release", "score.variant= or select.variant="),
         ("snapkv:select.window=3", "has no parameter 'select.window'"),
         ("snapkv:buffer=-1", "0 or more"),
+        ("full:bits=3", "choose from 2, 4, 8"),
+        ("full:bits=4:residual=-1", "residual 0 or more"),
+        ("full:residual=8", "give bits=4 as well"),
+        ("full:buffer=8", "has no buffer"),
         ("snapkv:allocate=head_adaptiv", "did you mean head_adaptive"),
         ("snapkv:select=top_k", "topk"),
         ("snapkv:score=windows", "did you mean window"),

@@ -38,6 +38,7 @@ from . import oracles_attention as attention
 from . import oracles_layers as ol
 from . import oracles_merging as merging
 from . import oracles_profile as profile
+from . import oracles_windows as windows
 from .test_d2o import accumulated, by_query_head
 from .test_head_profile import write
 from .test_oracles import Kept, Oracle, made_of, mass
@@ -134,14 +135,18 @@ ORACLES: dict[str, Oracle] = {
     "critical_headkv:window=8": profiled(
         window, partial(profile.head_profile, window=8), o.two_stage
     ),
+    "chunkkv:window=8": partial(windows.chunkkv, window=8),
+    "pyramidinfer:window=5": partial(windows.pyramidinfer, window=5),
+    "scissorhands": windows.scissorhands,
+    "finch:window=8:chunk_length=9": partial(windows.finch, question=8, chunk_length=9),
     "duo_attention:sinks=5:recent=9": profiled(
         o.recency_score,
         partial(profile.retrieval, sinks=5, recent=9),
         partial(profile.sinks_and_recent, sinks=5),
     ),
 }
-APART = {"full", "random", "sirllm", "qfilters"}
-"""No equation says what `full` and `random` keep; the others have tests of their own below."""
+APART = {"full", "random", "sirllm", "qfilters", "kvzip"}
+"""No equation says what `full` and `random` keep; the others have tests of their own."""
 SHAPE: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 32,

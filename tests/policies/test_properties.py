@@ -24,6 +24,7 @@ SCORES = [
     "local",
     "streaming_llm",
     "random",
+    "kvzip:level=head",
 ]
 ALLOCATORS = [
     "uniform",
@@ -34,7 +35,15 @@ ALLOCATORS = [
     "global",
     "global:normalise=layer",
 ]
-SELECTORS = ["topk", "two_stage", "two_stage:first_stage=0.1:norm=l2", "two_stage:variant=release"]
+SELECTORS = [
+    "topk",
+    "chunk",
+    "chunk:chunk_length=3:joint=false",
+    "every_chunk:chunk_length=5",
+    "two_stage",
+    "two_stage:first_stage=0.1:norm=l2",
+    "two_stage:variant=release",
+]
 
 
 @st.composite

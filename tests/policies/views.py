@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.engine.observers import observer_for
+from kvbench.engine.observers import ReplayObserver, observer_for
 from kvbench.plugin import ModelInfo, Policy, Scored, Scores, View, protect_nothing
 
 from .oracles import Layer
@@ -79,6 +79,8 @@ class Case:
         for i, (q, k, v) in enumerate(zip(self.q, self.k, self.v, strict=True)):
             for observer in observers.values():
                 observer.update(i, q, k, v, self.hidden(i), valid, scale)
+                if isinstance(observer, ReplayObserver):  # a stand-in: no model reads the text
+                    observer.record({i: k[..., 0].float().abs()})
             obs = {need: observer.read(i) for need, observer in observers.items()}
             for need in policy.needs - set(obs):
                 obs[need] = self.surprisal[:, None].expand(k.shape[:3])

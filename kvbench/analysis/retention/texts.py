@@ -117,7 +117,7 @@ def runnable(grid: Grid, model: str) -> dict[str, Policy]:
             if str(policy) in grid.named_policies:
                 raise
             continue
-        if not policy.is_full and not prunes(policy):
+        if policy.evicts and not prunes(policy):
             found[str(policy)] = policy
     return found
 

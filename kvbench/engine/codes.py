@@ -1,0 +1,311 @@
+"""Quantised keys and values of packed layers: codes of 2, 4 or 8 bits, with scales and zeros.
+
+The layout is that of KIVI (Liu, Yuan, Jin, Zhong, Xu, Braverman, Chen, Hu, arXiv 2402.02750): keys
+are quantised per channel in groups of neighbouring entries, values per entry in groups of channels,
+and a head's newest entries stay as they are. A tensor of `Coded` stands for the keys or values of a
+layer. It holds codes only; what reads it gets decoded rows.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from kvbench.errors import UserError
+from kvbench.plugin import Policy
+
+if TYPE_CHECKING:  # a layer calls this module
+    from kvbench.engine.layer import RaggedLayer
+
+
+@dataclass(frozen=True)
+class Coding:
+    """How the keys and values of a packed layer are quantised.
+
+    Attributes:
+        bits: Bits of a code.
+        group_size: Entries, and channels, that share a scale and a zero.
+        residual: Newest entries of a head that are never quantised.
+    """
+
+    bits: int
+    group_size: int
+    residual: int
+
+    @classmethod
+    def of(cls, policy: Policy) -> Self | None:
+        """The coding of a policy's caches; None if they are not quantised."""
+        if policy.bits is None:
+            return None
+        return cls(policy.bits, policy.group_size, policy.residual)
+
+    def coded(self, entries: int) -> int:
+        """How many of a head's entries are quantised, the oldest: as many whole groups as fit."""
+        return max(0, entries - self.residual) // self.group_size * self.group_size
+
+    def channels(self, dim: int) -> int:
+        """Channels of a value that share a scale: a group, or all if groups do not fit."""
+        return self.group_size if dim % self.group_size == 0 else dim
+
+    def live_bytes(self, entries: Sequence[int], dim: int, size: int) -> int:
+        """Bytes of the keys and values of heads with so many entries.
+
+        Args:
+            entries: Live entries of every head.
+            dim: Head dim.
+            size: Bytes of a number that is not quantised, and of a scale or zero.
+        """
+        coded = sum(map(self.coded, entries))
+        scales = 2 * size * (coded // self.group_size * dim + coded * dim // self.channels(dim))
+        return (sum(entries) - coded) * 2 * dim * size + coded * 2 * dim * self.bits // 8 + scales
+
+    def pack(self, layer: RaggedLayer) -> None:
+        """Quantise the keys and values of a layer that was packed just now.
+
+        Raises:
+            UserError: A head of the model does not fit into whole bytes.
+        """
+        assert layer.key is not None and layer.value is not None
+        if layer.dim * self.bits % 8:
+            raise UserError(f"bits={self.bits} does not fit heads of {layer.dim} channels")
+        old = [range(s, s + self.coded(n)) for s, n in zip(layer.start, layer.length, strict=True)]
+        rows = torch.tensor([row for part in old for row in part], dtype=torch.int64)
+        rows, live = rows.to(layer.key.device), layer.rows()
+        layer.key = self._encoded(layer.key, live, rows, self.group_size, 1)
+        layer.value = self._encoded(layer.value, live, rows, 1, self.channels(layer.dim))
+
+    def decoded(self, layer: RaggedLayer) -> RaggedLayer:
+        """A layer to attend to, with all rows as numbers; it must not be written to."""
+        assert isinstance(layer.key, Coded) and isinstance(layer.value, Coded)
+        out = copy.copy(layer)
+        out.key, out.value = layer.key.decode(), layer.value.decode()
+        return out
+
+    def age(self, layer: RaggedLayer) -> None:
+        """Quantise the groups that have left the residual with the last append.
+
+        Called after the attention of a forward, whose own tokens see one another as they are.
+        """
+        assert isinstance(layer.key, Coded) and isinstance(layer.value, Coded)
+        lengths = zip(layer.start, layer.length_before, layer.length, strict=True)
+        old = [range(s + self.coded(a), s + self.coded(b)) for s, a, b in lengths]
+        if any(old):
+            rows = torch.tensor([row for part in old for row in part], device=layer.col.device)
+            layer.key.freeze(rows)
+            layer.value.freeze(rows)
+
+    def carry(
+        self, layer: RaggedLayer, key: Tensor, value: Tensor, source: Tensor, target: Tensor
+    ) -> None:
+        """Copy codes of rows that a cut has moved but not changed, int64 `[m]` each."""
+        assert layer.key is not None and layer.value is not None
+        layer.key[target], layer.value[target] = key[source], value[source]
+
+    def _encoded(self, x: Tensor, live: Tensor, rows: Tensor, entries: int, channels: int) -> Coded:
+        out = Coded.empty(len(x), x, self.bits, entries, channels)
+        out[live] = x[live]
+        if len(rows):
+            out.freeze(rows)
+        return out
+
+
+def _writing(change: Callable[..., None]) -> Callable[..., None]:
+    """Let a method make tensors that forwards in any mode can write to."""
+
+    @functools.wraps(change)
+    def run(*args: Any) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            change(*args)
+
+    return run
+
+
+class Coded(Tensor):
+    """Keys or values `[rows, d]` as codes; to everything that reads it, a tensor of decoded rows.
+
+    A row is empty (it decodes to zeros), exact, or part of a group of `entries` rows whose blocks
+    of `channels` channels share a scale and a zero: `x = zero + code * scale`.
+
+    Attributes:
+        code: Codes, packed along the channels, uint8 `[rows, d * bits / 8]`.
+        place: 0 for an empty row, `g` for a row of group `g`, `-1 - e` for exact row `e`, int32.
+        scale, zero: `[groups, d / channels]`, in the model's dtype; row 0 is not used.
+        exact: Exact rows, `[e, d]`.
+    """
+
+    code: Tensor
+    place: Tensor
+    scale: Tensor
+    zero: Tensor
+    exact: Tensor
+    bits: int
+    entries: int
+    channels: int
+
+    @staticmethod
+    def _make(like: tuple[int, int, int], **tensors: Tensor) -> Coded:
+        exact = tensors["exact"]
+        shape = (len(tensors["place"]), exact.shape[1])
+        out: Coded = Tensor._make_wrapper_subclass(
+            Coded, shape, dtype=exact.dtype, device=exact.device
+        )
+        out.bits, out.entries, out.channels = like
+        for name, tensor in tensors.items():
+            setattr(out, name, tensor)
+        return out
+
+    @classmethod
+    def empty(cls, rows: int, like: Tensor, bits: int, entries: int, channels: int) -> Coded:
+        """Rows that hold nothing, with the width, dtype and device of a tensor."""
+        d = like.shape[1]
+        with torch.inference_mode(False):  # later forwards write to it in any mode
+            return cls._make(
+                (bits, entries, channels),
+                code=torch.zeros(rows, d * bits // 8, dtype=torch.uint8, device=like.device),
+                place=torch.zeros(rows, dtype=torch.int32, device=like.device),
+                scale=torch.zeros(1, d // channels, dtype=like.dtype, device=like.device),
+                zero=torch.zeros(1, d // channels, dtype=like.dtype, device=like.device),
+                exact=torch.zeros(0, d, dtype=like.dtype, device=like.device),
+            )
+
+    def _with(self, **changes: Tensor) -> Coded:
+        names = ("code", "place", "scale", "zero", "exact")
+        tensors = {name: getattr(self, name) for name in names} | changes
+        return self._make((self.bits, self.entries, self.channels), **tensors)
+
+    # -- reading ----------------------------------------------------------------------------------
+    def decode(self) -> Tensor:
+        """All rows as numbers, `[rows, d]`."""
+        shift = torch.arange(0, 8, self.bits, dtype=torch.uint8, device=self.code.device)
+        code = (self.code[..., None] >> shift & (1 << self.bits) - 1).flatten(1)
+        group = self.place.clamp(min=0).long()
+        blocks = code.float().unflatten(1, (-1, self.channels))
+        out = blocks * self.scale[group].float()[..., None] + self.zero[group].float()[..., None]
+        numbers: Tensor = out.flatten(1).to(self.exact.dtype)
+        rows = (self.place < 0).nonzero()[:, 0]
+        numbers[rows] = self.exact[-1 - self.place[rows].long()]
+        return numbers
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """Rows: still coded for a slice or a list of rows, decoded for any other index."""
+        if isinstance(index, slice) or index.dim() == 1:
+            return self._with(code=self.code[index], place=self.place[index])
+        code, place = self.code[index], self.place[index]
+        rows: Tensor = self._with(code=code.flatten(0, -2), place=place.flatten()).decode()
+        out: Tensor = rows.view(*place.shape, self.exact.shape[1])
+        return out
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Decode whatever an operation reads; only joining keeps codes."""
+        if func is torch.ops.aten.cat.default and not (len(args) > 1 and args[1]):
+            return _joined(args[0])
+        if func._schema.is_mutable:
+            raise TypeError(f"{func} cannot write to quantised rows")
+        plain = tree_map_only(Coded, Coded.decode, (args, kwargs or {}))
+        return func(*plain[0], **plain[1])
+
+    # -- writing ----------------------------------------------------------------------------------
+    @_writing
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Store rows: numbers become exact rows, coded rows are copied with their groups."""
+        if isinstance(value, Coded):
+            joined = _joined([self, value])
+            rows = len(self.place)
+            place, code = joined.place[:rows], joined.code[:rows]
+            place[index], code[index] = joined.place[rows:], joined.code[rows:]
+            self.scale, self.zero, self.exact = joined.scale, joined.zero, joined.exact
+            self.place, self.code = place, code
+            self._tidy()
+            return
+        held = len(self.exact)
+        self.exact = torch.cat([self.exact, value.to(self.exact.dtype)])
+        new = torch.arange(held, len(self.exact), dtype=torch.int32, device=self.place.device)
+        self.place[index] = -1 - new
+
+    @_writing
+    def freeze(self, rows: Tensor) -> None:
+        """Quantise exact rows, int64 `[m]`, group by group; `m` is a multiple of `entries`."""
+        x = self.exact[-1 - self.place[rows].long()].float()
+        blocks = x.view(-1, self.entries, x.shape[1] // self.channels, self.channels)
+        low, high = blocks.amin((1, 3)), blocks.amax((1, 3))
+        most = (1 << self.bits) - 1
+        scale = ((high - low) / most).to(self.scale.dtype)
+        zero = low.to(self.zero.dtype)
+        step = scale.float()[:, None, :, None]
+        code = (blocks - zero.float()[:, None, :, None]) / torch.where(step > 0, step, 1.0)
+        code = code.round().clamp(0, most).to(torch.uint8).view(len(rows), -1, 8 // self.bits)
+        shift = torch.arange(0, 8, self.bits, dtype=torch.uint8, device=code.device)
+        first = len(self.scale)
+        self.scale, self.zero = torch.cat([self.scale, scale]), torch.cat([self.zero, zero])
+        group = torch.arange(first, len(self.scale), dtype=torch.int32, device=code.device)
+        self.code[rows] = (code << shift).sum(-1, dtype=torch.uint8)
+        self.place[rows] = group.repeat_interleave(self.entries)
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """Forget groups and exact rows that no row refers to any more."""
+        place = self.place.long()
+        used, self.exact = _kept(-place, self.exact, 1)
+        groups, self.scale = _kept(place, self.scale, 0)
+        _, self.zero = _kept(place, self.zero, 0)
+        self.place = torch.where(place > 0, groups, torch.where(place < 0, -used, 0)).int()
+
+    # -- memory -----------------------------------------------------------------------------------
+    def clone(self, **_: Any) -> Coded:
+        """An independent copy."""
+        held = ("code", "place", "scale", "zero", "exact")
+        return self._with(**{name: getattr(self, name).clone() for name in held})
+
+    def new_zeros(self, rows: int, *_: int, **__: Any) -> Coded:  # type: ignore[override]
+        """Empty rows of the same kind."""
+        return self.empty(rows, self.exact, self.bits, self.entries, self.channels)
+
+    @property
+    def owned_bytes(self) -> int:
+        """Bytes that are allocated for codes, scales, zeros, exact rows and their places."""
+        held = (self.code, self.place, self.scale, self.zero, self.exact)
+        return sum(x.numel() * x.element_size() for x in held)
+
+
+def _kept(place: Tensor, table: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    """Keep the rows of a table that positive places refer to (place `p` to row `p - first`).
+
+    Returns:
+        The new places, and the table; its unused row 0, where `first` is 0, stays.
+    """
+    used = torch.zeros(len(table) + first, dtype=torch.bool, device=place.device)
+    used[place.clamp(min=0)] = True
+    used[0] = True
+    number = used.long().cumsum(0) - 1
+    return number[place.clamp(min=0)], table[used[first:]]
+
+
+def _joined(parts: Sequence[Any]) -> Coded:
+    """Rows of several coded tensors of one kind, one after the other."""
+    first = parts[0]
+    places, groups, exact = [], 0, 0
+    for part in parts:
+        place = part.place
+        place = torch.where(place > 0, place + groups, torch.where(place < 0, place - exact, 0))
+        places.append(place)
+        groups += len(part.scale) - 1
+        exact += len(part.exact)
+    return first._with(  # type: ignore[no-any-return]
+        code=torch.cat([p.code for p in parts]),
+        place=torch.cat(places).int(),
+        scale=torch.cat([first.scale[:1], *(p.scale[1:] for p in parts)]),
+        zero=torch.cat([first.zero[:1], *(p.zero[1:] for p in parts)]),
+        exact=torch.cat([p.exact for p in parts]),
+    )

@@ -1,0 +1,214 @@
+"""What a part of a policy is shown of one layer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Hashable, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kvbench.moments import Moment
+from kvbench.view.model import ModelInfo
+from kvbench.view.needs import Need, Queries
+
+
+class View:
+    """One layer at one moment: the sequences that belong to one policy.
+
+    Entries are in the order of their columns, so the last valid one is the newest.
+
+    Attributes:
+        layer: Index among the full-attention layers, `0 <= layer < model.layers`.
+        moment: When the cache is compressed.
+        length: Tokens that each sequence has seen, without padding, int64 `[B]`.
+        col: Logical column of every entry, int64 `[B, H, n]` (padding counts; see `position`).
+        position: Logical position of every entry, int64 `[B, H, n]`: 0 for the first token,
+            `length - 1` for the newest, regardless of evictions.
+        valid: Which entries exist, bool `[B, H, n]`.
+        key: Keys after RoPE, `[B, H, n, d]`.
+        value: Values, `[B, H, n, d]`.
+        obs: Observations by `Need`. The per-entry needs of a plugin are present when a prefill is
+            cut, but not at later cuts: state that must last belongs in the extras.
+            `AttentionMass`, `Queries` and `Surprisal` continue and are present at every cut.
+        extras: Per-entry state of the policy by name, `[B, H, n]`; a score may assign to it.
+        turns_ago: How many turns before the newest one an entry came, int64 `[B, H, n]`; 0
+            everywhere except at moment `turns`.
+        final: Whether this is the last cut of a chunked prefill.
+        coming: Tokens of the prompt that are prefilled after that last cut (`Score.tail`).
+        asked: Tokens of the question, which are the last ones of every sequence; 0 if the cache
+            holds no question, or holds more tokens behind it.
+        model: The model's shapes and output projections.
+        scale: Factor of the attention logits.
+        seed: Noise seed of every sequence, int64 `[B]`, from the run's seed and the context.
+        visual: Which entries are of images and videos, bool `[B, H, n]`; False everywhere in a text
+            model.
+        pruned: Which of these the prefill has pruned, bool `[B, H, n]`; see `VisualTokens`.
+    """
+
+    def __init__(
+        self,
+        *,
+        layer: int,
+        moment: Moment,
+        length: Tensor,
+        col: Tensor,
+        position: Tensor,
+        valid: Tensor,
+        key: Tensor,
+        value: Tensor,
+        obs: Mapping[Need, Tensor],
+        extras: dict[str, Tensor],
+        model: ModelInfo,
+        scale: float,
+        seed: Tensor,
+        budget: Tensor,
+        turns_ago: Tensor | None = None,
+        visual: Tensor | None = None,
+        pruned: Tensor | None = None,
+        final: bool = True,
+        coming: int = 0,
+        asked: int = 0,
+        share: Callable[[Hashable, Callable[[], Tensor]], Tensor] | None = None,
+    ) -> None:
+        self.layer = layer
+        self.moment: Moment = moment
+        self.length = length
+        self.col = col
+        self.position = position
+        self.valid = valid
+        self.key = key
+        self.value = value
+        self.obs = obs
+        self.extras = extras
+        self.model = model
+        self.scale = scale
+        self.seed = seed
+        self._budget = budget
+        self.read_budget = False
+        self.turns_ago = torch.zeros_like(position) if turns_ago is None else turns_ago
+        self.visual = torch.zeros_like(valid) if visual is None else visual
+        self.pruned = torch.zeros_like(valid) if pruned is None else pruned
+        self.final = final
+        self.coming = coming
+        self.asked = asked
+        self._share = share
+        self._alone: View | None = None
+
+    def once(self, name: Hashable, make: Callable[[View], Tensor]) -> Tensor:
+        """Make a tensor once for all cells of a prefill; nobody may change it in place.
+
+        Args:
+            name: Identifies what is made, with its parameters.
+            make: Makes it from a view, `[B, ...]`. It may depend on the layer's K, V, observations
+                and the model, not on scores or budgets.
+        """
+        if self._alone is not None:
+            return _repeated(self._alone.once(name, make), len(self._budget))
+        return make(self) if self._share is None else self._share(name, partial(make, self))
+
+    def for_budgets(self, budget: Tensor) -> View:
+        """Show the only sequence of this view once for every budget, int64 `[B]`.
+
+        No tensor is copied. The extras are zero, as they are before a score sets them.
+        """
+        out = copy.copy(self)
+        for name in _BY_SEQUENCE:
+            setattr(out, name, _repeated(getattr(self, name), len(budget)))
+        out.obs = {need: _repeated(x, len(budget)) for need, x in self.obs.items()}
+        out.extras = {
+            name: torch.zeros(len(budget), *x.shape[1:], dtype=x.dtype, device=x.device)
+            for name, x in self.extras.items()
+        }
+        out._budget, out.read_budget, out._alone = budget, False, self
+        return out
+
+    @property
+    def budget(self) -> Tensor:
+        """Mean entries per (layer, KV head), `b`, int64 `[B]`.
+
+        A score that reads it is computed for every budget; any other score is computed once.
+        """
+        self.read_budget = True
+        return self._budget
+
+    @property
+    def age(self) -> Tensor:
+        """`t - i`: distance of every entry from the newest token, int64 `[B, H, n]`."""
+        return self.length[:, None, None] - 1 - self.position
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """`(B, H, n)`."""
+        b, h, n = self.valid.shape
+        return b, h, n
+
+    def grouped(self, per_query_head: Tensor, how: str = "mean") -> Tensor:
+        """Reduce a tensor `[B, H_q, ...]` over the query heads of each KV head to `[B, H, ...]`.
+
+        Args:
+            per_query_head: One value per query head on axis 1.
+            how: `mean`, `max` or `sum` over the group.
+        """
+        x: Tensor = per_query_head.unflatten(1, (self.model.kv_heads, self.model.group))
+        if how == "max":
+            return x.amax(2)
+        return x.sum(2) if how == "sum" else x.mean(2)
+
+    def window_attention(self, window: int, last: int | None = None) -> Tensor:
+        """Attention of the last `window` queries on the entries, causal within the window.
+
+        The softmax is in float32 over all entries shown. If a sequence is shorter than the window,
+        the rows of missing queries are zero.
+
+        Args:
+            window: Number of queries that are observed.
+            last: Use only this many of them, the newest; None: all.
+
+        Returns:
+            float32 `[B, H_q, last, n]`.
+        """
+        q = self.obs[Queries(window)].float()
+        if last is not None:
+            q, window = q[:, :, -last:], last
+        b, h, n = self.shape
+        q = q.unflatten(1, (h, self.model.group)).flatten(2, 3)
+        logits = (q @ self.key.float().transpose(-1, -2)) * self.scale
+        logits = logits.view(b, h, self.model.group, -1, n)
+        behind = torch.arange(window - 1, -1, -1, device=q.device)
+        seen = (self.age[:, :, None, :] >= behind[:, None]) & self.valid[:, :, None, :]
+        logits = logits.masked_fill(~seen[:, :, None], float("-inf"))
+        real = (behind < self.length[:, None])[:, None, None, :, None]
+        attention = torch.softmax(logits, -1).nan_to_num(0.0) * real
+        return attention.flatten(1, 2)
+
+    def noise(self, stream: int = 0) -> Tensor:
+        """Uniform noise in [0, 1), float32 `[B, H, n]`; streams are independent of each other.
+
+        The noise is a hash of (seed, context, layer, head, position), not the output of a
+        generator, so it depends neither on the batch nor on the order in which cells run.
+        """
+        head = torch.arange(self.valid.shape[1], device=self.col.device)[None, :, None]
+        x = self.seed[:, None, None] + 0x9E3779B1 * (self.layer * 1024 + head) + self.position
+        return (hashed(x + 0x51ED2705 * stream) >> 8).to(torch.float32) / float(1 << 24)
+
+
+def hashed(x: Tensor) -> Tensor:
+    """Hash int64 numbers to 32 bits, int64."""
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = x & 0xFFFFFFFF
+        x = (x ^ (x >> shift)) * factor
+    x = x & 0xFFFFFFFF
+    return x ^ (x >> 16)
+
+
+_BY_SEQUENCE = (
+    *("length", "col", "position", "valid", "key", "value", "seed"),
+    *("turns_ago", "visual", "pruned"),
+)
+
+
+def _repeated(x: Tensor, times: int) -> Tensor:
+    """A tensor of one sequence `[1, ...]` as that of several, without a copy."""
+    return x.expand(times, *x.shape[1:])

@@ -1,0 +1,85 @@
+"""ChunkKV: whole chunks of neighbouring tokens are kept or evicted.
+
+Liu, Tang, Dong, Li, Liu, B. Li, Hu, Chu: ChunkKV: Semantic-Preserving KV Cache Compression for
+Efficient Long-Context LLM Inference, arXiv 2502.00299, Algorithm 1. The paper's chunks have 10
+tokens, those of kvpress 20. Its layer-wise index reuse, which saves time, is left out: every layer
+chooses for itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvbench.parts import TopK, Uniform
+from kvbench.plugin import Policy, Scores, View
+from kvbench_policies.merging import sum_into
+from kvbench_policies.ranges import check_count
+from kvbench_policies.snapkv import WindowAttention
+
+
+@dataclass(frozen=True)
+class Chunks(TopK):
+    """The best chunks of `chunk_length` neighbouring tokens, by their mean score.
+
+        s_i = mean of the scores of the unprotected entries j with floor(j / c) = floor(i / c)
+
+    with positions `i`, `j` and chunk length `c`; protected entries keep their classes. Top-k then
+    takes chunk after chunk, because ties go to the more recent token. Of the last chunk that it
+    reaches, it takes only as many tokens as the share has room for, the newest ones. Allocators see
+    the chunks' scores, too. In contrast to the paper's sum, the mean does not punish the last
+    chunk, which may be shorter, or one that an earlier cut has thinned out.
+
+    Attributes:
+        chunk_length: Tokens of a chunk, the paper's `c`; the first one begins at position 0.
+        joint: Whether the mean is over all KV heads of the layer, so that heads of equal shares
+            keep the same chunks (as in kvpress), or each head scores chunks for itself.
+    """
+
+    name: ClassVar[str] = "chunk"
+    chunk_length: int = 10
+    joint: bool = True
+
+    def __post_init__(self) -> None:
+        """Check the range."""
+        check_count("chunk_length", self.chunk_length, 1)
+
+    def prepare(self, v: View, scores: Scores) -> Scores:
+        """Replace the scores of unprotected entries by those of their chunks."""
+        free = v.valid & (scores.protect <= 0)
+        chunk = (v.position // self.chunk_length).masked_fill(~free, -1)
+        value = scores.value.float().masked_fill(~free, 0.0)
+        if self.joint:
+            chunk, value = chunk.flatten(1)[:, None], value.flatten(1)[:, None]
+        mean = mean_of_equals(value, chunk).view(v.shape)
+        return Scores(torch.where(free, mean, scores.value), scores.protect)
+
+
+def mean_of_equals(value: Tensor, label: Tensor) -> Tensor:
+    """Give every number the mean of those with the same label in its row.
+
+    Args:
+        value: float32 `[B, R, m]`.
+        label: int64 `[B, R, m]`.
+    """
+    ordered, order = label.sort(dim=-1, stable=True)
+    begins = torch.nn.functional.pad(ordered.diff(dim=-1) != 0, (1, 0))
+    number = torch.empty_like(order).scatter_(-1, order, begins.long().cumsum(-1))
+    m = label.shape[-1]
+    total = sum_into(value.contiguous(), number, m)
+    count = sum_into(torch.ones_like(value), number, m)
+    return (total / count.clamp(min=1)).gather(-1, number)
+
+
+CHUNKKV = Policy(
+    name="chunkkv",
+    score=WindowAttention(kernel=1),
+    allocate=Uniform(),
+    select=Chunks(),
+    summary="keeps the last 32 tokens and the chunks of 10 tokens that their queries attend to",
+    paper="arXiv 2502.00299, Algorithm 1",
+    cost="time O(H_q w T d), memory O(H_q w T + H T d)",
+)

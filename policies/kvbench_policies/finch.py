@@ -1,0 +1,125 @@
+"""FINCH: what the question attends to, chunk by chunk of the prompt.
+
+Corallo, Papotti: FINCH: Prompt-guided Key-Value Cache Compression for Large Language Models, TACL
+2024, arXiv 2408.00167. As in kvpress, the whole prompt is prefilled at once, and every chunk of it
+keeps its part of the budget. The paper prefills chunk after chunk, each with the question behind
+it, and moves the keys that stay to adjacent positions; here keys stay where they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvbench.parts import TopK, Uniform, apportion, best, order_key
+from kvbench.plugin import Need, Policy, Queries, Score, Scores, View, protect_window
+from kvbench_policies.merging import sum_into
+from kvbench_policies.ranges import check_count
+from kvbench_policies.tova import sum_over_holders
+
+
+@dataclass(frozen=True)
+class QuestionAttention(Score):
+    """Attention that the tokens of the question give, relative to an even spread.
+
+        s_i = mean_g mean_{q in question} (q + 1) A_g[q, i]
+
+    `q` is a position, so the query sees `q + 1` tokens and gives each `1 / (q + 1)` on average. The
+    question is protected. If the cache holds no question (moments `context` and `turns`, and later
+    cuts), the last `window` tokens stand for it.
+
+    Attributes:
+        longest: Most queries that are used: the last ones of a longer question.
+        window: Number of last tokens that stand for the question where there is none.
+        variant: `paper`: every KV head on its own, as in kvpress; `release` (the authors' code):
+            summed over all heads of the layer, so that heads of equal shares keep the same tokens.
+    """
+
+    name: ClassVar[str] = "question_attention"
+    nonnegative: ClassVar[bool] = True
+    longest: int = 256
+    window: int = 32
+    variant: Literal["paper", "release"] = "paper"
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        check_count("longest", self.longest, 1)
+        check_count("window", self.window, 1)
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """The last queries."""
+        return frozenset({Queries(self.longest)})
+
+    def score(self, v: View) -> Scores:
+        """Score the entries of one layer, float32 `[B, H, n]`; 0 in the question."""
+        size = min(v.asked or self.window, self.longest)
+        behind = torch.arange(size - 1, -1, -1, device=v.col.device)
+        seen = (v.length[:, None] - behind).clamp(min=0)[:, None, :, None]
+        value = v.grouped((v.window_attention(self.longest, size) * seen).mean(2))
+        if self.variant == "release":
+            value = sum_over_holders(value, v.position, v.valid)
+        protect = protect_window(v, v.asked or size)
+        return Scores(value.masked_fill(protect > 0, 0.0), protect)
+
+
+@dataclass(frozen=True)
+class EveryChunk(TopK):
+    """The best entries of every chunk of the text, each chunk in proportion to its size.
+
+    Protected entries are kept first. The rest of a head's share is divided among the chunks in
+    proportion to their unprotected entries, by largest remainder (ties go to the earlier chunk),
+    and each chunk keeps its best ones. So no part of the text is left out, wherever the largest
+    scores are.
+
+    Attributes:
+        chunk_length: Tokens of a chunk; the first one begins at position 0. None: the whole text
+            is one chunk, which is top-k.
+    """
+
+    name: ClassVar[str] = "every_chunk"
+    chunk_length: int | None = 1024
+
+    def __post_init__(self) -> None:
+        """Check the range."""
+        if self.chunk_length is not None:
+            check_count("chunk_length", self.chunk_length, 1, "tokens, or none")
+
+    def select(self, v: View, scores: Scores, share: Tensor) -> Tensor:
+        """Choose exactly `share` valid entries per head, bool `[B, H, n]`."""
+        if self.chunk_length is None:
+            return super().select(v, scores, share)
+        key = order_key(v, scores)
+        protected = v.valid & (scores.protect > 0)
+        kept = best(key.masked_fill(~protected, -1), torch.minimum(share, protected.sum(-1)))
+        free = v.valid & ~protected
+        chunks = int(v.length.max()) // self.chunk_length + 1
+        # Entries that are not free go to a place behind the last chunk.
+        chunk = (v.position // self.chunk_length).masked_fill(~free, chunks)
+        held = sum_into(free.float(), chunk, chunks + 1).long()
+        left = share - kept.sum(-1)
+        own = held[..., :chunks].flatten(0, 1)
+        quota = apportion(own.double(), left.flatten(), own).view(*left.shape, chunks)
+        # The rank of every entry in its chunk: sorted by chunk, and by worth within a chunk.
+        by_worth = key.argsort(dim=-1, descending=True)
+        order = by_worth.gather(-1, chunk.gather(-1, by_worth).argsort(dim=-1, stable=True))
+        place = torch.empty_like(order)
+        place.scatter_(-1, order, torch.arange(order.shape[-1], device=key.device).expand_as(order))
+        rank = place - (held.cumsum(-1) - held).gather(-1, chunk)
+        allowed = torch.nn.functional.pad(quota, (0, 1)).gather(-1, chunk)
+        return kept | (free & (rank < allowed))
+
+
+FINCH = Policy(
+    name="finch",
+    score=QuestionAttention(),
+    allocate=Uniform(),
+    select=EveryChunk(chunk_length=None),
+    summary="keeps the question and what its tokens attend to, in every chunk of the context",
+    paper="arXiv 2408.00167, section 3, as in kvpress",
+    moments=("question",),
+    cost="time O(H_q w T d), memory O(H_q w T) for a question of w tokens",
+)

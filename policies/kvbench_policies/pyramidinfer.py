@@ -1,0 +1,125 @@
+"""PyramidInfer: what the recent tokens attend to, less of it in every further layer.
+
+Yang, Han, Gao, Hu, Zhang, Zhao: PyramidInfer: Pyramid KV Cache Compression for High-throughput LLM
+Inference, arXiv 2405.12532; schedule and defaults from the authors' code. There a token that a
+layer drops is gone for all layers above, which saves prefill time, and the ratios alone decide how
+much is kept. Here the whole context is prefilled, every layer chooses from all of it, and the
+ratios spread the budget.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvbench.parts import TopK, Uniform, apportion
+from kvbench.plugin import (
+    ModelInfo,
+    Need,
+    Policy,
+    Queries,
+    Score,
+    Scores,
+    View,
+    protect_sinks,
+    protect_window,
+)
+from kvbench_policies.ranges import check_count, check_finite, check_share
+from kvbench_policies.tova import sum_over_holders
+
+
+@dataclass(frozen=True)
+class RecentAttention(Score):
+    """Weighted attention of the last `window` queries, averaged over all query heads of the layer.
+
+        s_i = mean_g mean_{q in window} c_q A_g[q, i],   c_q from 1 to `distance_weight`, linear
+
+    The newest query weighs most. A token has the same value in every KV head that holds it, so
+    heads of equal shares keep the same tokens. In the authors' code the window is 20% of the
+    sequence; here it is a number of tokens, because it counts in the budget.
+
+    Attributes:
+        window: Number of observing queries, in tokens; these tokens are protected.
+        sinks: Number of first tokens that are protected.
+        distance_weight: Weight of the newest query; the oldest of a full window weighs 1.
+    """
+
+    name: ClassVar[str] = "recent_attention"
+    nonnegative: ClassVar[bool] = True
+    window: int = 32
+    sinks: int = 4
+    distance_weight: float = 1.2
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        check_count("window", self.window, 1)
+        check_count("sinks", self.sinks, 0)
+        check_finite("distance_weight", self.distance_weight, 0)
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """The last `window` queries."""
+        return frozenset({Queries(self.window)})
+
+    def score(self, v: View) -> Scores:
+        """Score the entries of one layer, float32 `[B, H, n]`."""
+        weight = torch.linspace(1.0, self.distance_weight, self.window, device=v.col.device)
+        attention = (v.window_attention(self.window) * weight[:, None]).mean(2)
+        total = sum_over_holders(v.grouped(attention, "sum"), v.position, v.valid)
+        window, sinks = protect_window(v, self.window), protect_sinks(v, self.sinks)
+        return Scores(total / v.model.query_heads, torch.maximum(window, sinks))
+
+
+@dataclass(frozen=True)
+class CosinePyramid(Uniform):
+    """Every layer keeps a part of what the one before it keeps; heads of a layer get the same.
+
+        b_0 : b_1 : ... = 1 : r_0 : r_0 r_1 : ...,   r_l = r + (1 - r) (1 + cos(pi l / L)) / 2
+
+    beyond the window, with `r = decay_ratio`: the lowest layers keep nearly as much as each other,
+    and every further one about `r` times as much. Rounded by largest remainder; a share above `T`
+    goes to the other layers. If the mean is not larger than the window, shares are even.
+
+    Attributes:
+        decay_ratio: What a layer at the top keeps of the layer before it, above 0.
+        window: Number of tokens that every layer keeps in any case; they count in the budget.
+    """
+
+    name: ClassVar[str] = "cosine_pyramid"
+    decay_ratio: float = 0.9
+    window: int = 32
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        check_share("decay_ratio", self.decay_ratio)
+        check_finite("decay_ratio", self.decay_ratio, 0.01)
+        check_count("window", self.window, 1)
+
+    def shares(self, model: ModelInfo, length: Tensor, budget: Tensor) -> Tensor:
+        """Spread the total over layers, int64 `[B, L]` summing to `L * H * b`."""
+        part, kept = 1.0, []
+        for layer in range(model.layers):
+            kept.append(part)
+            wave = (1 + math.cos(math.pi * layer / model.layers)) / 2
+            part *= self.decay_ratio + (1 - self.decay_ratio) * wave
+        weight = torch.tensor(kept, dtype=torch.float64, device=length.device)
+        inner = (budget - self.window).clamp(min=0)
+        most = (length - budget + inner)[:, None].expand(-1, model.layers)
+        spread = apportion(weight.expand(len(budget), -1), inner * model.layers, most)
+        return (spread + (budget - inner)[:, None]) * model.kv_heads
+
+
+PYRAMIDINFER = Policy(
+    name="pyramidinfer",
+    score=RecentAttention(),
+    allocate=CosinePyramid(),
+    select=TopK(),
+    summary="keeps the last 32 tokens and what they attend to, less of it in every further layer",
+    paper="arXiv 2405.12532, section 3; schedule of the authors' code",
+    moments=("context", "question", "decode"),
+    cost="time O(H_q w T d), memory O(H_q w T + H^2 T)",
+)

@@ -1,0 +1,74 @@
+"""Scissorhands: evicts what most of the recent queries gave less than average attention.
+
+Liu, Desai, Liao, Wang, Xie, Xu, Kyrillidis, Shrivastava: Scissorhands: Exploiting the Persistence
+of Importance Hypothesis for LLM KV Cache Compression at Test Time, arXiv 2305.17118, Algorithm 2.
+The authors have released no code. The drop amount of the paper is this package's `buffer`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+
+from kvbench.moments import LATER
+from kvbench.parts import TopK, Uniform
+from kvbench.plugin import Need, Policy, Queries, Score, Scores, View, protect_window
+from kvbench_policies.ranges import check_count
+
+
+@dataclass(frozen=True)
+class Persistence(Score):
+    """How many of the last `history` queries gave an entry less attention than average, negated.
+
+        s_i = -#{ q in history, q >= i : A[q, i] < 1 / (q + 1) }
+
+    `q` and `i` are positions: the query at `q` sees `q + 1` tokens, so `1 / (q + 1)` is its average
+    attention. Only queries that see an entry count against it. Counts of the query heads of a KV
+    head are reduced by `group`. Equal counts are frequent; the more recent token stays.
+
+    Attributes:
+        history: Number of last queries that are counted.
+        window: Number of newest tokens that are protected.
+        group: How the query heads of a KV head are reduced: `mean`, `max` (the head that misses
+            the entry least often decides) or `sum`.
+    """
+
+    name: ClassVar[str] = "persistence"
+    history: int = 400
+    window: int = 10
+    group: Literal["mean", "max", "sum"] = "mean"
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        check_count("history", self.history, 1)
+        check_count("window", self.window, 0)
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """The last `history` queries."""
+        return frozenset({Queries(self.history)})
+
+    def score(self, v: View) -> Scores:
+        """Score the entries of one layer, float32 `[B, H, n]`."""
+        # At the first cut there are no more queries than columns.
+        last = self.history if v.moment in LATER else min(self.history, v.shape[2])
+        behind = torch.arange(last - 1, -1, -1, device=v.col.device)
+        seen = (v.length[:, None] - behind)[:, None, :, None]  # tokens that each query sees
+        attends = (v.position[:, :, None, :] < seen).repeat_interleave(v.model.group, 1)
+        below = v.window_attention(self.history, last) < 1 / seen.clamp(min=1)
+        missed = -(below & attends).sum(2).float()
+        return Scores(v.grouped(missed, self.group), protect_window(v, self.window))
+
+
+SCISSORHANDS = Policy(
+    name="scissorhands",
+    score=Persistence(),
+    allocate=Uniform(),
+    select=TopK(),
+    summary="evicts what most of the last 400 queries gave less attention than the average token",
+    paper="arXiv 2305.17118, Algorithm 2",
+    moments=("context", "question", "decode"),
+    cost="time O(H_q w T d), memory O(H_q w T) for a history of w",
+)
