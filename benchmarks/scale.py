@@ -225,14 +225,14 @@ def measure(step: str, command: Sequence[str]) -> Cost:
 
 def lines(shape: Shape, folder: Path, costs: Sequence[Cost], markdown: bool) -> Iterator[str]:
     """The costs of the steps, what lies on the disk, and what a large grid would need."""
-    count = shape.responses
+    count, large = shape.responses, int(np.prod([*LARGE.values()]))
     yield (
         f"{count:,} responses: {shape.cells:,} cells ({shape.policies} policies x {shape.budgets} "
         f"budgets and full, {len(TASKS)} tasks x {shape.lengths} lengths), {shape.samples} samples"
     )
     yield ""
     yield from table_lines(
-        ("step", "seconds", "of CPU", "CPU: µs a response", "peak memory: MiB"),
+        ("step", "seconds", "of CPU", "CPU: µs a response", "peak memory: MiB", "large grid: min"),
         [
             (
                 c.step,
@@ -240,12 +240,12 @@ def lines(shape: Shape, folder: Path, costs: Sequence[Cost], markdown: bool) -> 
                 f"{c.cpu:.1f}",
                 f"{c.cpu / count * 1e6:.1f}",
                 f"{c.memory / MIB:,.0f}",
+                f"{c.cpu / count * large / 60:,.0f}",
             )
             for c in costs
         ],
         markdown,
     )
-    large = int(np.prod([*LARGE.values()]))
     yield ""
     sizes = {
         name: (folder / name).stat().st_size
@@ -261,7 +261,8 @@ def lines(shape: Shape, folder: Path, costs: Sequence[Cost], markdown: bool) -> 
         markdown,
     )
     yield ""
-    yield f"a large grid: {' x '.join(f'{n} {what}' for what, n in LARGE.items())} = {large:,}"
+    grid = " x ".join(f"{n} {what}" for what, n in LARGE.items())
+    yield f"A large grid is {grid} = {large:,} responses; its minutes of CPU are in proportion."
 
 
 def table_lines(

@@ -13,7 +13,8 @@ from kvbench.engine import torchvision_build
 if TYPE_CHECKING:
     from kvbench.budget import Budget
     from kvbench.engine.session import attach, kept
-    from kvbench.runs.runner import load, run
+    from kvbench.runs.load import load
+    from kvbench.runs.runner import run
     from kvbench.spelling import policy
 
 __version__ = "0.1.0"
@@ -26,7 +27,7 @@ _HOMES = {
     "Budget": "kvbench.budget",
     "attach": "kvbench.engine.session",
     "kept": "kvbench.engine.session",
-    "load": "kvbench.runs.runner",
+    "load": "kvbench.runs.load",
     "policy": "kvbench.spelling",
     "run": "kvbench.runs.runner",
 }

@@ -1,4 +1,4 @@
-"""Reads the result tables of runs as data frames."""
+"""Reads the result tables of runs as data frames. Home of `kvbench.load`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,22 @@ REPEATED = tuple(
     "cell task policy budget moment sample_id context_id stop error extra prompt_end".split()
 )
 """Columns of texts that many samples share."""
+
+
+def load(
+    paths: str | Path | Iterable[str | Path], columns: Sequence[str] | None = None
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Read the results of one run or several as data frames: cells and samples.
+
+    Args:
+        paths: Folders of runs.
+        columns: Columns of the samples; None for all. Millions of samples take far less memory
+            without `prompt_end`, `target`, `extra` and `response`.
+
+    Raises:
+        UserError: A run cannot be read, a column does not exist, or the runs do not fit together.
+    """
+    return load_frames(paths, columns)
 
 
 def load_frames(

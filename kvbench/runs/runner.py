@@ -1,11 +1,11 @@
-"""From a grid to results: plan, execute, score. Home of `kvbench.run` and `kvbench.load`."""
+"""From a grid to results: plan, execute, score. Home of `kvbench.run`."""
 
 from __future__ import annotations
 
 import functools
 import os
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from kvbench.runs.executors.base import Executor, Unfinished, answer, worker_of
 from kvbench.runs.executors.local import run_here
 from kvbench.runs.executors.ray import run_on_ray
 from kvbench.runs.grid import Grid
-from kvbench.runs.load import load_frames
 from kvbench.runs.planning import Job, Say, Stage, plan
 from kvbench.runs.results import scored
 from kvbench.runs.store import GRID, RunStore
@@ -83,22 +82,6 @@ def run(grid: Grid | Mapping[str, Any] | str | Path, *, progress: bool = True) -
         return execute(grid, reporter)
     finally:
         reporter.stop()
-
-
-def load(
-    paths: str | Path | Iterable[str | Path], columns: Sequence[str] | None = None
-) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Read the results of one run or several as data frames: cells and samples.
-
-    Args:
-        paths: Folders of runs.
-        columns: Columns of the samples; None for all. Millions of samples take far less memory
-            without `prompt_end`, `target`, `extra` and `response`.
-
-    Raises:
-        UserError: A run cannot be read, a column does not exist, or the runs do not fit together.
-    """
-    return load_frames(paths, columns)
 
 
 def execute(grid: Grid, reporter: Reporter | None = None, *, fresh: bool = False) -> Run:

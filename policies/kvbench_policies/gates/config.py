@@ -12,8 +12,6 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from transformers.activations import ACT2FN
-
 from kvbench import __version__
 from kvbench.errors import UserError
 from kvbench.plugin import ModelInfo
@@ -104,7 +102,7 @@ class GateConfig:
         number = isinstance(self.bias, int | float) and not isinstance(self.bias, bool)
         if not number or not math.isfinite(self.bias):
             raise UserError(f"bias={self.bias} is invalid; use a finite number")
-        if self.activation not in ACT2FN:
+        if not _is_activation(self.activation):
             raise UserError(f"transformers has no activation={self.activation}")
         for name in ("base_model", "base_revision", "kvbench"):
             if not isinstance(getattr(self, name), str):
@@ -209,7 +207,14 @@ class GateConfig:
 def activation_of(config: Any) -> str:
     """Name of the activation of a model's MLPs, from its (text) configuration."""
     name = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
-    return str(name) if name in ACT2FN else "silu"
+    return str(name) if _is_activation(name) else "silu"
+
+
+def _is_activation(name: object) -> bool:
+    # Imported here: a list of policies would wait seconds for transformers.
+    from transformers.activations import ACT2FN
+
+    return name in ACT2FN
 
 
 def _shape(layers: int, kv_heads: int, query_heads: int, head_dim: int, d_model: int) -> str:

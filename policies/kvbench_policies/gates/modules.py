@@ -12,7 +12,6 @@ import math
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
-from transformers.activations import ACT2FN
 
 from kvbench_policies.gates.config import GateConfig
 
@@ -25,6 +24,9 @@ class _Layer(nn.Module):
     """
 
     def __init__(self, config: GateConfig, out: int, *, biased: bool, own_bias: bool) -> None:
+        # Imported here: a list of policies would wait seconds for transformers.
+        from transformers.activations import ACT2FN
+
         super().__init__()
         mlp = config.gate == "mlp"
         self.linear1 = nn.Linear(config.width, config.hidden_dim, bias=biased) if mlp else None
