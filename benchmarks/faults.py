@@ -1,6 +1,6 @@
 """Do runs that are killed at random moments lose or repeat a response? Their tables must be whole.
 
-    python -m benchmarks.faults [--kills 200] [--ray 50] [--samples 40] [--seed 0]
+    python -m benchmarks.faults [--kills 200] [--ray 50] [--minutes 60]
 
 A grid of two tasks and three policies on the reference model is run once undisturbed. Then it is
 run again and again, each time in a new folder, and the running process is killed with SIGKILL at a
@@ -125,6 +125,7 @@ class Assault:
         undisturbed: The run to compare with.
         changes: What the grid has besides `GRID`.
         draw: Decides when and who.
+        until: When it stops killing, on the clock of `time.monotonic`.
         kills: How often who was killed.
         runs: Runs that have ended, and equal the undisturbed one or not.
         wrong: What was wrong with them.
@@ -134,30 +135,35 @@ class Assault:
     undisturbed: Path
     changes: dict[str, Any]
     draw: random.Random
+    until: float
     kills: Counter[str] = field(default_factory=Counter)
     runs: int = 0
     wrong: list[str] = field(default_factory=list)
 
     def kill(self, count: int) -> None:
-        """Run and kill until `count` kills have been survived; the last run goes to its end."""
-        while self.kills.total() < count:
+        """Run and kill `count` times, or until the time is over; the last run goes to its end."""
+        while self._more(count):
             out = self.folder / f"{self.changes.get('executor', 'local')}-{self.runs}"
-            while self._run(out, self.kills.total() < count):
+            while self._run(out, count):
                 pass
             self.runs += 1
             found = problems(out, self.undisturbed)
             self.wrong += [f"{out.name}: {problem}" for problem in found]
-            print(f"{out.name}: {self.kills.total()} kills so far, {len(found)} problems")
+            kills = self.kills.total()
+            print(f"{out.name}: {kills} kills so far, {len(found)} problems", flush=True)
             shutil.rmtree(out)
 
-    def _run(self, out: Path, killed: bool) -> bool:
+    def _more(self, count: int) -> bool:
+        return self.kills.total() < count and time.monotonic() < self.until
+
+    def _run(self, out: Path, count: int) -> bool:
         """Run the command once; return whether it must be run again."""
         grid = Grid.from_dict(GRID | {"moment": MOMENTS} | self.changes | {"out": str(out)})
         process = CONTEXT.Process(target=run, args=(grid,))
         process.start()
         assert process.pid is not None
         before = journal(out)
-        while killed and self._wait(process, out, len(before)):
+        while self._more(count) and self._wait(process, out, len(before)):
             before = journal(out)
             workers = workers_of(os.getpid()) if grid.executor == "ray" else []
             if workers and self.draw.random() < 0.5:
@@ -212,22 +218,25 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=200, help="kills in all")
     parser.add_argument("--ray", type=int, default=50, help="how many of them with Ray")
+    parser.add_argument("--minutes", type=float, default=60, help="kill no longer than this")
     parser.add_argument("--samples", type=int, default=40, help="per task")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(arguments)
     os.environ.setdefault("RAY_AUTH_MODE", "token")  # before the forks: they connect by address
     CONTEXT.set_forkserver_preload(["kvbench.runs.runner"])
     changes = {"samples": given.samples}
+    until = time.monotonic() + 60 * given.minutes
     with tempfile.TemporaryDirectory(prefix="kvbench-faults-") as name:
         folder = Path(name)
         undisturbed = folder / "undisturbed"
         execute(Grid.from_dict(GRID | {"moment": MOMENTS} | changes | {"out": str(undisturbed)}))
         expected = len(list(entries(undisturbed)))
-        assaults = [Assault(folder, undisturbed, changes, random.Random(given.seed))]
+        assaults = [Assault(folder, undisturbed, changes, random.Random(given.seed), until)]
         assaults[0].kill(given.kills - given.ray)
         if given.ray:
             with_ray = changes | {"executor": "ray", "ray_address": _cluster(), "workers": 2}
-            assaults.append(Assault(folder, undisturbed, with_ray, random.Random(given.seed)))
+            draw = random.Random(given.seed)
+            assaults.append(Assault(folder, undisturbed, with_ray, draw, until))
             assaults[1].kill(given.ray)
     wrong = [problem for assault in assaults for problem in assault.wrong]
     kills = sum((assault.kills for assault in assaults), Counter[str]())

@@ -25,12 +25,9 @@ from tests.kvbench.runs.children import INTERRUPTED, MISUSE, Child, lines
 from tests.kvbench.runs.small import small_grid
 
 
-@pytest.fixture(scope="module", params=["local", pytest.param("ray", marks=pytest.mark.faults)])
-def place(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
-    """The fields of a grid that say where it is executed."""
-    if request.param == "local":
-        yield {}
-        return
+@pytest.fixture(scope="module")
+def on_ray() -> Iterator[dict[str, Any]]:
+    """The fields of a grid that is executed on a Ray of this process."""
     ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'kvbench[ray]'")
     started = ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     yield {
@@ -39,6 +36,12 @@ def place(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
         "workers": 2,
     }
     ray.shutdown()
+
+
+@pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.faults)])
+def place(request: pytest.FixtureRequest) -> Any:
+    """The fields of a grid that say where it is executed."""
+    return request.getfixturevalue("on_ray") if request.param == "ray" else {}
 
 
 def resumed(grid: Any, undisturbed: Any) -> None:
@@ -147,11 +150,11 @@ def test_a_truncated_table_is_one_line_and_is_written_again(
 
 @pytest.mark.faults
 def test_on_ray_a_cell_that_raises_fails_alone(
-    tmp_path: Path, undisturbed: Any, place: dict[str, Any]
+    tmp_path: Path, undisturbed: Any, on_ray: dict[str, Any]
 ) -> None:
     bad = tmp_path / "bad.py"
     bad.write_text("def broken(v):\n    raise RuntimeError('no luck')\n")
-    grid = small_grid(tmp_path / "run", policy=f"snapkv:window=8,random,{bad}:broken", **place)
+    grid = small_grid(tmp_path / "run", policy=f"snapkv:window=8,random,{bad}:broken", **on_ray)
     done = execute(grid)
     failed = done.cells.status != "ok"
     assert set(done.cells[failed].policy) == {f"{bad}:broken"} and failed.sum() == 2
@@ -168,9 +171,9 @@ def test_on_ray_a_cell_that_raises_fails_alone(
 
 @pytest.mark.faults
 def test_every_worker_that_is_killed_is_replaced(
-    tmp_path: Path, undisturbed: Any, place: dict[str, Any]
+    tmp_path: Path, undisturbed: Any, on_ray: dict[str, Any]
 ) -> None:
-    grid = small_grid(tmp_path / "run", **place)
+    grid = small_grid(tmp_path / "run", **on_ray)
     child = Child(grid)
     killed = 0
     while killed < 3 and child.process.is_alive():
