@@ -228,6 +228,6 @@ def keep_only(cache: RaggedCache, keep: Sequence[Tensor], reserve: int) -> Ragge
     copy = cache.fork()
     for dense, layer, stays in zip(cache.ragged, copy.ragged, keep, strict=True):
         assert dense.key is not None and dense.value is not None
-        columns = torch.arange(stays.shape[-1], device=stays.device)
+        columns = torch.arange(stays.shape[-1], device=stays.device).expand(dense.key.shape[:3])
         layer.pack(dense.key, dense.value, stays, columns, {}, reserve)
     return copy

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import types
@@ -16,7 +17,10 @@ from kvbench import cli, registry
 from kvbench.cli import listing
 from kvbench.errors import UserError
 from kvbench.harness import catalogue
+from kvbench.runs import load
 from kvbench.runs.grid import Grid
+
+from ..report.conftest import make_run
 
 RUN = ["run", "--policy", "snapkv", "--task", "vt"]
 
@@ -25,7 +29,7 @@ Execute = Callable[..., Any]
 
 @pytest.fixture
 def executed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
-    """Replace what runs a grid; holds the arguments of the call, `effect` and `cells`."""
+    """Replace what runs and reads a grid; holds the call's arguments, `effect` and `cells`."""
     monkeypatch.chdir(tmp_path)
     seen: dict[str, Any] = {"effect": None, "cells": pd.DataFrame({"status": ["ok"]})}
 
@@ -45,6 +49,7 @@ def executed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     tables = types.ModuleType("kvbench.report.terminal")
     vars(tables)["run_table"] = lambda cells, samples: "THE TABLE"
     monkeypatch.setitem(sys.modules, "kvbench.report.terminal", tables)
+    monkeypatch.setattr(load, "load_frames", lambda path, *_, **__: (seen["cells"], None))
     return seen
 
 
@@ -279,19 +284,16 @@ def test_a_broken_plugin_does_not_hide_the_others(
 
 
 def test_report_names_what_it_writes(
-    executed: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from kvbench import report
-    from kvbench.runs import store
-
-    monkeypatch.setattr(store, "load_frames", lambda runs: (runs, None))
-    monkeypatch.setattr(report, "render", lambda cells, samples, out, aim: [out / "summary.md"])
-    assert cli.call(["report", "a", "b"]) == 0
-    assert cli.call(["report", "a", "--out", "c"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines == ["THE TABLE", "wrote a/report/summary.md", "THE TABLE", "wrote c/summary.md"]
+    made = make_run(policies=["snapkv"], budgets=["0.4"], tasks=["vt"], samples=8)
+    monkeypatch.setattr(load, "load_frames", lambda *_, **__: made)
+    monkeypatch.chdir(tmp_path)
+    for arguments, folder in ((["a", "b"], "a/report"), (["a", "--out", "c"], "c")):
+        assert cli.call(["report", *arguments]) == 0
+        named = re.findall("^wrote (.*)$", capsys.readouterr().out, re.MULTILINE)
+        assert f"{folder}/summary.md" in named
+        assert all((tmp_path / name).stat().st_size for name in named)
 
 
 # --- the whole way --------------------------------------------------------------------------------

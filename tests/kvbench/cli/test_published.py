@@ -11,7 +11,7 @@ import pytest
 
 from kvbench.cli import call
 from kvbench.published.figures import FIELDS, all_figures, paper
-from kvbench.runs import store
+from kvbench.runs import load
 
 from ..report.conftest import make_run
 
@@ -114,7 +114,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
 def made_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The folder of a made-up run of snapkv at 0.4 on vt."""
     cells, samples = make_run(policies=["snapkv"], budgets=["0.4"], tasks=["vt"], samples=8)
-    monkeypatch.setattr(store, "load_frames", lambda runs: (cells, samples))
+    monkeypatch.setattr(load, "load_frames", lambda *_, **__: (cells, samples))
     return tmp_path
 
 
@@ -146,7 +146,7 @@ def test_a_report_that_nothing_published_fits_says_so(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cells, samples = make_run(policies=["snapkv"], budgets=["0.1"], tasks=["vt"], samples=8)
-    monkeypatch.setattr(store, "load_frames", lambda runs: (cells, samples))
+    monkeypatch.setattr(load, "load_frames", lambda *_, **__: (cells, samples))
     assert call(["report", str(tmp_path), "--with-published"]) == 0
     lines = capsys.readouterr().out.splitlines()
     (line,) = (one for one in lines if one.startswith("nothing published fits"))
