@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -115,8 +116,9 @@ def _connected(ray: Any, grid: Grid, reporter: Reporter) -> Iterator[str]:
         }
     reporter.message("starting Ray" if address == "local" else f"connecting to Ray at {address}")
     try:
+        _check_port(address)
         ray.init(address=address, **options)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise UserError(
             f"cannot reach Ray at {address}: {first_lines(error)}; start it with: ray start --head "
             "(and set RAY_AUTH_MODE=token if it uses a token)"
@@ -125,6 +127,17 @@ def _connected(ray: Any, grid: Grid, reporter: Reporter) -> Iterator[str]:
         yield "Ray on this machine" if address == "local" else f"Ray at {address}"
     finally:
         ray.shutdown()
+
+
+def _check_port(address: str) -> None:
+    """Refuse a `HOST:PORT` that nobody listens at: Ray would try for minutes.
+
+    Raises:
+        OSError: There is no connection.
+    """
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal():
+        socket.create_connection((host, int(port)), timeout=10).close()
 
 
 def _room(ray: Any, needs: _Needs) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,17 @@ def test_without_ray_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UserError, match=r"pip install 'kvbench\[ray\]'"):
         execute(small_grid(tmp_path, executor="ray"))
+
+
+def test_an_address_where_nobody_listens_is_one_line(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="ray is not installed: pip install 'kvbench[ray]'")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    with pytest.raises(
+        UserError, match=rf"cannot reach Ray at {address}: .*refused; start it with"
+    ):
+        execute(small_grid(tmp_path, executor="ray", ray_address=address))
 
 
 @pytest.mark.parametrize(
