@@ -240,7 +240,7 @@ def compare(args: argparse.Namespace) -> None:
     from kvbench.named import is_gguf, resolve_model
 
     policies = list(SHARED.values())
-    ours = Ours(args, args.kvpress_contexts)
+    ours = Ours(args, args.samples)
     folder = resolve_model(args.model)
     if is_gguf(folder):
         folder = str(converted(args.model, Path(folder), torch.float32))
@@ -266,12 +266,13 @@ def compare(args: argparse.Namespace) -> None:
     # kvpress also decodes the token that ends an answer.
     pairs = zip(answers, jobs, strict=True)
     same = sum(str(a).startswith(job["ours"].rstrip()) for a, job in pairs)
-    print(f"\nThe same {len(policies)} x {len(BUDGETS)} cells on {count} contexts, CPU ms each:\n")
+    print(f"\n{len(policies)} x {len(BUDGETS)} cells that both have, CPU ms of a context:\n")
     print("| | a context | to kvbench |")
     print("| --- | --: | --: |")
-    print(f"| kvbench, one run | {1000 * sorted(here)[len(here) // 2]:.1f} | 1.00x |")
+    mine, theirs = (1000 * sorted(found)[len(found) // 2] for found in (here, there))
+    print(f"| kvbench, {ours.contexts()} contexts in one run | {mine:.1f} | 1.00x |")
     print(
-        f"| kvpress' pipeline, cell by cell | {1000 * sorted(there)[len(there) // 2]:.1f} | "
+        f"| kvpress' pipeline, {count} of them, cell by cell | {theirs:.1f} | "
         f"{ratio(there, here)} |"
     )
     print(f"\n{same} of {len(answers)} responses begin with ours; {len(errors)} calls raised.")
@@ -288,7 +289,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--policies", default=",".join(POLICIES))
     parser.add_argument("--kvpress-python", help="of the environment that has kvpress")
-    parser.add_argument("--kvpress-contexts", type=int, default=2, help="of every task")
+    parser.add_argument(
+        "--kvpress-contexts",
+        type=int,
+        default=2,
+        help="contexts of every task that kvpress answers too",
+    )
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:

@@ -149,7 +149,7 @@ class Pool(Generic[_Owner]):
         """Feed the last token of every row, and choose the next ones."""
         assert self.cache is not None
         began = now(self.device)
-        slots = sorted(self.active)
+        slots = list(self.active)  # in the order in which they were queued
         ids = torch.zeros(self.slots, 1, dtype=torch.long)
         alive = torch.zeros(self.slots, 1, dtype=torch.bool)
         for slot in slots:
@@ -159,4 +159,4 @@ class Pool(Generic[_Owner]):
         seconds = (now(self.device) - began) / len(slots)
         for item in self.active.values():
             item.seconds += seconds
-        yield from self._choose(slots, logits if mask is None else logits[slots])
+        yield from self._choose(slots, logits[slots])

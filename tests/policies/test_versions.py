@@ -13,6 +13,7 @@ RAISED = {
     "roco": {"score.roco": 2},
     "d2o": {"select.important_recent": 2},
     "cam": {"merge.value": 2},
+    "simlayerkv": {"score.recency": 2},
     "duo_attention": {"score.sinks_recent": 2, "allocate.retrieval": 2},
 }
 VARIANTS = {

@@ -198,7 +198,7 @@ def complete(line: str) -> list[str]:
         ("kvbench run --task niah_single_", [f"niah_single_{n}" for n in (1, 2, 3)]),
         ("kvbench run --model ref", ["reference", "reference-vl"]),
         ("kvbench run --moment que", ["question"]),
-        ("kvbench analyze allocation --policy pyr", ["pyramidkv"]),
+        ("kvbench analyze allocation --policy pyramidk", ["pyramidkv"]),
         ("kvbench train gates --policy tr", ["trimkv"]),
         ("kvbench list ru", ["runs"]),
         ("kvbench data fetch gsm8k_s", ["gsm8k_strict"]),
