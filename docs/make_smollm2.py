@@ -36,6 +36,7 @@ SHOWN = (
     *("critical_headkv", "headkv", "dbtrimkv", "trimkv", "locret", "layer_defensivekv"),
     *("defensivekv", "keydiff", "tova", "snapkv", "critical_snapkv", "adakv", "criticalkv"),
     *("h2o", "d2o", "streaming_llm", "random"),
+    *("kvzip", "compactor", "chunkkv", "lagkv", "expected_attention"),
 )
 """The policies of the README; docs/smollm2.md has all of them."""
 LEARNED = ("trimkv", "dbtrimkv", "locret")
