@@ -53,7 +53,7 @@ def student_of(network: nn.Module, policy: str, model: str, tokens: int, bias: f
 
 
 def batch(tokens: int, learned: int) -> tuple[Tensor, Tensor]:
-    """Random tokens, of which the last ones are learned."""
+    """Random tokens; the last ones are learned."""
     ids = torch.randint(5, 5000, (1, tokens), generator=torch.Generator().manual_seed(1))
     supervised = torch.zeros(1, tokens, dtype=torch.bool)
     supervised[:, max(0, tokens - 1 - learned) : -1] = True

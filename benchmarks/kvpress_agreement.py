@@ -10,7 +10,7 @@ transformers, so it runs in an environment of its own; the two exchange files (J
 
 How kvpress' settings are ours:
 
-- `compression_ratio` is the share REMOVED, of which it keeps `int(T * (1 - ratio))`. Budgets are
+- `compression_ratio` is the share REMOVED: it keeps `int(T * (1 - ratio))` entries. Budgets are
   given in tokens here, `ratio = 1 - (b + 1/2) / T`, so that both keep `b` whatever is rounded.
 - `SnapKVPress(window_size=w, kernel_size=k)` is `snapkv:window=w:kernel=k:pool=avg`. It pools per
   query head and averages afterwards, which is the same for `avg` (and would not be for `max`).

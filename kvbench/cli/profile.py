@@ -36,6 +36,12 @@ def _root() -> None:
     """Measure what some policies need to know about a model."""
 
 
+Length = Annotated[
+    str | None,
+    option(PROMPTS, "TOKENS", "Length of prompt and answer together, with commas. Default: 1024."),
+]
+
+
 @app.command()
 def heads(
     context: typer.Context,
@@ -67,12 +73,7 @@ def heads(
     samples: Annotated[
         int | None, option(PROMPTS, "N", "Per task and length. Default: 33.")
     ] = None,
-    length: Annotated[
-        str | None,
-        option(
-            PROMPTS, "TOKENS", "Length of prompt and answer together, with commas. Default: 1024."
-        ),
-    ] = None,
+    length: Length = None,
     chat_template: Template = None,
     seed: Seed = None,
     out: Annotated[
@@ -117,12 +118,7 @@ def qfilters(
     samples: Annotated[
         int | None, option(PROMPTS, "N", "Per task and length. Default: 20.")
     ] = None,
-    length: Annotated[
-        str | None,
-        option(
-            PROMPTS, "TOKENS", "Length of prompt and answer together, with commas. Default: 1024."
-        ),
-    ] = None,
+    length: Length = None,
     chat_template: Template = None,
     seed: Seed = None,
     out: Annotated[

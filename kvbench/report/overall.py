@@ -198,7 +198,7 @@ class _Strata:
         self.draws += draws
 
     def add_interval(self, mean: Floats, lo: Floats, hi: Floats) -> None:
-        """Add a task of which only mean and interval are known, `[columns]` each."""
+        """Add a task whose mean and interval alone are known, `[columns]` each."""
         self.count += 1
         self.mean += mean
         self.draws += mean

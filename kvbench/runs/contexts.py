@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -35,7 +35,7 @@ from kvbench.runs.answers import (
 )
 from kvbench.runs.cell import Cell
 from kvbench.runs.store import Response
-from kvbench.runs.worker import Worker
+from kvbench.runs.worker import Prefilled, Worker
 from kvbench.view import Need
 
 Wanted = list[tuple[Cell, list[Prompt]]]
@@ -55,24 +55,6 @@ def answer_contexts(worker: Worker, prompts: Sequence[Prompt], cells: Sequence[C
         cells: The cells that answer them, at any moment but `turns`.
     """
     _Contexts(worker, prompts).answer(cells)
-
-
-class _Prefilled:
-    """A prefix, and the logits after it, which is made again if a policy spoils it.
-
-    Args:
-        make: Prefills it.
-    """
-
-    def __init__(self, make: Callable[[], tuple[Prefix, Tensor]]) -> None:
-        self._make = make
-        self.prefix, self.logits = make()
-
-    def intact(self) -> Prefix:
-        """The prefix as no policy has changed it."""
-        if self.prefix.spoiled:
-            self.prefix, self.logits = self._make()
-        return self.prefix
 
 
 class _Contexts:
@@ -115,7 +97,7 @@ class _Contexts:
         if not wanted:
             return
         needs = frozenset(need for cell, _ in wanted for need in cell.policy.needs)
-        context = _Prefilled(lambda: self.worker.prefill(ids, needs, media))
+        context = Prefilled(partial(self.worker.prefill, ids, needs, media))
         early = [(c, missing) for c, missing in wanted if c.moment not in ("question", "decode")]
         for cell, missing, cache in self._compressed(context, early):
             for prompt, copy in zip(missing, forks(len(missing), cache), strict=True):
@@ -127,7 +109,7 @@ class _Contexts:
         for question_ids, pairs in late.items():
             # Extending the prefix makes copies: a policy can only spoil these.
             prefix = context.intact()
-            asked = _Prefilled(partial(self._longer, prefix, question_ids))
+            asked = Prefilled(partial(self._longer, prefix, question_ids))
             for cell, repeats, cache in self._compressed(asked, by_request(pairs)):
                 lane = "told" if cache.upkeep is None else f"decode {cell.policy}"
                 seconds = (asked.prefix.seconds, cache.seconds)
@@ -135,7 +117,7 @@ class _Contexts:
                     self._add(lane, cell, prompt, copy, *seconds, asked.logits)
 
     def _compressed(
-        self, prefilled: _Prefilled, wanted: Wanted
+        self, prefilled: Prefilled, wanted: Wanted
     ) -> Iterator[tuple[Cell, list[Prompt], RaggedCache]]:
         """Compress a prefix for cells, those of one policy together; leave out cells that fail."""
         by_policy: dict[tuple[str, str], Wanted] = {}
@@ -144,7 +126,9 @@ class _Contexts:
                 by_policy.setdefault((str(cell.policy), cell.moment), []).append((cell, prompts))
         for group in by_policy.values():
             cells = [cell for cell, _ in group]
-            caches = self.worker.compress_all(prefilled.intact(), cells, self.reserve)
+            caches: list[RaggedCache | None] = [None] * len(cells)
+            if len(cells) > 1:
+                caches = self.worker.compress_all(prefilled.intact(), cells, self.reserve)
             for (cell, prompts), made in zip(group, caches, strict=True):
                 cache = made
                 if cache is None:
@@ -207,16 +191,14 @@ class _Contexts:
         needs: frozenset[Need],
     ) -> None:
         """Prefill one first chunk, and go on from it for every cell, its prompt and its tail."""
-        prefix, logits = self.worker.prefill(head, needs)
+        first = Prefilled(partial(self.worker.prefill, head, needs))
         for cell, repeats, tail in group:
             if cell.cell in self.worker.failed:
                 continue
-            whole = len(repeats[0].ids)
+            prefix, whole = first.intact(), len(repeats[0].ids)
             cache = self.worker.compress(prefix, cell, repeats[0], whole=whole, tail=tail)
             if cache is not None:
-                self._rest(cell, repeats, prefix, cache, logits, tail)
-            elif prefix.spoiled:
-                prefix, logits = self.worker.prefill(head, needs)
+                self._rest(cell, repeats, prefix, cache, first.logits, tail)
 
     def _rest(
         self,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby, pairwise
 
 import torch
@@ -24,7 +25,7 @@ from kvbench.runs.answers import Prompt, begun, by_cell, empty, ended, forks, ke
 from kvbench.runs.cell import Cell
 from kvbench.runs.index import Key
 from kvbench.runs.store import Response
-from kvbench.runs.worker import Worker
+from kvbench.runs.worker import Prefilled, Worker
 
 
 @dataclass
@@ -64,17 +65,16 @@ def answer_dialogues(worker: Worker, prompts: Sequence[Prompt], cells: Sequence[
             continue
         needs = frozenset(need for cell, _ in wanted for need in cell.policy.needs)
         first = repeats[0][0]
-        prefix, logits = worker.prefill(first.ids, needs, first.media)
+        prefilled = Prefilled(partial(worker.prefill, first.ids, needs, first.media))
         for cell, missing in wanted:
+            prefix = prefilled.intact()
             cache = worker.compress(prefix, cell, first)
             if cache is None:
-                if prefix.spoiled:
-                    prefix, logits = worker.prefill(first.ids, needs, first.media)
                 continue
             policy = str(cell.policy)
             for turns, copy in zip(missing, forks(len(missing), cache), strict=True):
                 lane = lanes.setdefault(policy, [])
-                lane.append(Dialogue(cell, turns, copy, logits, prefix.seconds))
+                lane.append(Dialogue(cell, turns, copy, prefilled.logits, prefix.seconds))
                 waiting = (d.cache for lane in lanes.values() for d in lane)
                 # Padding would push tokens out of sliding windows, and a forward takes the images
                 # of one dialogue: there a dialogue goes alone.

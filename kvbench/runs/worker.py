@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -45,6 +45,24 @@ class Outlet(Protocol):
     def append(self, responses: Sequence[Response]) -> None:
         """Take responses."""
         ...
+
+
+class Prefilled:
+    """A prefix, and the logits after it, which is made again if a policy spoils it.
+
+    Args:
+        make: Prefills it.
+    """
+
+    def __init__(self, make: Callable[[], tuple[Prefix, Tensor]]) -> None:
+        self._make = make
+        self.prefix, self.logits = make()
+
+    def intact(self) -> Prefix:
+        """The prefix as no policy has changed it."""
+        if self.prefix.spoiled:
+            self.prefix, self.logits = self._make()
+        return self.prefix
 
 
 @dataclass
@@ -134,11 +152,8 @@ class Worker:
             whole, tail: As in `Compression`.
         """
         wanted = Compression(cell.policy, cell.budget, cell.moment, cell.seed, whole, tail)
-        if cell.moment in LATER:
-            reserve = None
         try:
-            with plugin_call():
-                return prefix.compress([wanted], reserve)[0]
+            return self._compressed(prefix, [wanted], reserve)[0]
         except PluginError as error:
             self.fail(cell, prompt, str(error))
             return None
@@ -158,12 +173,17 @@ class Worker:
             compressed alone.
         """
         wanted = [Compression(c.policy, c.budget, c.moment, c.seed) for c in cells]
-        room = None if cells[0].moment in LATER else reserve
         try:
-            with plugin_call():
-                return [*prefix.compress(wanted, room)]
+            return [*self._compressed(prefix, wanted, reserve)]
         except PluginError:
             return [None] * len(cells)
+
+    def _compressed(
+        self, prefix: Prefix, wanted: Sequence[Compression], reserve: int | None
+    ) -> list[RaggedCache]:
+        """Compress a prefix in several ways, at one moment."""
+        with plugin_call():
+            return prefix.compress(wanted, None if wanted[0].moment in LATER else reserve)
 
     def row(self, cell: Cell, prompt: Prompt) -> Row:
         """A response of a cell to a prompt, still to be generated."""

@@ -171,7 +171,7 @@ def open_streams(
 
 
 def _with_answer(prompt: Sequence[int], answer: Sequence[int]) -> Item:
-    """A sequence of which only the answer is learned."""
+    """A sequence; only its answer is learned."""
     ids = torch.tensor([*prompt, *answer])
     supervised = torch.zeros(len(ids), dtype=torch.bool)
     supervised[len(prompt) - 1 : len(ids) - 1] = True

@@ -141,7 +141,7 @@ class Found:
     Attributes:
         tasks: One result for each task and model.
         failed: Why cells failed, by cell id; they are nowhere in `tasks`.
-        undrawn: Models of which it is not known where the tokens of an image lie.
+        undrawn: Models for which it is unknown where the tokens of an image lie.
     """
 
     tasks: list[OfTask]
