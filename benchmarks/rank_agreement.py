@@ -1,10 +1,15 @@
 """Do two models rank the policies alike? Spearman's rank correlation between two runs.
 
     python -m benchmarks.rank_agreement results/on-reference results/smollm2
+    python -m benchmarks.rank_agreement results/leaderboard --published kvpress
 
 For every moment and budget that both runs have, the policies of both are ranked by their mean over
 the tasks of both. The interval draws the contexts of every task again, separately in the two runs,
 and ranks anew. Tied policies share their mean rank.
+
+With `--published`, the second ranking is that of the scores that a paper prints for the same
+policies, moments and budgets (`kvbench published`), averaged over whatever it measured. They come
+without samples, so the interval is that of the run alone.
 """
 
 from __future__ import annotations
@@ -19,6 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 import kvbench
+from kvbench.published.beside import MOMENTS
+from kvbench.published.figures import SCORES, Figure, all_figures, paper
 from kvbench.stats import Floats
 
 DRAWS = 2000
@@ -74,13 +81,57 @@ def agreement(first: pd.DataFrame, second: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=[*keys, "policies", "rho", "lo", "hi"])
 
 
+def published_agreement(samples: pd.DataFrame, figures: Sequence[Figure]) -> pd.DataFrame:
+    """Rank correlations of a run with published scores.
+
+    Args:
+        samples: The frame of `samples.parquet`.
+        figures: Published figures; those that are no scores of a policy at a moment do not count.
+
+    Returns:
+        As `agreement`.
+    """
+    scores: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for f in figures:
+        if f.metric in SCORES and f.policy not in ("", "full") and f.setting in MOMENTS:
+            place = scores.setdefault((MOMENTS[f.setting], f.kept), {})
+            place.setdefault(f.policy, []).append(f.number)
+    rows = []
+    for (moment, budget), printed in sorted(scores.items()):
+        part = samples[(samples["moment"] == moment) & (samples["budget"] == budget)]
+        part = part[part["score"].notna()]
+        policies = sorted(set(part["policy"]) & set(printed))
+        if len(policies) < 2:
+            continue
+        means = drawn_means(part, policies, seed=0)
+        others = np.array([[np.mean(printed[policy]) for policy in policies]])
+        rho = correlations(means, np.repeat(others, len(means), axis=0))
+        lo, hi = np.nanquantile(rho[1:], [0.025, 0.975])
+        rows.append((moment, budget, len(policies), rho[0], lo, hi))
+    return pd.DataFrame(rows, columns=["moment", "budget", "policies", "rho", "lo", "hi"])
+
+
 def main() -> None:
-    """Print the correlations of two run folders."""
+    """Print the correlations of two run folders, or of one with published scores."""
     parser = argparse.ArgumentParser(description="Do two models rank the policies alike?")
-    parser.add_argument("runs", nargs=2, type=Path, metavar="RUN")
-    first, second = (kvbench.load(run)[1] for run in parser.parse_args().runs)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+    parser.add_argument(
+        "--published", metavar="PAPER", help="a name that `kvbench published` lists"
+    )
+    args = parser.parse_args()
+    if len(args.runs) != (1 if args.published else 2):
+        parser.error("give two runs, or one run and --published PAPER")
+    runs = [kvbench.load(run)[1] for run in args.runs]
+    if args.published:
+        found = published_agreement(
+            runs[0], [f for f in all_figures() if f.paper == paper(args.published).name]
+        )
+    else:
+        found = agreement(*runs)
+    if found.empty:
+        raise SystemExit("no moment and budget has two policies of both")
     table = Table("moment", "budget", "policies", "rho", "95% interval")
-    for row in agreement(first, second).itertuples():
+    for row in found.itertuples():
         interval = f"{row.lo:+.2f} to {row.hi:+.2f}"
         table.add_row(row.moment, row.budget, str(row.policies), f"{row.rho:+.2f}", interval)
     Console().print(table)

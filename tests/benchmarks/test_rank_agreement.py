@@ -6,7 +6,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from benchmarks.rank_agreement import agreement, correlations
+from benchmarks.rank_agreement import agreement, correlations, published_agreement
+from kvbench.published.figures import FIELDS, Figure
 
 
 def run(order: list[float], questions: int = 30) -> pd.DataFrame:
@@ -51,3 +52,25 @@ def test_policies_and_tasks_of_only_one_run_do_not_count() -> None:
     (row,) = agreement(one, other).itertuples()
     assert row.policies == 3
     assert row.rho == pytest.approx(1)
+
+
+def figure(policy: str, value: float, **more: str) -> Figure:
+    known = {"fraction": "0.2", "setting": "question-agnostic", "metric": "score"} | more
+    return Figure(**dict.fromkeys(FIELDS, "") | known | {"policy": policy, "value": str(value)})
+
+
+def test_published_scores_rank_the_policies_of_a_run_that_they_name() -> None:
+    samples = run([0.1, 0.4, 0.7, 0.9])
+    printed = [figure("p0", 3), figure("p1", 20), figure("p2", 30), figure("elsewhere", 1)]
+    (row,) = published_agreement(samples, printed).itertuples()
+    assert (row.moment, row.budget, row.policies) == ("context", "0.2", 3)
+    assert row.rho == pytest.approx(1)
+    (row,) = published_agreement(samples, [*printed, figure("p0", 99)]).itertuples()
+    assert row.rho == pytest.approx(-0.5), "two scores of a policy are averaged"
+
+
+def test_published_figures_of_other_budgets_moments_and_metrics_do_not_count() -> None:
+    samples = run([0.1, 0.9])
+    for more in ({"fraction": "0.3"}, {"setting": "question-aware"}, {"metric": "ms"}):
+        figures = [figure("p0", 1, **more), figure("p1", 2, **more)]
+        assert published_agreement(samples, figures).empty

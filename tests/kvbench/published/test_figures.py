@@ -35,6 +35,7 @@ def test_every_listed_table_has_figures() -> None:
         "dbtrimkv": [*range(1, 9)],
         "trimkv": [*range(1, 10)],
         "d2o": [*range(1, 22)],
+        "kvpress": [1],
     }
     assert all(t.figures for one in papers().values() for t in one.tables.values())
 
@@ -53,6 +54,7 @@ def test_every_listed_table_has_figures() -> None:
         (("trimkv", "8", "LocRet", "triviaqa", {}), "83.29"),
         (("d2o", "1", "D2O", "RB-P", {"part": "Falcon-7B"}), "7.32"),
         (("d2o", "18", "SirLLMs", "TREC", {}), "54.79"),
+        (("kvpress", "1", "KeyDiff", "0.9", {}), "65"),
         (("d2o", "21", "H2O", "PRe", {"part": "Mistral-7B-Instruct (KV size = 64)"}), "66.03"),
     ],
 )  # fmt: skip

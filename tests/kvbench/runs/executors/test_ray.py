@@ -33,10 +33,11 @@ def test_a_killed_worker_changes_no_byte(tmp_path: Path, undisturbed: Any) -> No
         def message(self, text: str) -> None:
             self.said.append(text)
 
+    # The only worker: at its first response there is a task left to do, so its loss is always seen.
     killer = Killer()
-    execute(small_grid(tmp_path / "run", executor="ray", workers=2), killer)
+    execute(small_grid(tmp_path / "run", executor="ray", workers=1), killer)
     assert killer.killed and any("a Ray worker was lost" in text for text in killer.said)
-    assert "Ray on this machine: 2 workers with 1 CPU each" in killer.said
+    assert any("Ray on this machine: 1 worker" in text for text in killer.said)
     assert stored(tmp_path / "run") == stored(undisturbed.path)
     lines = (tmp_path / "run" / "responses.jsonl").read_bytes().splitlines()
     assert len(lines) == len(stored(undisturbed.path))
