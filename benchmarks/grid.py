@@ -97,18 +97,35 @@ def serve(folder: str) -> None:
 
 
 class Ours:
-    """Runs grids on one loaded model.
+    """Runs grids.
 
     Args:
         args: What to run.
         samples: Samples of every task.
+
+    Attributes:
+        rows: Rows of the last grid's batches.
+        peak: Bytes that torch's allocator gave out at once for the last grid, without weights; 0
+            if no limit was given.
     """
 
     def __init__(self, args: argparse.Namespace, samples: int) -> None:
         self.args, self.samples = args, samples
 
-    def run(self, policies: list[str], budgets: list[str], full: bool) -> tuple[float, list[Any]]:
-        """CPU seconds to generate all responses of a grid, and the responses."""
+    def run(
+        self, policies: list[str], budgets: list[str], full: bool, memory: str | None = None
+    ) -> tuple[float, list[Any]]:
+        """CPU seconds to generate all responses of a grid, and the responses.
+
+        Args:
+            policies: Policies, in one spelling each.
+            budgets: Budgets of every policy.
+            full: Whether the full cache is run as well.
+            memory: As `--cache-memory`.
+        """
+        import torch
+
+        from benchmarks.memory import allocated
         from kvbench.progress import Silent
         from kvbench.runs.grid import Grid
         from kvbench.runs.planning import plan
@@ -128,6 +145,7 @@ class Ours:
                     "dtype": "float32",
                     "device": "cpu",
                     "full": full,
+                    "cache_memory": memory,
                     "out": out,
                 }
             )
@@ -137,10 +155,21 @@ class Ours:
                 loaded_model(stage, grid, lambda line: None) as model,
                 RunStore(Path(out) / "run") as store,
             ):
-                worker = Worker(model, stage.tokenizer, store, Silent())
+                worker = Worker(
+                    model, stage.tokenizer, store, Silent(), cache_memory=grid.cache_memory
+                )
+                self.peak = 0
+
+                def generate() -> None:
+                    for job in stage.jobs:
+                        answer(worker, job.prompts, job.cells)
+
                 began = time.process_time()
-                for job in stage.jobs:
-                    answer(worker, job.prompts, job.cells)
+                if memory is None:
+                    generate()
+                else:
+                    self.peak = allocated(generate, torch.device("cpu"))
+                self.rows = worker.batching.rows
                 seconds = time.process_time() - began
                 if worker.failed:
                     raise SystemExit(f"a cell failed: {next(iter(worker.failed.values()))}")

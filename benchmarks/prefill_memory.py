@@ -1,6 +1,6 @@
 """How much memory does a prefill that evicts take at its peak? Held against the full cache.
 
-    python benchmarks/prefill_memory.py [--length 4096] [--layers 16] [--budget 0.1] [--markdown]
+    python -m benchmarks.prefill_memory [--length 4096] [--layers 16] [--budget 0.1] [--markdown]
 
 A Llama of random weights prefills a prompt inside `kvbench.attach`. Of every policy two peaks are
 taken:
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaModel
 
 import kvbench
+from benchmarks.memory import MIB, allocated
 from kvbench.engine.attachment import Forward, Step
 from kvbench.engine.driver import Driver
 from kvbench.engine.layer import RaggedLayer
@@ -40,7 +41,6 @@ from kvbench_policies.gates.learned import random_gates
 
 POLICIES = ("full", "trimkv", "snapkv", "dbtrimkv")
 HEADS, DIM, HIDDEN = 8, 64, 256
-MIB = 1024**2
 
 
 @dataclass(frozen=True)
@@ -72,26 +72,6 @@ def llama(layers: int, length: int, device: torch.device) -> LlamaModel:
         max_position_embeddings=length,
     )
     return LlamaModel(config).eval().to(device)
-
-
-def allocated(run: Callable[[], None], device: torch.device) -> int:
-    """Bytes that torch's allocator gave out at the peak of a call, less those from before it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        run()
-        return torch.cuda.max_memory_allocated() - before
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
-        run()
-    total = peak = 0
-    for event in found.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            total += event.nbytes()
-            peak = max(peak, total)
-    return peak
 
 
 def measure(model: LlamaModel, ids: Tensor, policy: str, budget: str, bare: int) -> Peak:

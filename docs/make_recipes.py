@@ -28,9 +28,10 @@ def block() -> str:
             if one.paper == paper:
                 lines += described(one)
         without = [item for item in left_out() if item.paper == paper]
-        lines += [f"### {paper}: without a recipe", "", "| | why |", "| --- | --- |"]
-        lines += [f"| {item.item} | {item.reason} |" for item in without]
-        lines.append("")
+        if without:
+            lines += [f"### {paper}: without a recipe", "", "| | why |", "| --- | --- |"]
+            lines += [f"| {item.item} | {item.reason} |" for item in without]
+            lines.append("")
     return "\n".join(lines)
 
 
