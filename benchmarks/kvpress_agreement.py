@@ -20,6 +20,8 @@ How kvpress' settings are ours:
   where the release and the paper part.
 - `LagKVPress` is `lagkv:sinks=4`, `ExpectedAttentionPress` is `expected_attention`, `CURPress` is
   `curdkv:sketch=0:local=16`, and `QFilterPress` is `qfilters`, both with the same filters.
+- `ExpectedAttentionStatsPress` is `expected_attention:statistics=FOLDER`, both with the same
+  statistics. `ObservedAttentionPress` is `roco:b_std=0:window=0:sinks=0`.
 - `NonCausalAttnPress` is `score=non_causal:variant=release`, `LeverageScorePress` is
   `score=leverage`, and `CompactorPress(blending=0.35)` is `compactor:blend=0.35:variant=release`.
   Leverage draws a random projection on either side, so here neither projects (`sketch=0`; kvpress
@@ -41,6 +43,7 @@ Where kvpress differs by design, so that it is kept out of the comparison:
   are at least 5.
 - AdaKV's floor is at least one entry a head; `floor(0.2 * b)` here (they differ below `b = 5`).
 - The prompt must be longer than the window.
+- `TOVAPress` always keeps the newest token; `tova` does so if its own attention is large enough.
 - `SimLayerKVPress` has no budget: a threshold says which layers are lazy, and the newest token's
   attention to itself does not count. `simlayerkv` fills the least lazy layers until the budget is
   spent.
@@ -62,10 +65,12 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
+
+from benchmarks import kvpress_side
+from benchmarks.kvpress_side import CHUNKS
 
 LENGTHS = (63, 100, 257, 512)
 SHARES = (0.2, 0.35, 0.5, 0.8)
@@ -90,6 +95,9 @@ POLICIES = {
     "criticalkv floor": f"criticalkv:variant=release:safeguard=0.5:first_stage=0.25:{SNAP}",
     "lagkv": "lagkv:lag={w}:sinks=4",
     "expected_attention": "expected_attention",
+    "expected_attention measured": "expected_attention:statistics={statistics}",
+    "observed_attention": "roco:b_std=0:window=0:sinks=0",
+    "tova": "tova",
     "curdkv": "curdkv:sketch=0:local=16",
     "leverage": "knorm:score=leverage:sketch=0",
     "non_causal": "knorm:score=non_causal:variant=release:chunk={c}",
@@ -98,11 +106,14 @@ POLICIES = {
 }
 LEAST = 13
 """Smallest budget, more than the 12 tokens that Compactor protects."""
-CHUNKS = 8
-"""Chunks of non-causal attention are this many windows long."""
 
 
-def cases(folders: dict[str, str], filters: dict[str, str]) -> list[dict[str, Any]]:
+def cases(
+    folders: dict[str, str],
+    filters: dict[str, str],
+    statistics: dict[str, str],
+    presses: list[str],
+) -> list[dict[str, Any]]:
     """Every model with a context of every length: what both sides are told."""
     from kvbench.reference import samples
     from scripts.reference_model import evaluate
@@ -122,7 +133,9 @@ def cases(folders: dict[str, str], filters: dict[str, str]) -> list[dict[str, An
                 {
                     "model": model,
                     "folder": folder,
+                    "presses": presses,
                     "filters": filters[model],
+                    "statistics": statistics[model],
                     "ids": ids,
                     "window": window,
                     "kernel": kernel,
@@ -130,126 +143,6 @@ def cases(folders: dict[str, str], filters: dict[str, str]) -> list[dict[str, An
                 }
             )
     return made
-
-
-# --- kvpress' side: runs in its environment, knows nothing of kvbench -----------------------------
-
-
-def press_of(name: str, case: dict[str, Any], dim: int) -> tuple[Any, Any]:
-    """The press of a policy, and the one in it that scores."""
-    import kvpress
-
-    window, kernel = case["window"], case["kernel"]
-    chunk = {"chunk_size": CHUNKS * window}
-    plain = {
-        "streaming_llm": lambda: kvpress.StreamingLLMPress(),
-        "knorm": lambda: kvpress.KnormPress(),
-        "keydiff": lambda: kvpress.KeyDiffPress(),
-        "lagkv": lambda: kvpress.LagKVPress(lag_size=window),
-        "expected_attention": lambda: kvpress.ExpectedAttentionPress(),
-        "curdkv": lambda: kvpress.CURPress(),
-        "leverage": lambda: kvpress.LeverageScorePress(sketch_dimension=dim),
-        "non_causal": lambda: kvpress.NonCausalAttnPress(**chunk),
-        "compactor": lambda: kvpress.CompactorPress(blending=0.35, sketch_dimension=dim, **chunk),
-        "qfilters": lambda: with_filters(kvpress.QFilterPress(), case["filters"]),
-    }
-    if name in plain:
-        press = plain[name]()
-        return press, press
-    inner = kvpress.SnapKVPress(window_size=window, kernel_size=kernel)
-    outer = {
-        "snapkv": lambda p: p,
-        "adakv": kvpress.AdaKVPress,
-        "critical_snapkv": kvpress.CriticalKVPress,
-        "criticalkv": kvpress.CriticalAdaKVPress,
-        "criticalkv floor": lambda p: kvpress.CriticalAdaKVPress(
-            p, alpha_safeguard=0.5, first_stage_ratio=0.25
-        ),
-    }
-    return outer[name](inner), inner
-
-
-def with_filters(press: Any, folder: str) -> Any:
-    """Give a press Q-filters from a folder instead of the hub."""
-    from safetensors.torch import load_file
-
-    press.q_filters = load_file(Path(folder) / "model.safetensors")["q_filters"]
-    press.post_init_from_model = lambda model: None
-    return press
-
-
-def identity(*shape: int, **options: Any) -> torch.Tensor:
-    """Stand-in for `torch.randn` by which a projection `[..., d, d]` projects nothing."""
-    square = torch.eye(shape[-2], shape[-1]) * shape[-1] ** 0.5
-    return square.expand(shape).to(options.get("dtype"))
-
-
-def which(full: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
-    """Which rows of `[H, T, d]` the rows of `[H, n, d]` are, bool `[H, T]`; each must be one."""
-    same = (held[:, :, None] == full[:, None]).all(-1)
-    if not bool((same.sum(-1) == 1).all()):
-        raise RuntimeError("an entry that kvpress holds is not exactly one of the full cache")
-    return same.any(1)
-
-
-@torch.no_grad()
-def kvpress_side(folder: Path) -> None:
-    """Write what kvpress keeps, bool `[L, H, T]`, and its scores, to `kvpress.npz`."""
-    from importlib.metadata import version
-
-    from transformers import AutoModelForCausalLM, DynamicCache
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    out: dict[str, Any] = {
-        "versions": np.array([f"{p} {version(p)}" for p in ("kvpress", "transformers", "torch")])
-    }
-    models: dict[str, Any] = {}
-    for number, case in enumerate(json.loads((folder / "cases.json").read_text())):
-        if case["folder"] not in models:
-            models[case["folder"]] = AutoModelForCausalLM.from_pretrained(
-                case["folder"], dtype=torch.float32, attn_implementation="sdpa"
-            ).eval()
-        model = models[case["folder"]]
-        ids = torch.tensor([case["ids"]])
-        for name in POLICIES:
-            for budget in case["budgets"]:
-                press, inner = press_of(name, case, model.model.layers[0].self_attn.head_dim)
-                inner.compression_ratio = 1 - (budget + 0.5) / ids.shape[1]
-                with mock.patch("torch.randn", identity):
-                    kept, scores = watched(press, inner, model, ids, DynamicCache())
-                out[f"{number}/{name}/{budget}/kept"] = kept
-                out[f"{number}/{name}/{budget}/scores"] = scores
-    np.savez(folder / "kvpress.npz", **out)
-
-
-def watched(press: Any, inner: Any, model: Any, ids: torch.Tensor, cache: Any) -> tuple[Any, Any]:
-    """Run a press; give what it kept, bool `[L, H, T]`, and its scores, float32 `[L, H, T]`."""
-    compress, score = press.compress, inner.score
-    kept: list[np.ndarray] = []
-    scores: list[np.ndarray] = []
-
-    def scoring(*arguments: Any) -> torch.Tensor:
-        found: torch.Tensor = score(*arguments)
-        scores.append(found[0].float().numpy().copy())  # AdaKV writes into them afterwards
-        return found
-
-    def compressing(module: Any, hidden: Any, key: Any, value: Any, *rest: Any) -> Any:
-        module.masked_key_indices = None
-        left = compress(module, hidden, key, value, *rest)
-        if module.masked_key_indices is None:
-            kept.append(which(torch.cat([key, value], -1)[0], torch.cat(left, -1)[0]).numpy())
-        else:
-            _, head, token = module.masked_key_indices
-            stays = torch.ones(key.shape[1:3], dtype=torch.bool)
-            stays[head, token] = False
-            kept.append(stays.numpy())
-        return left
-
-    press.compress, inner.score = compressing, scoring
-    with press(model):
-        model(ids, past_key_values=cache, logits_to_keep=1)
-    return np.stack(kept), np.stack(scores)
 
 
 # --- kvbench's side -------------------------------------------------------------------------------
@@ -291,20 +184,27 @@ def random_models(folder: Path) -> dict[str, str]:
     return {**{name: str(folder / name) for name in made}, "reference": str(reference.path())}
 
 
-def filters_of(models: dict[str, str], folder: Path) -> dict[str, str]:
-    """Save random Q-filters for every model; give their folders."""
+def summaries_of(models: dict[str, str], folder: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """Save random Q-filters and query statistics for every model; give their folders."""
     from transformers import AutoConfig
 
-    from kvbench.profiles.filters import FilterNotes, save_filters
+    from kvbench.profiles.summaries import FILTERS, STATISTICS, SummaryNotes
 
-    made = {}
+    filters, statistics = {}, {}
     for name, path in models.items():
         config = AutoConfig.from_pretrained(path)
-        shape = (config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
-        filters = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-        save_filters(folder / f"{name}-filters", filters, FilterNotes())
-        made[name] = str(folder / f"{name}-filters")
-    return made
+        layers, dim = config.num_hidden_layers, config.head_dim
+        heads, queries = config.num_key_value_heads, config.num_attention_heads
+        draw = torch.Generator().manual_seed(0)
+        drawn = torch.randn(layers, heads, dim, generator=draw)
+        filters[name] = str(folder / f"{name}-filters")
+        FILTERS.save(Path(filters[name]), {"q_filters": drawn}, SummaryNotes())
+        mean = torch.randn(layers, queries, dim, generator=draw)
+        root = torch.randn(layers, queries, dim, dim, generator=draw) / dim
+        statistics[name] = str(folder / f"{name}-statistics")
+        made = {"query_mean": mean, "query_cov": root @ root.mT}
+        STATISTICS.save(Path(statistics[name]), made, SummaryNotes())
+    return filters, statistics
 
 
 def difference(
@@ -313,8 +213,9 @@ def difference(
     """Compare one cell.
 
     Returns:
-        Entries that kvpress keeps and kvbench does not; `""`, `tie` or `real`; the largest
-        difference of the scores, relative to the head's largest.
+        Entries that kvpress keeps and kvbench does not; `""`, `tie`, `real`, or `newest` where
+        `TOVAPress` has kept the newest token and nothing else differs; the largest difference of
+        the scores, relative to the head's largest.
     """
     import kvbench
     from kvbench.plugin import Need, Score, Scores, View
@@ -322,7 +223,10 @@ def difference(
     ids = torch.tensor([case["ids"]])
     window = case["window"]
     spelled = POLICIES[name].format(
-        w=window, k=case["kernel"], c=CHUNKS * window, filters=case["filters"]
+        w=window,
+        k=case["kernel"],
+        c=CHUNKS * window,
+        **{x: case[x] for x in ("filters", "statistics")},
     )
     policy = kvbench.policy(spelled)
     own = policy.score
@@ -344,6 +248,8 @@ def difference(
             found = own.score(v)
             mine = found if isinstance(found, Scores) else Scores(found, torch.zeros_like(v.col))
             free = mine.protect <= 0
+            if name == "tova":
+                free[..., -1] = False
             given = theirs[v.layer][None]
             if name == "streaming_llm":  # it scores 1 or 0
                 return Scores(given, torch.zeros_like(mine.protect))
@@ -356,6 +262,8 @@ def difference(
     missing = int((kept & ~ours).sum())
     if not missing:
         return 0, "", error
+    if name == "tova" and not (kept & ~ours)[..., :-1].any():
+        return missing, "newest", error
     tie = error <= ROUNDING and (np.array_equal(same_scores, kept) or swapped(ours, kept, scores))
     return missing, "tie" if tie else "real", error
 
@@ -387,11 +295,11 @@ def compare(folder: Path) -> int:
     print(f"{mine}  against  {', '.join(theirs['versions'])}\n")
     print("Entries kept otherwise of those kept, over all layers and heads, at each budget;")
     print("d(score): largest difference of the scores, relative to the head's largest.\n")
-    print(f"{'policy':<18}{'model':<11}{'T':>4}  w/k    d(score)  b: different/kept ...")
+    print(f"{'policy':<28}{'model':<11}{'T':>4}  w/k    d(score)  b: different/kept ...")
     models: dict[str, Any] = {}
-    total = {"cells": 0, "entries": 0, "tie": 0, "real": 0}
+    total = {"cells": 0, "entries": 0, "tie": 0, "newest": 0, "real": 0}
     listed = json.loads((folder / "cases.json").read_text())
-    for name in POLICIES:
+    for name in listed[0]["presses"]:
         for number, case in enumerate(listed):
             if case["folder"] not in models:
                 models[case["folder"]] = AutoModelForCausalLM.from_pretrained(
@@ -411,12 +319,13 @@ def compare(folder: Path) -> int:
                     total[kind] += missing
             setting = f"{case['window']}/{case['kernel']}" if "{" in POLICIES[name] else "-"
             print(
-                f"{name:<18}{case['model']:<11}{len(case['ids']):>4}  {setting:<6} {worst:.0e}   "
+                f"{name:<28}{case['model']:<11}{len(case['ids']):>4}  {setting:<6} {worst:.0e}   "
                 + "   ".join(columns)
             )
     print(
         f"\n{total['cells']} cells, {total['entries']} entries: "
-        f"{total['tie']} differ by a tie, {total['real']} for real"
+        f"{total['tie']} differ by a tie, {total['newest']} by TOVA's newest token, "
+        f"{total['real']} for real"
     )
     return int(total["real"] > 0)
 
@@ -425,12 +334,9 @@ def main() -> int:
     """Run both sides and compare them."""
     parser = argparse.ArgumentParser(description="Compare what kvbench and kvpress keep.")
     parser.add_argument("--kvpress-python", help="python of an environment with kvpress 0.5")
-    parser.add_argument("--side", choices=["kvpress"], help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--only", help="names of the table's first column, with commas")
     arguments = parser.parse_args()
-    if arguments.side:
-        kvpress_side(arguments.folder)
-        return 0
+    chosen = arguments.only.split(",") if arguments.only else list(POLICIES)
     python = shutil.which(arguments.kvpress_python or "")
     asked = [python, "-c", "import kvpress"]
     if python is None or subprocess.run(asked, check=False, capture_output=True).returncode:
@@ -439,10 +345,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         models = random_models(folder)
-        listed = cases(models, filters_of(models, folder))
+        listed = cases(models, *summaries_of(models, folder), chosen)
         (folder / "cases.json").write_text(json.dumps(listed))
-        command = [python, str(Path(__file__).resolve()), "--side", "kvpress", "--folder", name]
-        if subprocess.run(command, check=False).returncode:
+        if subprocess.run([python, kvpress_side.__file__, name], check=False).returncode:
             return 2
         return compare(folder)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -24,6 +24,9 @@ from kvbench.cli.options import (
     option,
 )
 from kvbench.cli.screen import progress, stopping
+
+if TYPE_CHECKING:
+    from kvbench.profiles.summaries import QuerySummary
 
 app = typer.Typer(
     help="Measure what some policies need to know about a model.",
@@ -97,46 +100,77 @@ def heads(
         print(line)
 
 
+QueryTask = Annotated[
+    str | None,
+    option(
+        WHAT,
+        "NAME",
+        "Tasks whose prompts the model reads, with commas. Default: niah_depth.",
+        autocompletion=complete.tasks,
+    ),
+]
+QuerySamples = Annotated[int | None, option(PROMPTS, "N", "Per task and length. Default: 20.")]
+QueryOut = Annotated[
+    Path | None,
+    option(
+        OUTPUT,
+        "FOLDER",
+        "Where to write the result. Default: the user's cache, where the policy looks.",
+    ),
+]
+
+
 @app.command()
 def qfilters(
     context: typer.Context,
-    task: Annotated[
-        str | None,
-        option(
-            WHAT,
-            "NAME",
-            "Tasks whose prompts the model reads, with commas. Default: niah_depth.",
-            autocompletion=complete.tasks,
-        ),
-    ] = None,
+    task: QueryTask = None,
     model: OneModel = "reference",
     revision: Revision = None,
     device: Device = None,
     dtype: Dtype = None,
     device_map: DeviceMap = None,
     quantization: Quantization = None,
-    samples: Annotated[
-        int | None, option(PROMPTS, "N", "Per task and length. Default: 20.")
-    ] = None,
+    samples: QuerySamples = None,
     length: Length = None,
     chat_template: Template = None,
     seed: Seed = None,
-    out: Annotated[
-        Path | None,
-        option(
-            OUTPUT,
-            "FOLDER",
-            "Where to write the filters. Default: the user's cache, where the policy looks.",
-        ),
-    ] = None,
+    out: QueryOut = None,
 ) -> None:
     """Estimate the direction that the queries of each KV head share, for qfilters."""
-    from kvbench.profiles.command import profile_filters
+    from kvbench.profiles.summaries import FILTERS
+
+    _summarise(FILTERS, context, model, out)
+
+
+@app.command()
+def queries(
+    context: typer.Context,
+    task: QueryTask = None,
+    model: OneModel = "reference",
+    revision: Revision = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    device_map: DeviceMap = None,
+    quantization: Quantization = None,
+    samples: QuerySamples = None,
+    length: Length = None,
+    chat_template: Template = None,
+    seed: Seed = None,
+    out: QueryOut = None,
+) -> None:
+    """Measure mean and covariance of each head's queries, for expected_attention."""
+    from kvbench.profiles.summaries import STATISTICS
+
+    _summarise(STATISTICS, context, model, out)
+
+
+def _summarise(sort: QuerySummary, context: typer.Context, model: str, out: Path | None) -> None:
+    from kvbench.profiles.command import profile_queries
 
     given = given_flags(context, "model", "out")
     told = progress()
-    with stopping(told, "filters are written when they are complete"):
+    with stopping(told, f"{sort.noun} are written when they are complete"):
         told.busy(f"loading model {model}")
-        lines = profile_filters(model, given, out, told)
+        lines = profile_queries(sort, model, given, out, told)
     for line in lines:
         print(line)

@@ -5,5 +5,6 @@
 `kvbench profile heads`, `ship` makes the profile of the reference model, and `allocators` is the
 base of the policies' allocators that read a profile.
 
-`queries` estimates Q-filters, which `filters` stores and finds.
+`queries` summarises the queries of a model (Q-filters, and their mean and covariance), and
+`summaries` stores and finds what it made.
 """

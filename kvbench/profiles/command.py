@@ -1,4 +1,4 @@
-"""`kvbench profile`: plans the task, measures, checks and writes head profiles and Q-filters."""
+"""`kvbench profile`: plans the task, measures, checks and writes the result."""
 
 from __future__ import annotations
 
@@ -19,10 +19,17 @@ from kvbench.errors import UserError, nearest
 from kvbench.files import cannot
 from kvbench.profiles.ablation import LEAST_ANSWERS, Evidence, Mean, head_losses, verify
 from kvbench.profiles.files import KINDS, PROFILES, HeadProfile
-from kvbench.profiles.filters import FILTERS, KIND, WEIGHTS, FilterNotes, save_filters
 from kvbench.profiles.measure import Measured, measure
 from kvbench.profiles.needles import find_needles
-from kvbench.profiles.queries import filters_of, sample_queries
+from kvbench.profiles.queries import filters_of, query_moments, sample_queries
+from kvbench.profiles.summaries import (
+    FILTERS,
+    KIND,
+    WEIGHTS,
+    QuerySummary,
+    SummaryNotes,
+    Tensors,
+)
 from kvbench.progress import Reporter
 from kvbench.runs.grid import Grid
 from kvbench.runs.planning import Stage, plan
@@ -30,7 +37,7 @@ from kvbench.runs.planning import Stage, plan
 TASK, SAMPLES = "niah_depth", 33
 """The needle at eleven depths, three times each."""
 PROMPTS = 20
-"""Prompts whose queries give the Q-filters."""
+"""Prompts whose queries are summarised."""
 
 
 def profile_heads(
@@ -87,65 +94,77 @@ def _check_place(path: Path) -> None:
         raise cannot("write", path, error) from None
 
 
-def profile_filters(
-    model: str, given: Mapping[str, Any], out: Path | None, reporter: Reporter
+def profile_queries(
+    sort: QuerySummary,
+    model: str,
+    given: Mapping[str, Any],
+    out: Path | None,
+    reporter: Reporter,
 ) -> list[str]:
-    """Estimate the Q-filters of a model and write them.
+    """Summarise the queries of a model and write the summary.
 
     Args:
+        sort: What to measure: `FILTERS` or `STATISTICS`.
         model: `reference`, a folder or a hub id.
         given: As in `profile_heads`.
         out: The folder; None writes to the user's cache.
         reporter: Told of the progress.
 
     Returns:
-        Lines for the user: where the filters are, and what they were made from.
+        Lines for the user: where the summary is, and what it was made from.
 
     Raises:
         UserError: An option is out of range, or the model or a task cannot be loaded.
     """
     if out is not None and out.is_file():
         raise UserError(f"--out {out} is a file; give the path of a folder")
-    folder = out or FILTERS.user_path(model, KIND)
+    folder = out or sort.artifacts.user_path(model, KIND)
     _check_place(folder / WEIGHTS)
-    filters, notes = measure_filters(model, given, reporter)
-    save_filters(folder, filters, notes)
-    layers, heads, dim = filters.shape
+    tensors, notes = measure_queries(sort, model, given, reporter)
+    sort.save(folder, tensors, notes)
+    layers, heads, dim, *_ = next(iter(tensors.values())).shape
+    kind = "KV heads" if sort is FILTERS else "query heads"
     lines = [
         f"wrote {folder}",
-        f"Q-filters of {notes.model}: {layers} layers by {heads} KV heads of {dim} channels, from "
+        f"{sort.noun} of {notes.model}: {layers} layers by {heads} {kind} of {dim} channels, from "
         f"{notes.queries} queries of each query head in {notes.prompts} prompts of {notes.task}",
     ]
     if out is not None:
-        lines.append(f"qfilters reads them with filters={folder}")
-    elif FILTERS.shipped_path(model, KIND):
-        lines.append(f"qfilters prefers the shipped ones; it reads these with filters={folder}")
+        lines.append(f"policies read them with {sort.option}={folder}")
+    elif sort.artifacts.shipped_path(model, KIND):
+        lines.append(
+            f"policies prefer the shipped ones; they read these with {sort.option}={folder}"
+        )
     return lines
 
 
-def measure_filters(
-    model: str, given: Mapping[str, Any], reporter: Reporter
-) -> tuple[Tensor, FilterNotes]:
-    """Estimate the Q-filters of a model, `[L, H, d]`; arguments as in `profile_filters`."""
+def measure_queries(
+    sort: QuerySummary, model: str, given: Mapping[str, Any], reporter: Reporter
+) -> tuple[Tensors, SummaryNotes]:
+    """Summarise the queries of a model; arguments as in `profile_queries`."""
     grid, stage, network = _opened(model, {"samples": PROMPTS, **given}, reporter)
     prompts = [(*p.context_ids, *p.question_ids) for job in stage.jobs for p in job.prompts]
     try:
         reporter.start(len(prompts), f"{model} reads")
-        queries = sample_queries(network, prompts, grid.seed, reporter)
+        if sort is FILTERS:
+            queries = sample_queries(network, prompts, grid.seed, reporter)
+            heads, count = model_info(network).kv_heads, queries[0].shape[1]
+            tensors = {"q_filters": torch.stack([filters_of(each, heads) for each in queries])}
+        else:
+            mean, covariance, count = query_moments(network, prompts, reporter)
+            tensors = {"query_mean": mean, "query_cov": covariance}
     finally:
         reporter.stop()
-    heads = model_info(network).kv_heads
-    notes = FilterNotes(
+    return tensors, SummaryNotes(
         model=reference.NAME if model == "reference" else model,
         revision=stage.jobs[0].cells[0].model_revision,
         task=",".join(dict.fromkeys(job.task.name for job in stage.jobs)),
         lengths=tuple(dict.fromkeys(job.task.length for job in stage.jobs)),
         prompts=len(prompts),
-        queries=queries[0].shape[1],
+        queries=count,
         seed=grid.seed,
         kvbench=__version__,
     )
-    return torch.stack([filters_of(of_layer, heads) for of_layer in queries]), notes
 
 
 def _opened(

@@ -1,7 +1,9 @@
-"""The main direction of a model's queries, head by head (Q-filters).
+"""What the queries of a model have in common, head by head.
 
-Godey, Devoto, Zhao, Scardapane, Minervini, de la Clergerie, Sagot: Q-Filters: Leveraging QK
-Geometry for Efficient KV Cache Compression, arXiv 2503.02812.
+Their main direction: Godey, Devoto, Zhao, Scardapane, Minervini, de la Clergerie, Sagot: Q-Filters:
+Leveraging QK Geometry for Efficient KV Cache Compression, arXiv 2503.02812. Their mean and
+covariance: Devoto, Jeblick, Jégou: Expected Attention: KV Cache Compression by Estimating Attention
+from Future Queries Distribution, arXiv 2510.00636.
 """
 
 from __future__ import annotations
@@ -18,9 +20,12 @@ from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.models import model_info
 from kvbench.engine.prefix import Prefix
 from kvbench.progress import Reporter
+from kvbench.view.rope import angles, turn_back
 
 QUERIES = 3000
-"""Queries of each head that are drawn over all prompts, as in the authors' program."""
+"""Queries of each head that are drawn over all prompts for Q-filters, as their authors do."""
+FIRST = 4
+"""First tokens of a prompt whose queries do not count in mean and covariance, as in kvpress."""
 
 
 @torch.no_grad()
@@ -75,3 +80,49 @@ def filters_of(queries: Tensor, kv_heads: int) -> Tensor:
     away = torch.where(along.double().mean(-1) > 0.5, -1.0, 1.0)
     filters: Tensor = (away[:, None] * direction).unflatten(0, (kv_heads, -1)).mean(1)
     return filters.float()
+
+
+@torch.no_grad()
+def query_moments(
+    model: nn.Module, prompts: Sequence[Sequence[int]], reporter: Reporter
+) -> tuple[Tensor, Tensor, int]:
+    """Mean and covariance of the queries before RoPE, over all tokens behind the first four.
+
+    Args:
+        model: A causal language model in evaluation mode.
+        prompts: Token ids, one prompt each.
+        reporter: Told of every prompt.
+
+    Returns:
+        The mean, float32 `[L, H_q, d]`; the covariance (the sum divided by the number of queries
+        less one), float32 `[L, H_q, d, d]`; and the number of queries of a head.
+
+    Raises:
+        UserError: The model has no rotary embedding.
+        ValueError: There are fewer than two queries.
+    """
+    info = model_info(model)
+    sums: list[Tensor | None] = [None] * info.layers
+    products: list[Tensor | None] = [None] * info.layers
+
+    def keep(opened: Forward, layer: RaggedLayer, step: Step) -> None:
+        tokens = step.query.shape[2]
+        cos, sin = angles(info, step.index, torch.arange(tokens, device=step.query.device))
+        rows = turn_back(step.query[0].float(), cos, sin)[:, FIRST:].double().cpu()
+        found = rows.sum(1), rows.mT @ rows
+        for held, new in zip((sums, products), found, strict=True):
+            before = held[step.index]
+            held[step.index] = new if before is None else before + new
+
+    with engine(model, keep):
+        for ids in prompts:
+            prefix = Prefix(model, ())
+            prefix.extend(torch.tensor([ids], device=prefix.device))
+            reporter.advance()
+    count = sum(max(0, len(ids) - FIRST) for ids in prompts)
+    if count < 2:
+        raise ValueError("mean and covariance need two queries")
+    mean = torch.stack([total for total in sums if total is not None]) / count
+    product = torch.stack([total for total in products if total is not None])
+    covariance = (product - count * mean[..., :, None] * mean[..., None, :]) / (count - 1)
+    return mean.float(), covariance.float(), count

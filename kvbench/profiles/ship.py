@@ -1,7 +1,7 @@
 """Makes what ships with kvbench for its models: `python -m kvbench.profiles.ship [MODEL ...]`.
 
-Head profiles and Q-filters. Run it again whenever the reference model gets a successor or the file
-of SmolLM2 changes; each takes some minutes on two cores.
+Head profiles, Q-filters and query statistics. Run it again whenever the reference model gets a
+successor or the file of SmolLM2 changes; each takes some minutes on two cores.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 from rich.console import Console
 
 from kvbench.artifacts import shipped_name
-from kvbench.profiles.command import describe, measure_filters, measure_profile
+from kvbench.profiles.command import describe, measure_profile, measure_queries
 from kvbench.profiles.files import PROFILES
-from kvbench.profiles.filters import FILTERS, save_filters
+from kvbench.profiles.summaries import FILTERS, STATISTICS
 from kvbench.progress import reporter
 
 SHIPPED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -23,26 +23,30 @@ SHIPPED: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm2": ("reason", {"length": [512, 1024], "samples": 11, "dtype": "bfloat16"}),
 }
 """Kind and settings of the head profile by model."""
-FILTER_SETTINGS: dict[str, dict[str, Any]] = {
+QUERY_SETTINGS: dict[str, dict[str, Any]] = {
     "reference": {"length": [512, 1024]},
     "smollm2": {"length": [512, 1024], "dtype": "bfloat16"},
 }
-"""Settings of the Q-filters by model."""
+"""Settings of the summaries of queries by model."""
 
 
 def main() -> None:
-    """Measure the profiles and filters of models and write them next to this file."""
+    """Measure the profiles and summaries of models and write them next to this file."""
     parser = argparse.ArgumentParser(description="Make the profiles that ship with kvbench.")
     parser.add_argument("models", nargs="*", metavar="MODEL", help="default: all")
-    parser.add_argument("--filters", action="store_true", help="only the Q-filters")
+    parser.add_argument("--queries", action="store_true", help="no head profiles")
     arguments = parser.parse_args()
     for model in arguments.models or SHIPPED:
-        given = {**FILTER_SETTINGS[model], "seed": 0, "device": "cpu"}
-        filters, notes = measure_filters(model, given, reporter(Console(stderr=True)))
-        folder = FILTERS.shipped / FILTERS.pattern.format(model=shipped_name(model))
-        save_filters(folder, filters, notes)
-        print(f"wrote {folder}")
-        if arguments.filters:
+        given = {**QUERY_SETTINGS[model], "seed": 0, "device": "cpu"}
+        for sort in (FILTERS, STATISTICS):
+            tensors, notes = measure_queries(sort, model, given, reporter(Console(stderr=True)))
+            artifacts = sort.artifacts
+            folder = artifacts.shipped / artifacts.pattern.format(model=shipped_name(model))
+            if sort is STATISTICS:  # a matrix for every head
+                tensors = {name: x.half() for name, x in tensors.items()}
+            sort.save(folder, tensors, notes)
+            print(f"wrote {folder}")
+        if arguments.queries:
             continue
         kind, settings = SHIPPED[model]
         given = {**settings, "seed": 0, "device": "cpu"}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple, Self
 
 import torch
@@ -25,9 +26,12 @@ from kvbench.plugin import (
     View,
     protect_sinks,
 )
+from kvbench.profiles.summaries import STATISTICS, WEIGHTS, SummaryNotes
+from kvbench.view.rope import angles, turn, turn_back
 from kvbench_policies.kernels.value_norm.op import value_norm
 from kvbench_policies.ranges import check_count, check_finite
-from kvbench_policies.rope import angles, turn, turn_back
+
+CONTEXT, PROFILE = "context", "profile"
 
 
 @dataclass(frozen=True)
@@ -141,6 +145,9 @@ class ExpectedAttention(Score):
         norm: Length of the value by which attention is multiplied: `value` (`||v_i||_2`), `output`
             (`||v_i W_O||_2`, mean over the group) or `none`.
         eps: Added to attention, so that the length decides among entries without attention.
+        statistics: Where mean and covariance come from: `context`, the text so far; `profile`, what
+            ships with kvbench for the model or what `kvbench profile queries` wrote; or the folder,
+            shipped name or hub id of measured ones, such as those that kvpress publishes.
     """
 
     name: ClassVar[str] = "expected_attention"
@@ -150,6 +157,7 @@ class ExpectedAttention(Score):
     covariance: bool = True
     norm: Literal["value", "output", "none"] = "value"
     eps: float = 0.0
+    statistics: str = CONTEXT
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -159,8 +167,34 @@ class ExpectedAttention(Score):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """Mean and covariance of the queries."""
-        return frozenset({QueryMoments(self.sinks)})
+        """Mean and covariance of the queries, unless they were measured before."""
+        return frozenset({QueryMoments(self.sinks)} if self.statistics == CONTEXT else ())
+
+    def stand_in(self, model: ModelInfo, folder: Path) -> Self:
+        """Give a copy that reads made-up statistics (see `kvbench.plugin.Part`)."""
+        if self.statistics != PROFILE:
+            return self
+        shape = (model.layers, model.query_heads, model.head_dim)
+        path = folder / "-".join(map(str, ("queries", *shape)))
+        if not (path / WEIGHTS).is_file():
+            mean = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+            made = {"query_mean": mean, "query_cov": torch.eye(shape[-1]).expand(*shape, -1)}
+            STATISTICS.save(path, made, SummaryNotes())
+        return self.replace(statistics=str(path))
+
+    @property
+    def _named(self) -> str | None:
+        return None if self.statistics == PROFILE else self.statistics
+
+    def fingerprint(self, model: str) -> str:
+        """Digest of measured statistics; it joins the hash of a cell.
+
+        Raises:
+            UserError: There are none.
+        """
+        if self.statistics == CONTEXT:
+            return ""
+        return STATISTICS.fingerprint(model, self._named)
 
     def score(self, v: View) -> Scores:
         """Score the entries of one layer, float32 `[B, H, n]`; 0 in the sinks."""
@@ -180,13 +214,23 @@ class ExpectedAttention(Score):
 
     def _queries(self, v: View) -> tuple[Tensor, Tensor]:
         """Mean `[B, H, G, d]` and covariance `[B, H, G, d, d]` of queries to come."""
-        moments = v.obs[QueryMoments(self.sinks)]
+        moments = self._moments(v)
         coming = v.length[:, None] + torch.arange(self.future, device=v.length.device)
         cos, sin = (x.mean(1)[:, None, None] for x in angles(v.model, v.layer, coming))
         turned = turn(moments, cos, sin)
         covariance = turn(turned[:, :, 1:].transpose(-1, -2), cos, sin)
         heads = (v.model.kv_heads, v.model.group)
         return turned[:, :, 0].unflatten(1, heads), covariance.unflatten(1, heads)
+
+    def _moments(self, v: View) -> Tensor:
+        """Mean and covariance before RoPE, float32 `[B, H_q, 1 + d, d]`."""
+        if self.statistics == CONTEXT:
+            return v.obs[QueryMoments(self.sinks)]
+        shape = (v.model.layers, v.model.query_heads, v.model.head_dim)
+        shapes = {"query_mean": shape, "query_cov": (*shape, shape[-1])}
+        found = STATISTICS.load(v.model.name, self._named, shapes)
+        joined = torch.cat([found["query_mean"][:, :, None], found["query_cov"]], 2)
+        return joined[v.layer].to(v.key.device).expand(len(v.length), -1, -1, -1)
 
     def _length(self, v: View) -> Tensor:
         """Lengths of the values, float32 `[B, H, n]`."""

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from kvbench.plugin import Score, View
+from kvbench.view.rope import angles, turn_back
 from kvbench_policies.projections import gaussian
 from kvbench_policies.ranges import check_count
-from kvbench_policies.rope import angles, turn_back
 
 _RIDGE = 1e-2
 """Added to the diagonal of the Gram matrix, so that it can be inverted for any keys."""

@@ -15,13 +15,7 @@ import torch
 
 from kvbench.parts import TopK, Uniform
 from kvbench.plugin import ModelInfo, Policy, Score, Scores, View, protect_window
-from kvbench.profiles.filters import (
-    WEIGHTS,
-    FilterNotes,
-    filters_fingerprint,
-    load_filters,
-    save_filters,
-)
+from kvbench.profiles.summaries import FILTERS, WEIGHTS, SummaryNotes
 from kvbench_policies.ranges import check_count
 
 
@@ -53,8 +47,8 @@ class QueryDirection(Score):
     def score(self, v: View) -> Scores:
         """Score the entries of one layer, float32 `[B, H, n]`."""
         shape = (v.model.layers, v.model.kv_heads, v.model.head_dim)
-        found = load_filters(v.model.name, self.filters, shape)[v.layer].to(v.key.device)
-        value = -(v.key.float() * found[:, None]).sum(-1)
+        found = FILTERS.load(v.model.name, self.filters, {"q_filters": shape})["q_filters"]
+        value = -(v.key.float() * found[v.layer].to(v.key.device)[:, None]).sum(-1)
         return Scores(value, protect_window(v, self.recent))
 
     def fingerprint(self, model: str) -> str:
@@ -63,7 +57,7 @@ class QueryDirection(Score):
         Raises:
             UserError: There are none.
         """
-        return filters_fingerprint(model, self.filters)
+        return FILTERS.fingerprint(model, self.filters)
 
     def stand_in(self, model: ModelInfo, folder: Path) -> Self:
         """Give a copy that reads made-up filters (see `kvbench.plugin.Part`)."""
@@ -71,7 +65,7 @@ class QueryDirection(Score):
         path = folder / "-".join(map(str, ("qfilters", *shape)))
         if not (path / WEIGHTS).is_file():
             filters = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-            save_filters(path, filters, FilterNotes())
+            FILTERS.save(path, {"q_filters": filters}, SummaryNotes())
         return self.replace(filters=str(path))
 
 

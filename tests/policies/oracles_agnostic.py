@@ -141,7 +141,9 @@ def expected_attention(
     covariance: bool = True,
     norm: str = "value",
     eps: float = 0.0,
+    given: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> Worth:
+    """`given`: mean `[H_q, d]` and covariance `[H_q, d, d]` that were measured before."""
     coming = ("coming", future)
     if coming not in layer.known:
         turns = [rotation(layer, layer.tokens + n) for n in range(future)]
@@ -152,7 +154,7 @@ def expected_attention(
         rest = [i for i in tokens if i >= sinks]
         total = dict.fromkeys(rest, 0.0)
         for g in query_heads(layer, h):
-            mean, spread = moments(layer, g, sinks)
+            mean, spread = moments(layer, g, sinks) if given is None else (x[g] for x in given)
             mean, spread = turn @ mean, turn @ spread @ turn.T
             logits = []
             for i in rest:

@@ -13,7 +13,7 @@ from torch.nn.functional import avg_pool1d
 
 from kvbench.errors import UserError
 from kvbench.plugin import Need, Policy
-from kvbench.profiles.filters import FilterNotes, save_filters
+from kvbench.profiles.summaries import FILTERS, STATISTICS, SummaryNotes
 from kvbench.spelling import policy
 from kvbench_policies.expected_attention import QueryMoments
 from kvbench_policies.non_causal import ChunkAttention
@@ -270,6 +270,32 @@ def test_what_is_out_of_range_is_refused(spec: str) -> None:
     assert "\n" not in str(error.value)
 
 
+# --- statistics that were measured before ---------------------------------------------------------
+
+
+def test_expected_attention_reads_measured_statistics(
+    case: tuple[Case, list[list[Layer]]], tmp_path: Path
+) -> None:
+    layers, rows = case
+    draw = torch.Generator().manual_seed(4)
+    heads = rows[0][0].group * 2
+    mean = torch.randn(2, heads, 8, generator=draw)
+    root = torch.randn(2, heads, 8, 8, generator=draw)
+    covariance = root @ root.mT
+    STATISTICS.save(tmp_path, {"query_mean": mean, "query_cov": covariance}, SummaryNotes())
+    chosen = policy("expected_attention", statistics=str(tmp_path), future=7)
+    assert not chosen.needs
+    for budget in budgets(layers.lengths):
+        got = layers.keep(chosen, budget)
+        for r, row in enumerate(rows):
+            first = max(layers.lengths) - layers.lengths[r]
+            for i, layer in enumerate(row):
+                held = o.everything(layer)
+                given = mean[i].double().numpy(), covariance[i].double().numpy()
+                worth = oa.expected_attention(layer, held, future=7, given=given)
+                assert tokens(got[i][r], first) == o.kept(worth, held, budget[r]), (budget, r, i)
+
+
 # --- Q-Filters ------------------------------------------------------------------------------------
 
 
@@ -279,7 +305,7 @@ def test_qfilters_keeps_keys_against_the_filter(
 ) -> None:
     layers, rows = case
     filters = torch.randn(2, 2, 8, generator=torch.Generator().manual_seed(3))
-    save_filters(tmp_path, filters, FilterNotes())
+    FILTERS.save(tmp_path, {"q_filters": filters}, SummaryNotes())
     chosen = policy("qfilters", filters=str(tmp_path), recent=recent)
     for budget in budgets(layers.lengths):
         got = layers.keep(chosen, budget)
@@ -292,7 +318,7 @@ def test_qfilters_keeps_keys_against_the_filter(
 
 
 def test_filters_for_another_model_are_refused(tmp_path: Path) -> None:
-    save_filters(tmp_path, torch.ones(2, 2, 4), FilterNotes())
+    FILTERS.save(tmp_path, {"q_filters": torch.ones(2, 2, 4)}, SummaryNotes())
     chosen = policy("qfilters", filters=str(tmp_path))
-    with pytest.raises(UserError, match="of 4 channels, but model test has 2 by 2 of 8; run `kvb"):
+    with pytest.raises(UserError, match="of 4 channels, but model test has 2 layers by 2 heads of 8 ch"):
         random_case((9,)).keep(chosen, [3])

@@ -28,7 +28,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 import kvbench
 from kvbench import registry
 from kvbench.engine.loading import load_model
-from kvbench.profiles.filters import FilterNotes, save_filters
+from kvbench.profiles.summaries import FILTERS, SummaryNotes
 from kvbench.spelling import policy
 
 from . import oracles as o
@@ -254,7 +254,7 @@ def test_qfilters_keeps_keys_against_the_filter(model: nn.Module, tmp_path: Path
     rows = [layers_of(model, ids[r : r + 1, -t:]) for r, t in enumerate(LENGTHS)]
     shape = (len(rows[0]), rows[0][0].heads, rows[0][0].dim)
     filters = torch.randn(shape, generator=torch.Generator().manual_seed(2))
-    save_filters(tmp_path, filters, FilterNotes())
+    FILTERS.save(tmp_path, {"q_filters": filters}, SummaryNotes())
     chosen = policy("qfilters", filters=str(tmp_path))
     for budget, entries in (("0.2", (13, 9)), ("3", (3, 3)), ("0.6", (38, 27))):
         got = kept_tokens(model, ids, chosen, budget)

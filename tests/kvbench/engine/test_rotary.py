@@ -10,7 +10,7 @@ import torch
 from kvbench.engine.driver import engine, forward
 from kvbench.engine.models import attention_modules, model_info
 from kvbench.engine.prefix import Prefix
-from kvbench_policies.rope import angles, turn, turn_back
+from kvbench.view.rope import angles, turn, turn_back
 
 from . import test_vision
 from .conftest import FAMILIES, build

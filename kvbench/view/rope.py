@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvbench.errors import UserError
-from kvbench.plugin import ModelInfo
+from kvbench.view.model import ModelInfo
 
 
 def angles(model: ModelInfo, layer: int, position: Tensor) -> tuple[Tensor, Tensor]:

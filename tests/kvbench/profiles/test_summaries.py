@@ -1,4 +1,4 @@
-"""Q-filters: estimated from queries, written by the command, found by the policy."""
+"""Q-filters and query statistics: measured, written by the command, found by the policy."""
 
 from __future__ import annotations
 
@@ -20,21 +20,20 @@ from kvbench.errors import UserError
 from kvbench.named import model_digest
 from kvbench.plugin import Queries
 from kvbench.profiles import queries
-from kvbench.profiles.command import profile_filters
-from kvbench.profiles.filters import (
+from kvbench.profiles.command import profile_queries
+from kvbench.profiles.queries import filters_of, query_moments, sample_queries
+from kvbench.profiles.summaries import (
     FILTERS,
     KIND,
+    STATISTICS,
     WEIGHTS,
-    FilterNotes,
-    find_filters,
-    load_filters,
-    read_filters,
-    save_filters,
+    QuerySummary,
+    SummaryNotes,
 )
-from kvbench.profiles.queries import filters_of, sample_queries
 from kvbench.progress import Silent
 
 SHAPE = (4, 2, 32)
+SHAPES = {"q_filters": SHAPE}
 
 
 @pytest.fixture(autouse=True)
@@ -103,32 +102,33 @@ def test_filters_are_written_where_the_policy_looks(folder: str, cache: Path) ->
     command = ["profile", "qfilters", "--model", folder, "--length", "200", "--samples", "3"]
     done = CliRunner().invoke(cli.app.app, [*command, "--seed", "5"])
     assert done.exit_code == 0, done.output
-    path = FILTERS.user_path(folder, KIND)
+    path = FILTERS.artifacts.user_path(folder, KIND)
     assert path.parent == cache / "profiles"
     assert f"wrote {path}" in done.stdout
     assert "4 layers by 2 KV heads of 32 channels" in " ".join(done.stdout.split())
-    filters, notes = read_filters(path)
+    tensors, notes = FILTERS.read(path)
+    filters = tensors["q_filters"]
     assert filters.shape == SHAPE
     count = notes.queries
     assert 100 < count <= 600
-    expected = FilterNotes(
+    expected = SummaryNotes(
         folder, model_digest(folder), "niah_depth", (200,), 3, count, 5, kvbench.__version__
     )
     assert notes == expected
     assert float(filters.norm(dim=-1).max()) <= 1.0001
-    assert torch.equal(load_filters(folder, None, SHAPE), filters)
+    assert torch.equal(FILTERS.load(folder, None, SHAPES)["q_filters"], filters)
     chosen = kvbench.policy("qfilters")
     before = chosen.fingerprint(folder)
-    save_filters(path, -filters, notes)
+    FILTERS.save(path, {"q_filters": -filters}, notes)
     assert chosen.fingerprint(folder) != before
 
 
 def test_filters_ship_for_the_reference_model(folder: str) -> None:
-    shipped = load_filters("reference", None, SHAPE)
+    shipped = FILTERS.load("reference", None, SHAPES)["q_filters"]
     assert bool((shipped.norm(dim=-1) > 0.3).all())
-    assert find_filters("reference", None).parent == FILTERS.shipped
+    assert FILTERS.find("reference", None).parent == FILTERS.artifacts.shipped
     with pytest.raises(UserError, match=r"has no Q-filters; run `kvbench profile qfilters"):
-        find_filters(folder, None)
+        FILTERS.find(folder, None)
 
 
 def test_out_names_a_folder_and_says_how_to_read_it(folder: str, tmp_path: Path) -> None:
@@ -136,19 +136,19 @@ def test_out_names_a_folder_and_says_how_to_read_it(folder: str, tmp_path: Path)
     done = CliRunner().invoke(cli.app.app, [*command, "--out", str(tmp_path / "mine")])
     assert done.exit_code == 0, done.output
     said = "".join(done.stdout.split())
-    assert f"readsthemwithfilters={tmp_path / 'mine'}" in said
+    assert f"readthemwithfilters={tmp_path / 'mine'}" in said
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"--out \S+ is a file; give the path of a folder"):
-        profile_filters(folder, {}, tmp_path / "file", Silent())
+        profile_queries(FILTERS, folder, {}, tmp_path / "file", Silent())
 
 
 def test_what_the_authors_publish_can_be_read(tmp_path: Path) -> None:
     given = torch.randn(SHAPE)
     save_file({"q_filters": given}, tmp_path / WEIGHTS)
-    found, notes = read_filters(tmp_path)
-    assert torch.equal(found, given)
-    assert notes == FilterNotes()
-    assert torch.equal(load_filters("any", str(tmp_path), SHAPE), given)
+    found, notes = FILTERS.read(tmp_path)
+    assert torch.equal(found["q_filters"], given)
+    assert notes == SummaryNotes()
+    assert torch.equal(FILTERS.load("any", str(tmp_path), SHAPES)["q_filters"], given)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,56 @@ def test_what_holds_no_filters_is_refused(
 ) -> None:
     save_file(tensors, tmp_path / WEIGHTS)
     with pytest.raises(UserError, match=message):
-        read_filters(tmp_path)
+        FILTERS.read(tmp_path)
     (tmp_path / WEIGHTS).write_bytes(b"nothing")
     with pytest.raises(UserError, match="is damaged"):
-        read_filters(tmp_path)
+        FILTERS.read(tmp_path)
+
+
+def test_moments_are_those_of_queries_before_rope() -> None:
+    model = load_model("reference", None, torch.device("cpu"), torch.float32)
+    prompts = [list(range(200, 240)), list(range(300, 309))]
+    mean, covariance, count = query_moments(model, prompts, Silent())
+    assert count == 36 + 5
+    layer = model.model.layers[0]
+    rows = []
+    for ids in prompts:
+        hidden = layer.input_layernorm(model.model.embed_tokens(torch.tensor([ids])))
+        with torch.no_grad():
+            query = layer.self_attn.q_proj(hidden)[0, 4:].unflatten(1, (4, 32))
+            rows.append(layer.self_attn.q_norm(query))
+    found = torch.cat(rows).double().numpy()
+    np.testing.assert_allclose(mean[0], found.mean(0), atol=1e-4)
+    for head in range(4):
+        expected = np.cov(found[:, head], rowvar=False)
+        np.testing.assert_allclose(covariance[0, head], expected, atol=1e-3)
+    assert mean.shape == (4, 4, 32)
+    assert covariance.shape == (4, 4, 32, 32)
+    with pytest.raises(ValueError, match="two queries"):
+        query_moments(model, [[1, 2, 3, 4, 5]], Silent())
+
+
+def test_statistics_are_written_where_the_policy_looks(folder: str) -> None:
+    command = ["profile", "queries", "--model", folder, "--length", "200", "--samples", "1"]
+    chosen = kvbench.policy("expected_attention", statistics="profile")
+    with pytest.raises(UserError, match="has no query statistics; run `kvbench profile queries"):
+        chosen.fingerprint(folder)
+    done = CliRunner().invoke(cli.app.app, command)
+    assert done.exit_code == 0, done.output
+    path = STATISTICS.artifacts.user_path(folder, KIND)
+    assert f"wrote {path}" in done.stdout
+    assert "4 layers by 4 query heads of 32 channels" in " ".join(done.stdout.split())
+    assert chosen.fingerprint(folder)
+    assert not kvbench.policy("expected_attention").fingerprint(folder)
+    shapes = {"query_mean": (4, 4, 32), "query_cov": (4, 4, 32, 32)}
+    found = STATISTICS.load("reference", None, shapes)
+    assert bool((torch.linalg.eigvalsh(found["query_cov"]) > -1e-2).all())
+
+
+@pytest.mark.parametrize("sort", [FILTERS, STATISTICS])
+def test_a_summary_of_another_model_is_refused(sort: QuerySummary, tmp_path: Path) -> None:
+    tensors = {name: torch.ones([2] * axes) for name, axes in sort.axes.items()}
+    sort.save(tmp_path, tensors, SummaryNotes())
+    name, axes = next(iter(sort.axes.items()))
+    with pytest.raises(UserError, match="is for 2 layers by 2 heads of 2 channels, but model m"):
+        sort.load("m", str(tmp_path), {name: (3,) * axes})

@@ -1,0 +1,184 @@
+"""What is measured once from the queries of a model: Q-filters, and their mean and covariance.
+
+A summary is a folder with `model.safetensors`, as the authors of the methods publish theirs on the
+hub, and in its header what it was made from.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from kvbench.artifacts import Artifacts, MadeFor
+from kvbench.errors import UserError
+from kvbench.files import cannot, write_whole
+
+WEIGHTS = "model.safetensors"
+KIND = ""
+"""Summaries of one sort come in one kind."""
+
+Tensors: TypeAlias = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class SummaryNotes:
+    """What a summary was made from.
+
+    Attributes:
+        model: The model as the user named it; "" if unknown.
+        revision: Commit of the hub, or digest of the local weights; "" if unknown.
+        task: Tasks whose prompts were read.
+        lengths: Tokens of prompt and answer; 0 for data that is not sized.
+        prompts: Number of prompts.
+        queries: Queries per query head.
+        seed: Seed of the data and of the draw of the queries.
+        kvbench: Version of kvbench that made it.
+    """
+
+    model: str = ""
+    revision: str = ""
+    task: str = ""
+    lengths: tuple[int, ...] = ()
+    prompts: int = 0
+    queries: int = 0
+    seed: int = 0
+    kvbench: str = ""
+
+
+@dataclass(frozen=True)
+class QuerySummary:
+    """One sort of summaries.
+
+    Attributes:
+        noun: What one is called in messages.
+        option: The parameter of the policy that names one.
+        name: The command that makes it is `kvbench profile NAME`, its folder ends with `.NAME`.
+        axes: Number of axes of every tensor, by the tensor's name.
+    """
+
+    noun: str
+    option: str
+    name: str
+    axes: Mapping[str, int]
+
+    @functools.cached_property
+    def artifacts(self) -> Artifacts:
+        """Where they are looked for."""
+        return Artifacts(
+            noun=self.noun,
+            option=self.option,
+            shipped=Path(__file__).resolve().parent / "shipped",
+            folder="profiles",
+            pattern=f"{{model}}.{self.name}",
+            command=f"kvbench profile {self.name} --model {{model}}",
+            made_for=self._made_for,
+            files=(WEIGHTS,),
+        )
+
+    def save(self, folder: Path, tensors: Tensors, notes: SummaryNotes) -> None:
+        """Write a summary completely or not at all.
+
+        Raises:
+            UserError: The file cannot be written.
+        """
+        header = {"format": "pt", "kvbench": json.dumps(asdict(notes))}
+        content = save({name: tensors[name].contiguous() for name in self.axes}, header)
+        write_whole(folder / WEIGHTS, content)
+
+    def read(self, folder: Path) -> tuple[Tensors, SummaryNotes]:
+        """Read and check a summary: float32 on the CPU.
+
+        Raises:
+            UserError: The file cannot be read or holds no summary; the message says why.
+        """
+        path = folder / WEIGHTS
+        try:
+            with safe_open(path, "pt") as file:
+                header = file.metadata() or {}
+                held = set(file.keys()) & set(self.axes)
+                found = {name: file.get_tensor(name).float() for name in held}
+        except OSError as error:
+            raise cannot("read", path, error) from None
+        except SafetensorError as error:
+            raise UserError(f"{path} is damaged: {error}") from None
+        for name, axes in self.axes.items():
+            if name not in found or found[name].dim() != axes:
+                raise UserError(f"{path} holds no {self.noun}: no tensor {name} of {axes} axes")
+            if not bool(found[name].isfinite().all()):
+                raise UserError(f"{path} holds no {self.noun}: a number is not finite")
+        notes: dict[str, Any] = json.loads(header.get("kvbench", "{}"))
+        notes["lengths"] = tuple(notes.get("lengths", ()))
+        return found, SummaryNotes(**notes)
+
+    def _made_for(self, folder: Path) -> MadeFor:
+        _, notes = self.read(folder)
+        return MadeFor(notes.model, notes.revision)
+
+    def find(self, model: str, named: str | None) -> Path:
+        """Find the summary of a model: the named one, the shipped one, or the user's own.
+
+        Args:
+            model: `ModelInfo.name` or what `--model` names: `reference`, a folder or a hub id.
+            named: Folder, shipped name or hub id, whose model is not compared; or None.
+
+        Raises:
+            UserError: There is none; the message names the command that makes it.
+        """
+        return self.artifacts.find(model, (KIND,), named)
+
+    def load(self, model: str, named: str | None, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
+        """Find and read the summary of a model, float32; a file is read once.
+
+        Raises:
+            UserError: There is none, it is damaged, or a shape is not that of the model.
+        """
+        folder = self.find(model, named)
+        state = (folder / WEIGHTS).stat()
+        found = _read(self.name, folder, state.st_mtime_ns, state.st_size)
+        for name, shape in shapes.items():
+            if tuple(found[name].shape) != shape:
+                have, want = (
+                    f"{x[0]} layers by {x[1]} heads of {x[2]} channels"
+                    for x in (found[name].shape, shape)
+                )
+                raise UserError(
+                    f"{folder} is for {have}, but model {model} has {want}; run "
+                    f"{self.artifacts.how(model, KIND)}"
+                )
+        return found
+
+    def fingerprint(self, model: str, named: str | None) -> str:
+        """16 hex digits of the content of the summary of a model.
+
+        Raises:
+            UserError: There is none, or it is damaged.
+        """
+        folder = self.find(model, named)
+        self.read(folder)
+        return self.artifacts.digest(folder)
+
+
+FILTERS = QuerySummary("Q-filters", "filters", "qfilters", {"q_filters": 3})
+"""`q_filters`, `[L, H, d]`: one direction for every KV head (arXiv 2503.02812)."""
+
+STATISTICS = QuerySummary(
+    "query statistics", "statistics", "queries", {"query_mean": 3, "query_cov": 4}
+)
+"""Queries before RoPE: `query_mean`, `[L, H_q, d]`, and `query_cov`, `[L, H_q, d, d]`.
+
+The names are those of kvpress, which computes them for ExpectedAttention (arXiv 2510.00636).
+"""
+
+
+@functools.lru_cache(maxsize=16)
+def _read(name: str, folder: Path, changed: int, size: int) -> Tensors:
+    (sort,) = (each for each in (FILTERS, STATISTICS) if each.name == name)
+    return sort.read(folder)[0]
