@@ -42,6 +42,7 @@ OPS = {
     "retention_attention": "kvbench_policies.kernels",
     "value_norm": "kvbench_policies.kernels",
     "global_select": "kvbench_policies.kernels",
+    "ragged_attention": "kvbench.engine.kernels",
 }
 """Folders of the ops, and the packages that they are in."""
 ARCHITECTURES = (80, 90)
