@@ -15,7 +15,7 @@ How fast a kernel is, and whether it races, cannot be known so: `benchmarks/kern
 Exit status 2 where triton is not installed.
 
 An op takes part by the name of its folder in `OPS` and a function `compiled(arch)` in its
-`triton.py` that yields `kvbench_policies.kernels.launch.Compiled`, made from the very constants
+`triton.py` that yields `kvbench.engine.kernels.launch.Compiled`, made from the very constants
 that it launches with.
 """
 
@@ -35,10 +35,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvbench_policies.kernels.launch import Compiled
+from kvbench.engine.kernels.launch import Compiled
 
-OPS = ("capacity_loss", "retention_attention", "value_norm", "global_select")
-"""Folders of `kvbench_policies.kernels`."""
+OPS = {
+    "capacity_loss": "kvbench_policies.kernels",
+    "retention_attention": "kvbench_policies.kernels",
+    "value_norm": "kvbench_policies.kernels",
+    "global_select": "kvbench_policies.kernels",
+    "ragged_attention": "kvbench.engine.kernels",
+}
+"""Folders of the ops, and the packages that they are in."""
 ARCHITECTURES = (80, 90)
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
 """Bytes of shared memory that one program may have."""
@@ -125,7 +131,7 @@ def examine(case: Compiled, arch: int) -> Row:
 
 def cases(op: str, arch: int) -> Iterator[Compiled]:
     """The kernels of one op, as launched on an architecture."""
-    yield from importlib.import_module(f"kvbench_policies.kernels.{op}.triton").compiled(arch)
+    yield from importlib.import_module(f"{OPS[op]}.{op}.triton").compiled(arch)
 
 
 def markdown(rows: list[Row]) -> str:
@@ -145,7 +151,7 @@ def main() -> int:
     """Compile, print a table, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--arch", type=int, nargs="+", choices=ARCHITECTURES, default=ARCHITECTURES)
-    parser.add_argument("--op", nargs="+", choices=OPS, default=OPS)
+    parser.add_argument("--op", nargs="+", choices=list(OPS), default=list(OPS))
     parser.add_argument("--markdown", action="store_true", help="print the table of the docs")
     parser.add_argument("--quick", action="store_true", help="one size of every kernel")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)

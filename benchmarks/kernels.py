@@ -21,12 +21,17 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kvbench.parts import entry_key
+
+if TYPE_CHECKING:
+    from kvbench.engine.layer import RaggedLayer
 
 AGREE_AT = 257
 Run = Callable[..., Tensor]
@@ -158,11 +163,132 @@ def global_select(length: int) -> Iterator[Case]:
     )
 
 
+@dataclass(frozen=True)
+class Segments:
+    """A layer of 8 KV heads of 128, packed, with half to one and a half times the mean length."""
+
+    layer: RaggedLayer
+    query: Tensor
+    first: int
+
+    @classmethod
+    def of(cls, length: int, n: int) -> Segments:
+        """16 sequences with `n` new tokens each, in bfloat16."""
+        from kvbench.engine.layer import RaggedLayer, starts
+
+        batch, heads = (16, 8) if length > AGREE_AT else (2, 2)
+        layer = RaggedLayer()
+        layer.batch, layer.heads, layer.dim, layer.packed = batch, heads, 128, True
+        order = torch.randperm(batch * heads)
+        spread = torch.linspace(0.5, 1.5, batch * heads)[order]
+        layer.length = (length * spread).int().add(n).tolist()
+        layer.room = [x + 64 for x in layer.length]
+        layer.start = starts(layer.room)
+        rows = sum(layer.room)
+        layer.key, layer.value = (torch.randn(rows, 128).bfloat16().cuda() for _ in range(2))
+        first = 2 * length
+        col = torch.zeros(rows, dtype=torch.int32)
+        for start, x in zip(layer.start, layer.length, strict=True):
+            col[start + x - n : start + x] = torch.arange(first, first + n)
+        layer.col = col.cuda()
+        query = torch.randn(batch, n, heads * 4, 128).bfloat16().cuda().transpose(1, 2)
+        return cls(layer, query, first)
+
+    def case(self, name: str, run: Run, powers: tuple[int, ...] = ()) -> Case:
+        """A case whose result is the output, or the mass if there are powers."""
+        from kvbench.engine.kernels.ragged_attention import ref
+
+        layer, entries = self.layer, sum(self.layer.length)
+        assert layer.key is not None and layer.value is not None
+        pairs = 4 * entries * self.query.shape[2]
+        bounds = [x.cpu() for x in layer.bounds()]
+
+        def oracle(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            on_cpu = (query.cpu(), key.cpu(), value.cpu(), layer.col.cpu(), *bounds)
+            found = ref.ragged_attention(*on_cpu, self.first, 128**-0.5, powers)
+            return found[1 if powers else 0].cuda()
+
+        return Case(
+            name,
+            (self.query, layer.key, layer.value),
+            run,
+            oracle,
+            (4.0 * pairs * 128, 4.0 * entries * (128 + 4 * len(powers)), pairs),
+            tolerance=2e-2,
+        )
+
+    def bounds(self) -> tuple[Tensor, Tensor]:
+        """First row and length of every segment, int32, as `varlen_attn` wants them."""
+        start, length = (x.flatten().int() for x in self.layer.bounds())
+        return torch.cat([start, start.new_tensor([sum(self.layer.room)])]), length
+
+
+def ragged_attention(length: int) -> Iterator[Case]:
+    """A decode step, with and without the mass of entries, and a question of 32 tokens."""
+    from kvbench.engine.kernels.ragged_attention import triton as kernels
+
+    for what, n, powers in (("decode", 1, ()), ("decode and mass", 1, (1,)), ("question", 32, ())):
+        held = Segments.of(length, n)
+
+        def run(
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            held: Segments = held,
+            powers: tuple[int, ...] = powers,
+        ) -> Tensor:
+            own = (held.layer.col, *held.layer.bounds(), held.layer.length, held.first)
+            found = kernels.ragged_attention(query, key, value, *own, 128**-0.5, powers)
+            return found[1 if powers else 0]
+
+        yield held.case(f"ragged_attention {what} T={length}", run, powers)
+
+
+def ragged_baselines(length: int) -> Iterator[Case]:
+    """A decode step without the kernel: in a padded rectangle, and by torch's `varlen_attn`."""
+    from kvbench.engine.attend import _attend_padded
+
+    held = Segments.of(length, 1)
+
+    def rectangle(query: Tensor, *_: Tensor) -> Tensor:
+        return _attend_padded(query, held.layer, held.first, 128**-0.5, (), None)[0]
+
+    yield held.case(f"padded rectangle T={length}", rectangle)
+    if find_spec("torch.nn.attention.varlen") is None:
+        return
+    from torch.nn.attention.varlen import varlen_attn
+
+    (rows, lengths), batch = held.bounds(), held.layer.batch
+    each = torch.arange(len(held.layer.length) + 1, dtype=torch.int32).cuda()
+    longest = max(held.layer.length)
+
+    def varlen(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        apart = query.reshape(-1, 4, 128)  # a segment is a sequence of one query and one KV head
+        found = varlen_attn(
+            apart,
+            key[:, None],
+            value[:, None],
+            each,
+            rows,
+            1,
+            longest,
+            scale=128**-0.5,
+            enable_gqa=True,
+            seqused_k=lengths,
+        )
+        assert isinstance(found, Tensor)
+        return found.view(batch, -1, 1, 128)
+
+    yield held.case(f"varlen_attn T={length}", varlen)
+
+
 OPS: dict[str, Callable[[int], Iterator[Case]]] = {
     "capacity_loss": capacity_loss,
     "retention_attention": retention_attention,
     "value_norm": value_norm,
     "global_select": global_select,
+    "ragged_attention": ragged_attention,
+    "ragged_baselines": ragged_baselines,
 }
 
 

@@ -8,8 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvbench.engine.kernels.launch import by_triton
 from kvbench.engine.layer import RaggedLayer
 
+_WIDEST = 256
+"""Largest head dimension that the kernel has a tile for."""
 _BLOCK = 1 << 23
 """Most float32 attention weights held at once per sequence, if weights are materialised."""
 
@@ -24,7 +27,8 @@ def attend(
 ) -> tuple[Tensor, dict[int, Tensor]]:
     """Attention of new queries over a packed layer that already holds their own entries.
 
-    Logical columns decide causality among new tokens.
+    Logical columns decide causality among new tokens. An NVIDIA GPU runs a kernel that reads the
+    segments where they lie, unless a gradient is wanted or triton is not installed.
 
     Args:
         query: `[B, H_q, n, d]`.
@@ -38,11 +42,34 @@ def attend(
         Output `[B, H_q, n, d]`, and by power the mass that every entry received from each query
         head, float32 `[entries, G]` in the order of `layer.rows()`.
     """
+    learning = torch.is_grad_enabled() and query.requires_grad
+    if by_triton(query) and query.shape[-1] <= _WIDEST and not learning:
+        return _attend_kernel(query, layer, first, scale, powers, valid)
     if query.device.type != "cpu":
         return _attend_padded(query, layer, first, scale, powers, valid)
     if powers:
         return _attend_segments_mass(query, layer, first, scale, powers, valid)
     return _attend_segments(query, layer, first, scale), {}
+
+
+def _attend_kernel(
+    query: Tensor,
+    layer: RaggedLayer,
+    first: int,
+    scale: float,
+    powers: Sequence[int],
+    valid: Tensor | None,
+) -> tuple[Tensor, dict[int, Tensor]]:
+    """The Triton kernel. The result of a sequence does not depend on the rest of the batch."""
+    from kvbench.engine.kernels.ragged_attention.triton import ragged_attention
+
+    assert layer.key is not None and layer.value is not None
+    rows, bounds = (layer.key, layer.value, layer.col), layer.bounds()
+    with torch.cuda.device_of(query):  # where Triton launches
+        out, mass = ragged_attention(
+            query, *rows, *bounds, layer.length, first, scale, powers, valid
+        )
+    return out, dict(zip(powers, mass, strict=True))
 
 
 def _attend_segments(query: Tensor, layer: RaggedLayer, first: int, scale: float) -> Tensor:
@@ -130,7 +157,7 @@ def _attend_padded(
     powers: Sequence[int],
     valid: Tensor | None,
 ) -> tuple[Tensor, dict[int, Tensor]]:
-    """Gather the segments into a rectangle (on GPUs); blocked if weights are needed."""
+    """Gather the segments into a rectangle (on a GPU without the kernel); weights by blocks."""
     b, hq, n, d = query.shape
     group = hq // layer.heads
     assert layer.key is not None and layer.value is not None

@@ -10,8 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvbench.errors import UserError
 from kvbench_policies.kernels.capacity_loss import op, ref
 from kvbench_policies.kernels.capacity_loss.op import capacity_loss
-
-from .common import DEVICES, difference, padding, rates, torch_path
+from tests.kernels import DEVICES, difference, padding, rates, torch_path
 
 
 def both(

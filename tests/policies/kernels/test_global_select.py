@@ -16,9 +16,9 @@ from kvbench.spelling import policy
 from kvbench_policies.joint import Global
 from kvbench_policies.kernels.global_select import op, ref
 from kvbench_policies.kernels.global_select.op import global_select, select_largest
+from tests.kernels import DEVICES, INTERPRETED, padding, torch_path
 
 from ..views import random_case
-from .common import DEVICES, INTERPRETED, padding, torch_path
 
 HEADS = 5
 

@@ -13,9 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from .common import INTERPRETED
+from tests.kernels import INTERPRETED
 
 HERE = Path(__file__).parent
+ENGINE = HERE.parents[1] / "kvbench" / "engine"
+IN_A_MODEL = (
+    "test_attachment.py::test_both_ways_to_attend_agree",
+    "test_attachment.py::test_ragged_eviction_equals_masking[llama-gap]",
+)
 pytestmark = [
     pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed"),
     pytest.mark.skipif(INTERPRETED, reason="this is the process of its own"),
@@ -27,6 +32,8 @@ def test_kernels_in_the_interpreter() -> None:
         str(HERE / f"test_{op}.py")
         for op in ("capacity_loss", "retention_attention", "value_norm", "global_select")
     ]
+    files.append(str(ENGINE / "kernels" / "test_ragged_attention.py"))
+    files += [str(ENGINE / test) for test in IN_A_MODEL]
     done = subprocess.run(
         [sys.executable, "-P", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files],
         env={**os.environ, "TRITON_INTERPRET": "1"},

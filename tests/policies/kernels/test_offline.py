@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from .common import INTERPRETED
+from tests.kernels import INTERPRETED
 
 ROOT = Path(__file__).parents[3]
 GATE = ROOT / "benchmarks" / "compile_kernels.py"
@@ -36,6 +36,7 @@ def test_kernels_compile_without_spills() -> None:
     assert "retention_attention backward_keys" in done.stdout
     assert "value_norm l1 bf16 d128" in done.stdout
     assert "global_select histogram" in done.stdout
+    assert "ragged_attention attend bf16 d128" in done.stdout
 
 
 BLOATED = """
@@ -62,6 +63,7 @@ HIDDEN = """
 import sys
 sys.modules["triton"] = None
 import torch
+import kvbench.engine.attend
 from kvbench_policies.kernels.capacity_loss.op import capacity_loss
 from kvbench_policies.kernels.global_select.op import select_largest
 from kvbench_policies.kernels.retention_attention.op import retention_attention

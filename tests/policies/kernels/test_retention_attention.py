@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from kvbench.errors import UserError
-from kvbench_policies.kernels.launch import exp_
+from kvbench_policies.kernels.gated import exp_
 from kvbench_policies.kernels.retention_attention import op, ref
 from kvbench_policies.kernels.retention_attention.op import retention_attention
-
-from .common import DEVICES, INTERPRETED, padding, rates, scaled, torch_path
+from tests.kernels import DEVICES, INTERPRETED, padding, rates, scaled, torch_path
 
 GATINGS = ["additive", "multiplicative"]
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]

@@ -9,8 +9,7 @@ from torch import Tensor
 from kvbench.errors import UserError
 from kvbench_policies.kernels.value_norm import op, ref
 from kvbench_policies.kernels.value_norm.op import value_norm
-
-from .common import DEVICES, INTERPRETED, difference, padding, torch_path
+from tests.kernels import DEVICES, INTERPRETED, difference, padding, torch_path
 
 
 def layer(

@@ -32,9 +32,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from kvbench.engine.kernels.launch import by_triton
 from kvbench.errors import UserError
 
-from ..launch import by_triton, exp_, starts
+from ..gated import exp_, starts
 from . import factored
 
 BLOCK = 64

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import Compiled, architecture, interpreting
+from kvbench.engine.kernels.launch import Compiled, architecture, interpreting
 
 LOG2E = tl.constexpr(1.4426950408889634)
 

@@ -11,10 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvbench.engine.kernels.launch import by_triton
 from kvbench.errors import UserError
 from kvbench.parts import best, entry_key
-
-from ..launch import by_triton
 
 
 def global_select(

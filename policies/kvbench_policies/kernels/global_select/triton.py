@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import Compiled, interpreting
+from kvbench.engine.kernels.launch import Compiled, interpreting
 
 DIGITS = ((52, 11), (41, 11), (30, 11), (20, 10), (10, 10), (0, 10))
 """Lowest bit and number of bits of every pass, 63 in all."""

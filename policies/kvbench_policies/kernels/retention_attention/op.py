@@ -29,9 +29,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from kvbench.engine.kernels.launch import by_triton
 from kvbench.errors import UserError
 
-from ..launch import by_triton, exp_, starts
+from ..gated import exp_, starts
 
 BLOCK = 128
 """Number of queries of a block on the torch path."""

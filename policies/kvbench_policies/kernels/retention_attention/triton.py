@@ -20,7 +20,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import ASYNC_COPY, TENSOR_CORES, Compiled, architecture, dot_ready, interpreting
+from kvbench.engine.kernels.launch import (
+    ASYNC_COPY,
+    TENSOR_CORES,
+    Compiled,
+    architecture,
+    dot_ready,
+    interpreting,
+)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 

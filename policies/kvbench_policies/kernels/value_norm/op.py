@@ -10,9 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvbench.engine.kernels.launch import by_triton
 from kvbench.errors import UserError
-
-from ..launch import by_triton
 
 _BLOCK = 1 << 22
 """Number of elements of `V W_O` that the CPU holds at once for each sequence, in float32."""

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import ASYNC_COPY, TENSOR_CORES, Compiled, interpreting
+from kvbench.engine.kernels.launch import ASYNC_COPY, TENSOR_CORES, Compiled, interpreting
 
 
 class Tile(NamedTuple):

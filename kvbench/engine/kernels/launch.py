@@ -1,4 +1,4 @@
-"""What the kernels share: when Triton runs them, and how they are compiled without a GPU.
+"""What all kernels share: when Triton runs them, and how they are compiled without a GPU.
 
 Triton is optional (`pip install 'kvbench[gpu]'`). It is imported when a tensor is on a GPU, or when
 `TRITON_INTERPRET=1` asks for its interpreter; everything else runs on blocked torch code.
@@ -9,7 +9,6 @@ imported.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,8 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from kvbench.errors import UserError
 
 
 @cache
@@ -61,31 +58,6 @@ def dot_ready(x: Tensor) -> Tensor:
     return x.contiguous()
 
 
-def starts(valid: Tensor | None, batch: int, length: int, device: torch.device) -> Tensor:
-    """The first valid column of every sequence, int32 `[B]`, from a left-padding mask.
-
-    Args:
-        valid: bool `[B, T]`, False on the padding left of each sequence, or None for no padding.
-        batch: Number of sequences, B.
-        length: Number of columns, T.
-        device: Device of the result.
-
-    Raises:
-        UserError: The mask has another shape, or padding after a token (checked on a CPU only, so
-            that nothing waits for a GPU).
-    """
-    if valid is None:
-        return torch.zeros(batch, dtype=torch.int32, device=device)
-    if valid.shape != (batch, length) or valid.dtype != torch.bool:
-        raise UserError(
-            f"valid is {valid.dtype} {list(valid.shape)} instead of bool [{batch}, {length}]"
-        )
-    seen = valid.device.type == "cpu" and not torch.compiler.is_compiling()
-    if seen and bool((valid[:, 1:] < valid[:, :-1]).any()):
-        raise UserError("valid has padding after a token; pad on the left only")
-    return (length - valid.sum(1)).to(device=device, dtype=torch.int32)
-
-
 @dataclass(frozen=True)
 class Compiled:
     """A kernel as a GPU would run it, for the gate in `benchmarks/compile_kernels.py`.
@@ -119,16 +91,3 @@ TENSOR_CORES = {80: "HMMA", 90: "HGMMA"}
 """The opcode of a dot that runs on the tensor cores of an architecture."""
 ASYNC_COPY = "LDGSTS|UBLKCP|UTMALDG"
 """Opcodes with which a pipelined loop copies operands to shared memory."""
-
-
-def exp_(x: Tensor) -> Tensor:
-    """`x.exp_()` on the torch paths, where `x` is 0 or less: negligible results are exactly 0.
-
-    An entry that a gate forgets has a weight of any smallness. Below the smallest normal number,
-    and at minus infinity, a CPU takes twenty times as long for an exponential. What is below the
-    square root of that number (1e-19 in float32) is lost in every sum with a weight near 1, and
-    without it no product of two weights gets that small.
-    """
-    least = math.log(torch.finfo(x.dtype).tiny) / 2
-    x = x.clamp_(min=least).exp_()
-    return torch.nn.functional.threshold_(x, 2 * math.exp(least), 0.0)

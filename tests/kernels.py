@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -42,3 +43,13 @@ def scaled(got: Tensor, true: Tensor) -> float:
     assert got.shape == true.shape
     assert got.isfinite().all()
     return float((got - true).abs().max() / true.abs().max())
+
+
+@pytest.fixture(autouse=True)
+def poisoned() -> Iterator[None]:
+    """Fill what `torch.empty` and its like return with NaN (integers with their largest)."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert torch.empty_like(torch.zeros(3)).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -1,0 +1,257 @@
+"""Attention over ragged segments agrees with a loop in float64, on every way to compute it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvbench
+from kvbench.engine import attend as module
+from kvbench.engine.attend import attend
+from kvbench.engine.kernels.ragged_attention import ref
+from kvbench.engine.layer import RaggedLayer, starts
+from tests.kernels import DEVICES, INTERPRETED, scaled
+from tests.kvbench.engine.conftest import batch, build
+
+HEADS, SCALE, FIRST = 2, 0.4, 300
+kernel_path = pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter")
+
+
+@dataclass(frozen=True)
+class Case:
+    """New queries on a packed layer that holds their entries.
+
+    `valid` marks the tokens among them, bool `[B, n]`, padded on the left.
+    """
+
+    query: Tensor
+    layer: RaggedLayer
+    valid: Tensor
+
+    def attend(self, *powers: int, device: str = "cpu") -> tuple[Tensor, dict[int, Tensor]]:
+        """The engine's attention."""
+        layer = replace_tensors(self.layer, device=device)
+        valid = None if bool(self.valid.all()) else self.valid.to(device)
+        return attend(self.query.to(device), layer, FIRST, SCALE, powers, valid)
+
+    def oracle(self, *powers: int) -> tuple[Tensor, Tensor]:
+        """The definition in float64."""
+        key, value = (x.double() for x in (self.layer.key, self.layer.value) if x is not None)
+        own = (key, value, self.layer.col, *self.layer.bounds())
+        return ref.ragged_attention(self.query.double(), *own, FIRST, SCALE, powers, self.valid)
+
+
+def replace_tensors(layer: RaggedLayer, **to: Any) -> RaggedLayer:
+    """The same layer elsewhere, or in another dtype."""
+    assert layer.key is not None and layer.value is not None
+    out = layer.sequence(0)
+    out.batch, out.start, out.length, out.room = layer.batch, layer.start, layer.length, layer.room
+    out.key, out.value = layer.key.to(**to), layer.value.to(**to)
+    out.col = layer.col.to(to.get("device", "cpu"))
+    out.forget_bounds()
+    return out
+
+
+def case(
+    held: list[int], group: int = 2, n: int = 1, dim: int = 16, waiting: tuple[int, ...] = ()
+) -> Case:
+    """A random case; what no segment owns is NaN.
+
+    Args:
+        held: Entries of every segment before the new ones, `B * HEADS` of them.
+        group: Query heads of a KV head.
+        n: New queries; sequence `b` begins with `b % n` of padding.
+        dim: Head dimension.
+        waiting: Sequences that get no token.
+    """
+    torch.manual_seed(sum(held) + 7 * n + group + dim)
+    size = len(held) // HEADS
+    padding = torch.tensor([n if b in waiting else b % n for b in range(size)])
+    valid = torch.arange(n) >= padding[:, None]
+    layer = RaggedLayer()
+    layer.batch, layer.heads, layer.dim, layer.packed = size, HEADS, dim, True
+    layer.length = [a + int(valid[s // HEADS].sum()) for s, a in enumerate(held)]
+    layer.room = [length + 5 + s for s, length in enumerate(layer.length)]
+    layer.start = starts(layer.room)
+    rows = sum(layer.room)
+    layer.key, layer.value = torch.full((2, rows, dim), torch.nan)
+    layer.col = torch.full((rows,), -1, dtype=torch.int32)
+    for s, (start, old) in enumerate(zip(layer.start, held, strict=True)):
+        own = slice(start, start + layer.length[s])
+        new = FIRST + valid[s // HEADS].nonzero()[:, 0]
+        layer.col[own] = torch.cat([torch.randperm(FIRST)[:old].sort().values, new]).int()
+        for x in (layer.key, layer.value):
+            x[own] = torch.randn(layer.length[s], dim)
+    query = torch.randn(size, n, HEADS * group, dim).transpose(1, 2)  # as models hand it over
+    return Case(query, layer, valid)
+
+
+def check(one: Case, *powers: int, device: str = "cpu", tolerance: float = 1e-5) -> None:
+    """Compare what is read afterwards: outputs of tokens, and mass of all entries."""
+    out, mass = one.attend(*powers, device=device)
+    true, received = one.oracle(*powers)
+    assert out.dtype == one.query.dtype
+    tokens = one.valid[:, :, None, None].expand(*true.transpose(1, 2).shape)
+    assert out.isfinite().all()
+    got, want = out.transpose(1, 2).cpu()[tokens], true.transpose(1, 2)[tokens]
+    assert scaled(got, want) < tolerance
+    assert list(mass) == list(powers)
+    for power, want in zip(powers, received, strict=True):
+        assert mass[power].dtype == torch.float32
+        assert scaled(mass[power], want) < tolerance
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("group", "n"), [(1, 1), (2, 1), (4, 1), (7, 1), (1, 2), (4, 5), (7, 3)])
+@pytest.mark.parametrize("held", [[0, 129], [37, 1, 0, 63, 70, 2]], ids=["B1", "B3"])
+def test_output_and_mass_are_those_of_the_loop(
+    held: list[int], group: int, n: int, device: str
+) -> None:
+    check(case(held, group, n), 1, 2, device=device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dim", [6, 64, 80, 96, 128, 256])
+def test_head_dimensions(dim: int, device: str) -> None:
+    check(case([70, 33], 2, 3, dim), 1, device=device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("held", [0, 62, 63, 64, 127, 128, 191])
+def test_lengths_around_the_ends_of_splits(held: int, device: str) -> None:
+    check(case([held, 1]), 1, device=device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_question_has_several_tiles_of_queries(device: str) -> None:
+    check(case([130, 31, 0, 64], group=3, n=30), 1, device=device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_waiting_rows_add_no_mass_and_empty_segments_put_out_zero(device: str) -> None:
+    one = case([9, 70, 0, 0, 3, 130], n=3, waiting=(1, 2))
+    assert 0 in one.layer.length
+    check(one, 1, 2, device=device)
+    out, mass = one.attend(1, device=device)
+    assert not out[1].any()
+    taken = mass[1].split(one.layer.length)
+    for s, part in enumerate(taken):
+        expected = float(one.valid[s // HEADS].sum()) if len(part) else 0.0
+        assert torch.allclose(part.sum(0), torch.tensor(expected, device=device), atol=1e-5)
+    nothing = case([0, 0], waiting=(0,))
+    out, mass = nothing.attend(1, device=device)
+    assert not out.any()
+    assert mass[1].shape == (0, 2)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("dtype", "unit"), [(torch.float16, 1e-3), (torch.bfloat16, 8e-3)])
+def test_sixteen_bits_are_rounded_once_or_twice(
+    dtype: torch.dtype, unit: float, device: str
+) -> None:
+    one = case([70, 129], n=3)
+    layer = replace_tensors(one.layer, dtype=dtype)
+    check(replace(one, query=one.query.to(dtype), layer=layer), 1, device=device, tolerance=unit)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("n", "powers"), [(1, (1,)), (3, ())])
+def test_a_sequence_does_not_depend_on_the_rest_of_the_batch(
+    n: int, powers: tuple[int, ...], device: str
+) -> None:
+    one = case([20, 64, 150, 7, 127, 3], n=n)
+    out, mass = one.attend(*powers, device=device)
+    for b in range(3):
+        alone = Case(one.query[b : b + 1], one.layer.sequence(b), one.valid[b : b + 1])
+        same, received = alone.attend(*powers, device=device)
+        assert torch.equal(same[0], out[b])
+        for power in powers:
+            parts = mass[power].split(one.layer.length)[b * HEADS : (b + 1) * HEADS]
+            assert torch.equal(received[power], torch.cat(parts))
+
+
+@kernel_path
+def test_many_splits_are_added_up_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvbench.engine.kernels.ragged_attention import triton
+
+    monkeypatch.setattr(triton, "SMALL_SPLIT", 8)
+    monkeypatch.setattr(triton, "PARTS", 4)
+    check(case([200, 1, 31, 60], group=2), 1)
+
+
+@kernel_path
+def test_the_kernels_write_their_outputs_and_nothing_beside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rooms = []
+
+    def guarded(*shape: int, dtype: torch.dtype = torch.float32, **_: Any) -> Tensor:
+        count = torch.Size(shape).numel()
+        rooms.append(torch.full((count + 200,), torch.nan, dtype=dtype))
+        return rooms[-1][100:-100].view(shape)
+
+    one = case([70, 129, 0, 5], group=3, n=5, waiting=(1,))
+    monkeypatch.setattr(torch, "empty", guarded)
+    one.attend(1)
+    assert len(rooms) >= 4  # outputs and sums of splits and of segments, and mass
+    for room in rooms:
+        assert room[:100].isnan().all()
+        assert room[-100:].isnan().all()
+
+
+@kernel_path
+def test_the_kernel_runs_unless_a_gradient_or_another_precision_is_wanted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ran = []
+    own = module._attend_kernel
+    monkeypatch.setattr(module, "_attend_kernel", lambda *a: ran.append(1) or own(*a))
+    one = case([9, 5])
+    one.attend()
+    assert ran == [1]
+    exact = replace_tensors(one.layer, dtype=torch.float64)
+    replace(one, query=one.query.double(), layer=exact).attend(1)
+    learning = replace(one, query=one.query.clone().requires_grad_())
+    assert learning.attend()[0].requires_grad
+    with torch.no_grad():
+        assert ran == [1]
+        learning.attend()
+    assert ran == [1, 1]
+
+
+@kernel_path
+@pytest.mark.parametrize(
+    ("policy", "moment"),
+    [("snapkv:window=4:allocate=global", "context"), ("h2o:buffer=2", "decode")],
+)
+@torch.no_grad()
+def test_a_whole_response_is_that_of_the_default_path(
+    policy: str, moment: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build("llama")
+    ids, mask = batch(2, 48, [0, 9])
+
+    def answer() -> tuple[list[list[int]], Tensor]:
+        with kvbench.attach(model, policy, 16, moment=moment) as cache:
+            model(ids[:, :41], attention_mask=mask[:, :41], past_key_values=cache)
+            question = torch.nn.functional.pad(mask, (0, 4), value=1)
+            logits = model(ids[:, 41:], attention_mask=mask, past_key_values=cache).logits[:, -1:]
+            tokens, seen = [], [logits]
+            for step in range(4):
+                tokens.append(logits.argmax(-1))
+                logits = model(
+                    tokens[-1], attention_mask=question[:, : 49 + step], past_key_values=cache
+                ).logits
+                seen.append(logits)
+        return torch.cat(tokens, 1).tolist(), torch.cat(seen, 1)
+
+    tokens, logits = answer()
+    monkeypatch.setattr(module, "by_triton", lambda x: False)
+    expected, near = answer()
+    assert tokens == expected
+    assert torch.allclose(logits, near, atol=1e-4)
+    assert not torch.equal(logits, near), "both went the same way"
