@@ -15,10 +15,11 @@ hqq and optimum-quanto are installed in an environment of their own, which needs
 
 optimum-quanto compiles an extension when it is first used: a C++ compiler and ninja must be there.
 What differs by design: transformers quantises the whole context at once, its newest tokens as well,
-and everything again whenever `residual_length` more tokens have come (not here). Its groups are neighbours in memory:
-along axis 1 (hqq) and 0 (quanto) these are channels of one entry, for keys as for values; along the
-other axis a group has numbers of one channel, from entries and heads that are far apart. Here keys
-are quantised per channel, and the newest 32 entries stay as they are, or none with `residual=0`.
+and everything again whenever `residual_length` more tokens have come (not here). By default its
+groups are channels of one entry, for keys as for values (axis 1 of hqq, 0 of quanto). Keys along
+axis -1 of quanto are quantised per channel in groups of neighbouring entries, as here, so that with
+`residual=0` both should hold the same numbers; axis 0 of hqq takes a channel's numbers from entries
+that are far apart.
 """
 
 from __future__ import annotations
@@ -43,12 +44,8 @@ SAMPLES = 3
 ANSWER = 16
 """Tokens of an answer."""
 OURS = ["full:bits=4", "full:bits=2", "full:bits=4:residual=0", "full:bits=2:residual=0"]
-THEIRS = [
-    (backend, bits, axis)
-    for backend, axes in (("hqq", (1, 0)), ("quanto", (0, -1)))
-    for axis in axes
-    for bits in (4, 2)
-]
+AXES = {"hqq": ((1, 1), (0, 1)), "quanto": ((0, 0), (-1, 0))}
+"""Axes of keys and values: groups of channels for both; groups of entries for keys."""
 GROUP = 32
 """Numbers of a group, on both sides."""
 NEVER = 1 << 20
@@ -145,13 +142,14 @@ def other_side(folder: Path) -> None:
         size = sum(
             2 * len(case["context"]) * layer.keys[0, :, 0].numel() * 4 for layer in plain.layers
         )
-        for backend, bits, axis in THEIRS:
+        settings = [(b, n, *axes) for b, pairs in AXES.items() for axes in pairs for n in (4, 2)]
+        for backend, bits, of_key, of_value in settings:
             cache = QuantizedCache(
                 backend,
                 model.config,
                 nbits=bits,
-                axis_key=axis,
-                axis_value=axis,
+                axis_key=of_key,
+                axis_value=of_value,
                 q_group_size=GROUP,
                 residual_length=NEVER,
             )
@@ -159,7 +157,7 @@ def other_side(folder: Path) -> None:
             held = [(x._quantized_keys, x._quantized_values) for x in cache.layers]
             share = taken(held) / size
             logits = answer(model, cache, case)
-            name = f"transformers {backend}, {bits} bits, axis {axis}"
+            name = f"{backend}: {bits} bits, axes {of_key} and {of_value}"
             rows.append((case["model"], name, share, *distance(logits, full)))
     packages = ("hqq", "optimum-quanto", "transformers", "torch")
     versions = ", ".join(f"{p} {version(p)}" for p in packages)
