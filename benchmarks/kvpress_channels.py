@@ -30,7 +30,8 @@ EVICTION = (None, 0.4)
 def prepared(folder: Path) -> list[dict[str, Any]]:
     """Every model with a prompt of every length."""
     models = random_models(folder)
-    return cases(models, dict.fromkeys(models, ""))
+    none = dict.fromkeys(models, "")
+    return cases(models, none, none, [])
 
 
 def evictions(case: dict[str, Any]) -> list[int]:

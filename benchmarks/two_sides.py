@@ -59,15 +59,8 @@ def both_sides(
     if arguments.other_side:
         other_side(arguments.other_side)
         return 0
-    python = shutil.which(arguments.python or "")
-    asked = [python, "-c", f"import {other.modules}"]
-    if python is None or subprocess.run(asked, check=False, capture_output=True).returncode:
-        print(
-            f"{other.name} needs an environment of its own:\n"
-            f"  python3 -m venv .venv-{other.name}\n"
-            f"  .venv-{other.name}/bin/pip install {other.packages}\n"
-            f"  python -m {module} {flag} .venv-{other.name}/bin/python"
-        )
+    python = environment(module, other, arguments.python)
+    if python is None:
         return 2
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -76,6 +69,27 @@ def both_sides(
         if subprocess.run(command, check=False, cwd=Path(__file__).parents[1]).returncode:
             return 2
         return compare(folder)
+
+
+def environment(module: str, other: Other, given: str | None) -> str | None:
+    """The python of the other side's environment; None, with how to make one, if there is none.
+
+    Args:
+        module: The script, as `python -m` names it.
+        other: The other side.
+        given: What the user gave.
+    """
+    python = shutil.which(given or "")
+    asked = [python, "-c", f"import {other.modules}"]
+    if python is None or subprocess.run(asked, check=False, capture_output=True).returncode:
+        print(
+            f"{other.name} needs an environment of its own:\n"
+            f"  python3 -m venv .venv-{other.name}\n"
+            f"  .venv-{other.name}/bin/pip install {other.packages}\n"
+            f"  python -m {module} --{other.name}-python .venv-{other.name}/bin/python"
+        )
+        return None
+    return python
 
 
 def cases_of(folder: Path) -> Cases:
