@@ -59,7 +59,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -71,16 +70,12 @@ import torch
 
 from benchmarks import kvpress_side
 from benchmarks.kvpress_side import CHUNKS
+from benchmarks.two_sides import KVPRESS, environment
 
 LENGTHS = (63, 100, 257, 512)
 SHARES = (0.2, 0.35, 0.5, 0.8)
 WINDOWS = {63: (5, 5), 100: (8, 7), 257: (16, 7), 512: (32, 5)}
 """SnapKV's window and kernel at each length; twice the window fits the smallest budget."""
-INSTALL = (
-    "  python3 -m venv .venv-kvpress\n"
-    "  .venv-kvpress/bin/pip install 'torch==2.13.0' 'kvpress==0.5.5'\n"
-    "  python -m benchmarks.kvpress_agreement --kvpress-python .venv-kvpress/bin/python"
-)
 ROUNDING = 1e-5
 
 SNAP = "window={w}:kernel={k}:pool=avg"
@@ -337,10 +332,8 @@ def main() -> int:
     parser.add_argument("--only", help="names of the table's first column, with commas")
     arguments = parser.parse_args()
     chosen = arguments.only.split(",") if arguments.only else list(POLICIES)
-    python = shutil.which(arguments.kvpress_python or "")
-    asked = [python, "-c", "import kvpress"]
-    if python is None or subprocess.run(asked, check=False, capture_output=True).returncode:
-        print(f"kvpress needs an environment of its own:\n{INSTALL}")
+    python = environment("benchmarks.kvpress_agreement", KVPRESS, arguments.kvpress_python)
+    if python is None:
         return 2
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -71,6 +71,18 @@ codes, scales, zeros and exact entries. Scales and zeros have the cache's dtype,
 runs with one `--dtype`: at float32 the full cache is twice as large as at bfloat16, and codes are
 not. KIVI itself leaves up to one residual of keys exact, and exactly one of values.
 
+**Pruned keys.** `key_channels=0.6` keeps 60% of the channels of every head's keys, rounded up, as
+ThinK does (arXiv 2407.21018): `full:key_channels=0.6` is ThinK alone, `snapkv:key_channels=0.6`
+evicts and then prunes what stays. Entries and budgets are those without it; the bytes of an entry
+fall, here to about 80%. Channel `c` is worth `||Q[:, c] K[:, c]^T||_F`, with `K` the held keys
+and `Q` the last 32 queries of all query heads of a KV head; each KV head keeps its own channels,
+and an index of one byte per channel is counted in `kv_bytes_live`. They are chosen once, at the
+first cut. As in the authors' code, the newest `residual=32` keys of a head stay whole, and so do
+all that come later, until the next cut. Together with `bits=`, keys lose channels and are
+quantised when they leave the residual, as in the authors' version for KIVI. Their code repeats
+the keys of grouped queries and prunes each query head on its own; here, as in kvpress, a KV head
+is pruned once.
+
 **`variant=release`** follows the authors' released code where it differs from the paper. A part
 whose results have changed since its first release has a version above 1, which is part of a cell's
 hash: stored responses of the earlier version are not reused.

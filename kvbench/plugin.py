@@ -75,6 +75,9 @@ __all__ = [
 PLUGIN_API = 1
 """Version of this page; it rises when a plugin written against it would break."""
 
+CHANNEL_QUERIES = Queries(32)
+"""The queries that choose the channels of pruned keys; 32 as in ThinK."""
+
 
 @dataclass
 class Scores:
@@ -315,7 +318,8 @@ class Policy:
         buffer: Entries that a head may hold beyond its budget before a cut at moment `decode`.
         bits: Bits of a number in a quantised cache (2, 4 or 8); None: K and V are not quantised.
         group_size: Entries of a head, and channels, that are quantised together.
-        residual: Newest entries of a head that are never quantised.
+        residual: Newest entries of a head that are neither quantised nor pruned.
+        key_channels: The share of its channels that a key keeps, more than 0, at most 1: all.
         moments: The moments for which its paper defines it; it runs at all of them.
         cost: Time and extra memory of a cut, per layer, in one line.
         group: Its group, whose name stands for all its policies; "" for none.
@@ -335,6 +339,7 @@ class Policy:
     bits: int | None = None
     group_size: int = 32
     residual: int = 32
+    key_channels: float = 1.0
     moments: tuple[Moment, ...] = field(default=("context", "question"), compare=False)
     cost: str = field(default="", compare=False)
     group: str = field(default="", compare=False)
@@ -352,7 +357,8 @@ class Policy:
     @property
     def needs(self) -> frozenset[Need]:
         """Everything that the engine must observe for this policy."""
-        return frozenset().union(*(p.needs for p in self.parts))
+        own: set[Need] = set() if self.key_channels == 1 else {CHANNEL_QUERIES}
+        return frozenset(own.union(*(p.needs for p in self.parts)))
 
     @property
     def part_versions(self) -> dict[str, int]:
@@ -381,9 +387,14 @@ class Policy:
         return self.score is not None
 
     @property
+    def recodes(self) -> bool:
+        """Whether entries are not stored as they are: quantised, or with fewer channels."""
+        return self.bits is not None or self.key_channels < 1
+
+    @property
     def is_full(self) -> bool:
-        """Whether this is the full cache: nothing is evicted, and nothing quantised."""
-        return not self.evicts and self.bits is None
+        """Whether this is the full cache: every entry is held, and as it is."""
+        return not self.evicts and not self.recodes
 
     def __str__(self) -> str:
         return self.spelling or self.name

@@ -31,6 +31,7 @@ _OF_POLICY: dict[str, Any] = {
     "bits": Literal[2, 4, 8] | None,
     "group_size": int,
     "residual": int,
+    "key_channels": float,
 }
 """Parameters of the policy itself, by name."""
 _GENERIC: dict[str, type[Part]] = {"allocate.uniform": Uniform, "select.topk": TopK}
@@ -240,9 +241,15 @@ def _check_own(p: Policy, changes: dict[str, Any]) -> None:
         raise UserError("buffer must be a number of entries, 0 or more")
     if p.group_size < 1 or p.residual < 0:
         raise UserError("group_size must be 1 or more entries, residual 0 or more")
-    idle = {"group_size", "residual"} & changes.keys()
-    if idle and p.bits is None:
-        raise UserError(f"{min(idle)} belongs to a quantised cache; give bits=4 as well")
+    if not 0 < p.key_channels <= 1:
+        raise UserError("key_channels must be a share of the channels, such as 0.6, and at most 1")
+    if "group_size" in changes and p.bits is None:
+        raise UserError("group_size belongs to a quantised cache; give bits=4 as well")
+    if "residual" in changes and not p.recodes:
+        raise UserError(
+            "residual belongs to quantised caches and pruned keys; give bits=4 as well, or "
+            "key_channels=0.6"
+        )
 
 
 def _replaced(p: Policy, kind: str, piece: Part, given: dict[str, Any]) -> Part:

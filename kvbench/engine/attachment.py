@@ -21,6 +21,7 @@ from transformers.masking_utils import sdpa_mask
 
 from kvbench.engine.attend import attend
 from kvbench.engine.cache import RaggedCache
+from kvbench.engine.channels import reordered
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.models import attention_modules, decoder_of, visual_ids
 from kvbench.engine.pruning import prune_embeddings, prune_inside
@@ -184,7 +185,8 @@ def kvbench_attention(
         valid = None if forward.valid is None else forward.valid.to(query.device)
         layer.append(forward.rank.to(query.device), valid, forward.added, forward.first)
         held = layer if layer.coding is None else layer.coding.decoded(layer)
-        result, step.mass = attend(query, held, forward.first, scale, forward.powers, valid)
+        asking = reordered(query, layer.order)
+        result, step.mass = attend(asking, held, forward.first, scale, forward.powers, valid)
         if layer.coding is not None:
             layer.coding.age(layer)
     else:

@@ -22,9 +22,10 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
-from kvbench.engine.layer import RaggedLayer, starts
+from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.observers import SurprisalObserver
 from kvbench.engine.pruning import Pruning, TowerFacts
+from kvbench.engine.segments import starts
 from kvbench.engine.upkeep import Upkeep
 from kvbench.errors import UserError
 from kvbench.plugin import Need, Observer
@@ -287,6 +288,9 @@ def _ragged(parts: list[RaggedLayer], shifts: list[int], seen: int) -> RaggedLay
         for name in parts[0].extras
         if name in common
     }
+    orders = [p.order for p in parts if p.order is not None]
+    out.order = torch.cat(orders) if orders else None
+    out.coded = [n for p in parts for n in p.coded]
     out.room = [n for p in parts for n in p.room]
     out.length = [n for p in parts for n in p.length]
     out.start = starts(out.room)

@@ -1,9 +1,10 @@
-"""Quantised keys and values of packed layers: codes of 2, 4 or 8 bits, with scales and zeros.
+"""Quantised and pruned keys and values of packed layers: codes with scales, and fewer channels.
 
 The layout is that of KIVI (Liu, Yuan, Jin, Zhong, Xu, Braverman, Chen, Hu, arXiv 2402.02750): keys
 are quantised per channel in groups of neighbouring entries, values per entry in groups of channels,
-and a head's newest entries stay as they are. A tensor of `Coded` stands for the keys or values of a
-layer. It holds codes only; what reads it gets decoded rows.
+and a head's newest entries stay as they are. Keys can have fewer channels besides, or instead (see
+`kvbench.engine.channels`). A tensor of `Coded` stands for the keys or values of a layer. It holds
+codes, or the kept channels, only; what reads it gets decoded rows, with zeros in pruned channels.
 """
 
 from __future__ import annotations
@@ -12,13 +13,17 @@ import copy
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from fractions import Fraction
+from math import ceil
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils._pytree import tree_map_only
 
-from kvbench.errors import UserError
+from kvbench.engine.channels import order_dtype
+from kvbench.engine.segments import runs
 from kvbench.plugin import Policy
 
 if TYPE_CHECKING:  # a layer calls this module
@@ -27,77 +32,99 @@ if TYPE_CHECKING:  # a layer calls this module
 
 @dataclass(frozen=True)
 class Coding:
-    """How the keys and values of a packed layer are quantised.
+    """How the keys and values of a packed layer are stored.
 
     Attributes:
-        bits: Bits of a code.
+        bits: Bits of a code; None: nothing is quantised.
         group_size: Entries, and channels, that share a scale and a zero.
-        residual: Newest entries of a head that are never quantised.
+        residual: Newest entries of a head that stay as they are.
+        key_channels: The share of a key's channels that is stored.
     """
 
-    bits: int
+    bits: int | None
     group_size: int
     residual: int
+    key_channels: float = 1.0
 
     @classmethod
     def of(cls, policy: Policy) -> Self | None:
-        """The coding of a policy's caches; None if they are not quantised."""
-        if policy.bits is None:
+        """The coding of a policy's caches; None if entries are stored as they are."""
+        if not policy.recodes:
             return None
-        return cls(policy.bits, policy.group_size, policy.residual)
+        return cls(policy.bits, policy.group_size, policy.residual, policy.key_channels)
+
+    @property
+    def entries(self) -> int:
+        """Entries that are coded together."""
+        return 1 if self.bits is None else self.group_size
 
     def coded(self, entries: int) -> int:
-        """How many of a head's entries are quantised, the oldest: as many whole groups as fit."""
-        return max(0, entries - self.residual) // self.group_size * self.group_size
+        """How many of a head's entries are coded, the oldest: as many whole groups as fit."""
+        return max(0, entries - self.residual) // self.entries * self.entries
+
+    def width(self, dim: int) -> int:
+        """Channels of a key that are stored, rounded up."""
+        return ceil(Fraction(str(self.key_channels)) * dim)
 
     def channels(self, dim: int) -> int:
         """Channels of a value that share a scale: a group, or all if groups do not fit."""
         return self.group_size if dim % self.group_size == 0 else dim
 
-    def live_bytes(self, entries: Sequence[int], dim: int, size: int) -> int:
-        """Bytes of the keys and values of heads with so many entries.
+    def live_bytes(
+        self, entries: Sequence[int], coded_entries: Sequence[int], dim: int, size: int
+    ) -> int:
+        """Bytes of the keys and values of some heads.
 
         Args:
             entries: Live entries of every head.
+            coded_entries: How many of them are coded.
             dim: Head dim.
             size: Bytes of a number that is not quantised, and of a scale or zero.
         """
-        coded = sum(map(self.coded, entries))
-        scales = 2 * size * (coded // self.group_size * dim + coded * dim // self.channels(dim))
-        return (sum(entries) - coded) * 2 * dim * size + coded * 2 * dim * self.bits // 8 + scales
+        coded, width = sum(coded_entries), self.width(dim)
+        order = len(entries) * dim * order_dtype(dim).itemsize if width < dim else 0
+        whole = (sum(entries) - coded) * 2 * dim * size + order
+        if self.bits is None:
+            return whole + coded * (width + dim) * size
+        blocks = coded // self.group_size * width + coded * dim // self.channels(dim)
+        codes = coded * (_code_bytes(width, self.bits) + _code_bytes(dim, self.bits))
+        return whole + codes + 2 * size * blocks
 
     def pack(self, layer: RaggedLayer) -> None:
-        """Quantise the keys and values of a layer that was packed just now.
-
-        Raises:
-            UserError: A head of the model does not fit into whole bytes.
-        """
+        """Encode the keys and values of a layer that was packed just now."""
         assert layer.key is not None and layer.value is not None
-        if layer.dim * self.bits % 8:
-            raise UserError(f"bits={self.bits} does not fit heads of {layer.dim} channels")
-        old = [range(s, s + self.coded(n)) for s, n in zip(layer.start, layer.length, strict=True)]
-        rows = torch.tensor([row for part in old for row in part], dtype=torch.int64)
-        rows, live = rows.to(layer.key.device), layer.rows()
-        layer.key = self._encoded(layer.key, live, rows, self.group_size, 1)
-        layer.value = self._encoded(layer.value, live, rows, 1, self.channels(layer.dim))
+        layer.coded = [self.coded(n) for n in layer.length]
+        rows = runs(layer.start, layer.coded, layer.key.device)
+        live, dim = layer.rows(), layer.dim
+        kind = Kind(self.bits, self.entries, 1, self.width(dim))
+        layer.key = _encoded(kind, layer.key, live, rows)
+        if self.bits is not None:
+            kind = Kind(self.bits, 1, self.channels(dim), dim)
+            layer.value = _encoded(kind, layer.value, live, rows)
 
     def decoded(self, layer: RaggedLayer) -> RaggedLayer:
         """A layer to attend to, with all rows as numbers; it must not be written to."""
-        assert isinstance(layer.key, Coded) and isinstance(layer.value, Coded)
+        assert isinstance(layer.key, Coded)
         out = copy.copy(layer)
-        out.key, out.value = layer.key.decode(), layer.value.decode()
+        out.key = layer.key.decode()
+        if isinstance(layer.value, Coded):
+            out.value = layer.value.decode()
         return out
 
     def age(self, layer: RaggedLayer) -> None:
         """Quantise the groups that have left the residual with the last append.
 
-        Called after the attention of a forward, whose own tokens see one another as they are.
+        Called after the attention of a forward, whose own tokens see one another as they are. Keys
+        that are pruned but not quantised stay whole until the next cut, as in ThinK.
         """
+        if self.bits is None:
+            return
         assert isinstance(layer.key, Coded) and isinstance(layer.value, Coded)
-        lengths = zip(layer.start, layer.length_before, layer.length, strict=True)
-        old = [range(s + self.coded(a), s + self.coded(b)) for s, a, b in lengths]
-        if any(old):
-            rows = torch.tensor([row for part in old for row in part], device=layer.col.device)
+        before, layer.coded = layer.coded, [self.coded(n) for n in layer.length]
+        if before != layer.coded:
+            first = [s + n for s, n in zip(layer.start, before, strict=True)]
+            more = [b - a for a, b in zip(before, layer.coded, strict=True)]
+            rows = runs(first, more, layer.col.device)
             layer.key.freeze(rows)
             layer.value.freeze(rows)
 
@@ -108,12 +135,33 @@ class Coding:
         assert layer.key is not None and layer.value is not None
         layer.key[target], layer.value[target] = key[source], value[source]
 
-    def _encoded(self, x: Tensor, live: Tensor, rows: Tensor, entries: int, channels: int) -> Coded:
-        out = Coded.empty(len(x), x, self.bits, entries, channels)
-        out[live] = x[live]
-        if len(rows):
-            out.freeze(rows)
-        return out
+
+class Kind(NamedTuple):
+    """What the coded rows of a tensor look like.
+
+    Attributes:
+        bits: Bits of a code; None: numbers are not quantised.
+        entries, channels: Rows and channels of a block, which shares a scale and a zero.
+        width: First channels of a row that are stored; the others are zero.
+    """
+
+    bits: int | None
+    entries: int
+    channels: int
+    width: int
+
+
+def _code_bytes(channels: int, bits: int) -> int:
+    """Bytes of the codes of one row."""
+    return -(-channels * bits // 8)
+
+
+def _encoded(kind: Kind, x: Tensor, live: Tensor, rows: Tensor) -> Coded:
+    out = Coded.empty(len(x), x, kind)
+    out[live] = x[live]
+    if len(rows):
+        out.freeze(rows)
+    return out
 
 
 def _writing(change: Callable[..., None]) -> Callable[..., None]:
@@ -130,13 +178,15 @@ def _writing(change: Callable[..., None]) -> Callable[..., None]:
 class Coded(Tensor):
     """Keys or values `[rows, d]` as codes; to everything that reads it, a tensor of decoded rows.
 
-    A row is empty (it decodes to zeros), exact, or part of a group of `entries` rows whose blocks
-    of `channels` channels share a scale and a zero: `x = zero + code * scale`.
+    A row is empty (it decodes to zeros), exact, or part of a group of rows whose blocks share a
+    scale and a zero: `x = zero + code * scale`. Without bits a group is one row, and its numbers
+    are the zeros of blocks of one number each.
 
     Attributes:
-        code: Codes, packed along the channels, uint8 `[rows, d * bits / 8]`.
+        kind: Bits, blocks and width of the rows that are not exact.
+        code: Codes, packed along the channels, uint8 `[rows, bytes]`.
         place: 0 for an empty row, `g` for a row of group `g`, `-1 - e` for exact row `e`, int32.
-        scale, zero: `[groups, d / channels]`, in the model's dtype; row 0 is not used.
+        scale, zero: `[groups, width / channels]`, in the model's dtype; row 0 is not used.
         exact: Exact rows, `[e, d]`.
     """
 
@@ -145,50 +195,54 @@ class Coded(Tensor):
     scale: Tensor
     zero: Tensor
     exact: Tensor
-    bits: int
-    entries: int
-    channels: int
+    kind: Kind
 
     @staticmethod
-    def _make(like: tuple[int, int, int], **tensors: Tensor) -> Coded:
+    def _make(kind: Kind, **tensors: Tensor) -> Coded:
         exact = tensors["exact"]
         shape = (len(tensors["place"]), exact.shape[1])
         out: Coded = Tensor._make_wrapper_subclass(
             Coded, shape, dtype=exact.dtype, device=exact.device
         )
-        out.bits, out.entries, out.channels = like
+        out.kind = kind
         for name, tensor in tensors.items():
             setattr(out, name, tensor)
         return out
 
     @classmethod
-    def empty(cls, rows: int, like: Tensor, bits: int, entries: int, channels: int) -> Coded:
-        """Rows that hold nothing, with the width, dtype and device of a tensor."""
-        d = like.shape[1]
+    def empty(cls, rows: int, like: Tensor, kind: Kind) -> Coded:
+        """Rows that hold nothing, with the channels, dtype and device of a tensor."""
+        codes = 0 if kind.bits is None else _code_bytes(kind.width, kind.bits)
+        blocks = kind.width // kind.channels
+        scales = 0 if kind.bits is None else blocks
         with torch.inference_mode(False):  # later forwards write to it in any mode
             return cls._make(
-                (bits, entries, channels),
-                code=torch.zeros(rows, d * bits // 8, dtype=torch.uint8, device=like.device),
+                kind,
+                code=torch.zeros(rows, codes, dtype=torch.uint8, device=like.device),
                 place=torch.zeros(rows, dtype=torch.int32, device=like.device),
-                scale=torch.zeros(1, d // channels, dtype=like.dtype, device=like.device),
-                zero=torch.zeros(1, d // channels, dtype=like.dtype, device=like.device),
-                exact=torch.zeros(0, d, dtype=like.dtype, device=like.device),
+                scale=torch.zeros(1, scales, dtype=like.dtype, device=like.device),
+                zero=torch.zeros(1, blocks, dtype=like.dtype, device=like.device),
+                exact=torch.zeros(0, like.shape[1], dtype=like.dtype, device=like.device),
             )
 
     def _with(self, **changes: Tensor) -> Coded:
         names = ("code", "place", "scale", "zero", "exact")
         tensors = {name: getattr(self, name) for name in names} | changes
-        return self._make((self.bits, self.entries, self.channels), **tensors)
+        return self._make(self.kind, **tensors)
 
     # -- reading ----------------------------------------------------------------------------------
     def decode(self) -> Tensor:
         """All rows as numbers, `[rows, d]`."""
-        shift = torch.arange(0, 8, self.bits, dtype=torch.uint8, device=self.code.device)
-        code = (self.code[..., None] >> shift & (1 << self.bits) - 1).flatten(1)
+        bits, _, channels, width = self.kind
         group = self.place.clamp(min=0).long()
-        blocks = code.float().unflatten(1, (-1, self.channels))
-        out = blocks * self.scale[group].float()[..., None] + self.zero[group].float()[..., None]
-        numbers: Tensor = out.flatten(1).to(self.exact.dtype)
+        numbers = self.zero[group]
+        if bits is not None:
+            shift = torch.arange(0, 8, bits, dtype=torch.uint8, device=self.code.device)
+            code = (self.code[..., None] >> shift & (1 << bits) - 1).flatten(1)[:, :width]
+            blocks = code.float().unflatten(1, (-1, channels))
+            out = blocks * self.scale[group].float()[..., None] + numbers.float()[..., None]
+            numbers = out.flatten(1).to(self.exact.dtype)
+        numbers = pad(numbers, (0, self.exact.shape[1] - width))
         rows = (self.place < 0).nonzero()[:, 0]
         numbers[rows] = self.exact[-1 - self.place[rows].long()]
         return numbers
@@ -236,23 +290,32 @@ class Coded(Tensor):
 
     @_writing
     def freeze(self, rows: Tensor) -> None:
-        """Quantise exact rows, int64 `[m]`, group by group; `m` is a multiple of `entries`."""
-        x = self.exact[-1 - self.place[rows].long()].float()
-        blocks = x.view(-1, self.entries, x.shape[1] // self.channels, self.channels)
+        """Encode exact rows, int64 `[m]`, group by group; `m` is a multiple of `entries`."""
+        bits, entries, channels, width = self.kind
+        x = self.exact[-1 - self.place[rows].long()][:, :width]
+        first = len(self.zero)
+        if bits is None:
+            self.zero = torch.cat([self.zero, x])
+            self.scale = self.zero[:, :0]
+        else:
+            self._quantise(rows, x.float().view(-1, entries, width // channels, channels), bits)
+        group = torch.arange(first, len(self.zero), dtype=torch.int32, device=rows.device)
+        self.place[rows] = group.repeat_interleave(entries)
+        self._tidy()
+
+    def _quantise(self, rows: Tensor, blocks: Tensor, bits: int) -> None:
+        """Store the codes, scales and zeros of `blocks`, `[groups, entries, blocks, channels]`."""
         low, high = blocks.amin((1, 3)), blocks.amax((1, 3))
-        most = (1 << self.bits) - 1
+        most = (1 << bits) - 1
         scale = ((high - low) / most).to(self.scale.dtype)
         zero = low.to(self.zero.dtype)
         step = scale.float()[:, None, :, None]
         code = (blocks - zero.float()[:, None, :, None]) / torch.where(step > 0, step, 1.0)
-        code = code.round().clamp(0, most).to(torch.uint8).view(len(rows), -1, 8 // self.bits)
-        shift = torch.arange(0, 8, self.bits, dtype=torch.uint8, device=code.device)
-        first = len(self.scale)
-        self.scale, self.zero = torch.cat([self.scale, scale]), torch.cat([self.zero, zero])
-        group = torch.arange(first, len(self.scale), dtype=torch.int32, device=code.device)
+        code = code.round().clamp(0, most).to(torch.uint8).view(len(rows), -1)
+        code = pad(code, (0, -code.shape[1] % (8 // bits))).unflatten(1, (-1, 8 // bits))
+        shift = torch.arange(0, 8, bits, dtype=torch.uint8, device=code.device)
         self.code[rows] = (code << shift).sum(-1, dtype=torch.uint8)
-        self.place[rows] = group.repeat_interleave(self.entries)
-        self._tidy()
+        self.scale, self.zero = torch.cat([self.scale, scale]), torch.cat([self.zero, zero])
 
     def _tidy(self) -> None:
         """Forget groups and exact rows that no row refers to any more."""
@@ -270,7 +333,7 @@ class Coded(Tensor):
 
     def new_zeros(self, rows: int, *_: int, **__: Any) -> Coded:  # type: ignore[override]
         """Empty rows of the same kind."""
-        return self.empty(rows, self.exact, self.bits, self.entries, self.channels)
+        return self.empty(rows, self.exact, self.kind)
 
     @property
     def owned_bytes(self) -> int:
@@ -300,7 +363,7 @@ def _joined(parts: Sequence[Any]) -> Coded:
         place = part.place
         place = torch.where(place > 0, place + groups, torch.where(place < 0, place - exact, 0))
         places.append(place)
-        groups += len(part.scale) - 1
+        groups += len(part.zero) - 1
         exact += len(part.exact)
     return first._with(  # type: ignore[no-any-return]
         code=torch.cat([p.code for p in parts]),

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from kvbench.engine.cache import RaggedCache
+from kvbench.engine.channels import channel_order, reordered
 from kvbench.engine.clock import now
 from kvbench.engine.codes import Coding
 from kvbench.engine.decide import Cut, Decision
@@ -66,6 +67,11 @@ def pack_layer(
     target.is_initialized = True
     target.state = cut.state_of(index)
     target.coding = Coding.of(cut.policy)
+    if cut.policy.key_channels < 1:
+        assert target.coding is not None
+        width = target.coding.width(source.dim)
+        target.order = channel_order(cut.channel_queries(index), key, decision.keep, width)
+        key = reordered(key, target.order)
     columns = torch.arange(key.shape[2], device=key.device).expand(key.shape[:3])
     target.pack(key, value, decision.keep, columns, decision.extras, reserve)
 
@@ -203,7 +209,8 @@ def _cut_groups(cuts: Sequence[Cut], cache: RaggedCache) -> None:
                     layer.extras[name][chosen] = extra[decision.keep]
             if decision.key is not None and decision.value is not None:
                 kept = decision.keep
-                layer.overwrite(chosen, decision.key[kept], decision.value[kept])
+                key = reordered(decision.key, layer.order_of(cut.rows))
+                layer.overwrite(chosen, key[kept], decision.value[kept])
             keep[cut.rows, :, : rows.shape[2]] = decision.keep
             for row, held_state in zip(cut.rows, state, strict=True):
                 layer.state[row] = held_state

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from kvbench.engine.channels import reordered, restored
 from kvbench.engine.codes import Coded, Coding
+from kvbench.engine.segments import gathered, runs, starts
 from kvbench.view import Need
 
 _UNSUPPORTED = "a kvbench cache does not support beam search or assisted decoding"
@@ -23,7 +24,7 @@ class RaggedLayer(CacheLayerMixin):
     Attributes:
         seen: Logical length: all columns so far, including padding and evicted ones.
         start, length, room: First row, live rows and owned rows of every segment (on the CPU).
-        length_before: Live rows of every segment before the last append.
+        coded: Oldest rows of every segment that are quantised or pruned; empty without `coding`.
         key, value: `[B, H, S, d]` while dense, `[rows, d]` once packed.
         col: Logical column of every row, int32 `[rows]` (packed).
         extras: Per-entry state (packed): the policy's by name, `[rows]`, and ongoing observations
@@ -31,7 +32,8 @@ class RaggedLayer(CacheLayerMixin):
         state: State of a merger between cuts: for every sequence, tensors `[1, ...]` by name; empty
             before the first cut.
         scale: Factor of the attention logits.
-        coding: How keys and values are quantised once packed; None: not at all.
+        coding: How keys and values are stored once packed; None: as they are.
+        order: The order in which packed keys have their channels, `[B, H, d]`; None: the model's.
     """
 
     is_sliding = False
@@ -47,6 +49,7 @@ class RaggedLayer(CacheLayerMixin):
         self.batch = self.heads = self.dim = 0
         self.scale = 1.0
         self.coding: Coding | None = None
+        self.order: Tensor | None = None
         self.key: Tensor | None = None
         self.value: Tensor | None = None
         self.col = torch.empty(0, dtype=torch.int32)
@@ -54,7 +57,7 @@ class RaggedLayer(CacheLayerMixin):
         self.state: list[dict[str, Tensor]] = []
         self.start: list[int] = []
         self.length: list[int] = []
-        self.length_before: list[int] = []
+        self.coded: list[int] = []
         self.room: list[int] = []
         self._bounds: tuple[Tensor, Tensor] | None = None
         self._appended: tuple[Tensor, Tensor | None] = (self.col, None)
@@ -132,7 +135,8 @@ class RaggedLayer(CacheLayerMixin):
         """Keep only the chosen entries and free everything else.
 
         Args:
-            key, value: `[B, H, n, d]`, or `[1, H, n, d]` if all sequences choose from the same.
+            key, value: `[B, H, n, d]`, or `[1, H, n, d]` if all sequences choose from the same;
+                keys have their channels in `order`.
             keep: Entries to keep, bool `[B, H, n]`.
             col: Logical columns, `[B, H, n]` or `[1, H, n]`, ascending along the last axis.
             extras: Per-entry state, `[B, H, n, ...]` each.
@@ -147,9 +151,9 @@ class RaggedLayer(CacheLayerMixin):
         index = torch.zeros(sum(self.room), dtype=torch.int64, device=key.device)
         index[target] = chosen
         of_shared = index % (self.heads * n) if len(key) < self.batch else index
-        self.key, self.value = _gathered(key, of_shared), _gathered(value, of_shared)
-        self.col = _gathered(col[..., None].to(torch.int32), of_shared).squeeze(-1)
-        self.extras = {name: _gathered(held, index) for name, held in extras.items()}
+        self.key, self.value = gathered(key, of_shared), gathered(value, of_shared)
+        self.col = gathered(col[..., None].to(torch.int32), of_shared).squeeze(-1)
+        self.extras = {name: gathered(held, index) for name, held in extras.items()}
         self.packed = True
         if self.coding is not None:
             self.coding.pack(self)
@@ -164,6 +168,7 @@ class RaggedLayer(CacheLayerMixin):
             first: Logical column of the first new token.
         """
         key, value = (x.detach() for x in self.take_pending())
+        key = reordered(key, self.order)
         assert self.key is not None and self.value is not None
         n = key.shape[-2]
         new = [added[s // self.heads] for s in range(len(self.length))]
@@ -183,7 +188,6 @@ class RaggedLayer(CacheLayerMixin):
         self.col[target] = col
         for held in self.extras.values():
             held[target] = 0
-        self.length_before = self.length
         self.length = [a + m for a, m in zip(self.length, new, strict=True)]
         self._bounds = (start, length + (n if valid is None else valid.sum(-1)[:, None, None]))
 
@@ -202,24 +206,41 @@ class RaggedLayer(CacheLayerMixin):
             cut[list(rows)] = True
             keep = torch.where(cut, keep, live)
         extras = {name: x[held] for name, x in self.extras.items()}
-        key, value = self.key, self.value
+        key, value, coded = self.key, self.value, self.coded
         self.pack(key[held], value[held], keep, self.col[held], extras)
-        if self.coding is not None and rows is not None:  # only what was cut is quantised anew
+        if self.coding is not None and rows is not None:  # only what was cut is encoded anew
             others = [row for row in range(self.batch) if row not in rows]
+            for row in others:
+                own_heads = slice(row * self.heads, (row + 1) * self.heads)
+                self.coded[own_heads] = coded[own_heads]
             moved, own = self.padded_rows()
             source, target = held[others][live[others]], moved[others][own[others]]
             self.coding.carry(self, key, value, source, target)
 
     def overwrite(self, rows: Tensor, key: Tensor, value: Tensor) -> None:
-        """Replace K and V `[m, d]` of some rows, int64 `[m]` (for mergers)."""
+        """Replace K and V `[m, d]` of some rows, int64 `[m]` (for mergers); K is in `order`."""
         assert self.key is not None and self.value is not None
         self.key[rows], self.value[rows] = key.detach(), value.detach()
+
+    def read(self, at: Tensor, rows: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
+        """K and V of a packed layer as the model knows them, `[B, H, n, d]` each.
+
+        Args:
+            at: Rows, int64 `[B, H, n]`.
+            rows: The sequences they belong to; None: all.
+        """
+        assert self.key is not None and self.value is not None
+        return restored(self.key[at], self.order_of(rows)), self.value[at]
+
+    def order_of(self, rows: Sequence[int] | None) -> Tensor | None:
+        """The order of the channels of some sequences; None as `rows`: all."""
+        return self.order if self.order is None or rows is None else self.order[list(rows)]
 
     def store_extras(self, extras: Mapping[str, Tensor]) -> None:
         """Store per-entry state, `[B, H, n, ...]` each, in the layout of `padded_rows`."""
         width = max(self.length)
         first = [s * width for s in range(len(self.length))]
-        source, target = _runs(first, self.length, self.col.device), self.rows()
+        source, target = runs(first, self.length, self.col.device), self.rows()
         for name, held in extras.items():
             self.extras[name][target] = held.detach().flatten(0, 2)[source]
 
@@ -251,7 +272,7 @@ class RaggedLayer(CacheLayerMixin):
 
     def rows(self) -> Tensor:
         """Rows of all live entries, segment by segment, int64 `[entries]`."""
-        return _runs(self.start, self.length, self.col.device)
+        return runs(self.start, self.length, self.col.device)
 
     def padded_rows(self, rows: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
         """Rows of the live entries as a rectangle.
@@ -284,7 +305,7 @@ class RaggedLayer(CacheLayerMixin):
         self.room = [a + r for a, r in zip(self.length, reserve, strict=True)]
         self.start = starts(self.room)
         self._bounds = None
-        return _runs(self.start, self.length, self.device)
+        return runs(self.start, self.length, self.device)
 
     def make_room(self, new: Sequence[int]) -> None:
         """Move everything if any segment has no room for its number of new entries."""
@@ -328,6 +349,7 @@ class RaggedLayer(CacheLayerMixin):
         first = self.start[here.start]
         out.batch, out.length, out.room = 1, self.length[here], self.room[here]
         out.start = [s - first for s in self.start[here]]
+        out.coded, out.order = self.coded[here], self.order_of([row])
         rows = slice(first, first + sum(out.room))
         out.key, out.value, out.col = self.key[rows], self.value[rows], self.col[rows]
         out.extras, out.state = {}, []
@@ -376,7 +398,8 @@ class RaggedLayer(CacheLayerMixin):
         size = self.key.element_size()
         extras = self.entries(row) * (self.entry_bytes() - 2 * self.dim * size)
         here = slice(None) if row is None else slice(row * self.heads, (row + 1) * self.heads)
-        return extras + self.coding.live_bytes(self.length[here], self.dim, size)
+        counts = self.length[here], self.coded[here]
+        return extras + self.coding.live_bytes(*counts, self.dim, size)
 
     def allocated_bytes(self, row: int | None = None) -> int:
         """Bytes that the layer owns for one sequence or for all, free room and columns included."""
@@ -385,31 +408,9 @@ class RaggedLayer(CacheLayerMixin):
             if self.coding is not None:
                 return self.allocated_bytes() * rows // max(1, len(self.col))
             return rows * (self.entry_bytes() + self.col.element_size())
-        owned = [t for t in (self.key, self.value) if t is not None]
+        owned = [t for t in (self.key, self.value, self.order) if t is not None]
         if self.packed:
             owned += [self.col, *self.extras.values()]
         return sum(
             t.owned_bytes if isinstance(t, Coded) else t.numel() * t.element_size() for t in owned
         )
-
-
-def _gathered(x: Tensor, index: Tensor) -> Tensor:
-    """Rows of `x`, `[B, H, n, ...]`, by their index among `B * H * n`."""
-    with torch.inference_mode(False):  # later forwards write to them in any mode
-        out = torch.empty(len(index), *x.shape[3:], dtype=x.dtype, device=x.device)
-    return torch.index_select(x.detach().flatten(0, 2), 0, index, out=out)
-
-
-def starts(room: Sequence[int]) -> list[int]:
-    """First row of every segment if the segments are adjacent."""
-    return [0, *accumulate(room)][: len(room)]
-
-
-def _runs(start: Sequence[int], length: Sequence[int], device: torch.device) -> Tensor:
-    """Concatenate the ranges `start[s] .. start[s] + length[s]`, int64."""
-    total = sum(length)
-    count = torch.tensor(length, dtype=torch.int64, device=device)
-    first = torch.tensor(start, dtype=torch.int64, device=device)
-    before = count.cumsum(0) - count
-    shift = torch.repeat_interleave(first - before, count, output_size=total)
-    return torch.arange(total, device=device) + shift

@@ -139,7 +139,7 @@ class Prefix:
         for i, one in enumerate(wanted):
             policy = one.policy
             alone = self.cache.batch > 1 or not policy.evicts or policy.merge is not None
-            alone = alone or goes_on(policy, one.moment) or policy.bits is not None
+            alone = alone or goes_on(policy, one.moment) or policy.recodes
             groups.setdefault(i if alone else replace(one, budget=_ANY), []).append(i)
         parts = []
         for group in groups.values():

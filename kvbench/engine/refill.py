@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvbench.engine.cache import RaggedCache
-from kvbench.engine.layer import RaggedLayer, starts
+from kvbench.engine.layer import RaggedLayer
+from kvbench.engine.segments import starts
 
 
 def vacant(like: RaggedCache, rows: int) -> RaggedCache:

@@ -13,7 +13,7 @@ from kvbench.engine.cache import RaggedCache
 from kvbench.engine.clock import now
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.shared import Changes, Shared, versions
-from kvbench.plugin import ModelInfo, Moment, Need, Policy, View
+from kvbench.plugin import CHANNEL_QUERIES, ModelInfo, Moment, Need, Policy, View
 
 
 @dataclass
@@ -88,7 +88,8 @@ class Showing:
         extras: dict[str, Tensor] = {}
         if layer.packed:
             rows, valid = layer.padded_rows(self.rows)
-            key, value, col = layer.key[rows], layer.value[rows], layer.col[rows].long()
+            key, value = layer.read(rows, self.rows)
+            col = layer.col[rows].long()
             extras = {n: held[rows] for n, held in layer.extras.items() if isinstance(n, str)}
         else:
             rows = None
@@ -130,6 +131,10 @@ class Showing:
             asked=0 if layer.packed else self.cache.asked,
             share=None if layer.packed or self.shared is None else partial(self._once, index),
         )
+
+    def channel_queries(self, index: int) -> Tensor:
+        """The queries that choose key channels in a layer, `[B, H_q, w, d]`."""
+        return self._own(self.cache.observers[CHANNEL_QUERIES].read(index))
 
     def _once(self, layer: int, name: Hashable, make: Callable[[], Tensor]) -> Tensor:
         """See `View.once`."""

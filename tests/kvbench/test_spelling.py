@@ -32,6 +32,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "normalise": st.sampled_from(["none", "layer"]),
     "buffer": st.integers(0, 4096),
     "bits": st.sampled_from([None, 2, 4, 8]),
+    "key_channels": st.floats(0, 1, exclude_min=True),
 }
 SCORES = ["window", "mass", "knorm", "keydiff", "recency", "random", "obcache", "roco"]
 ALLOCATORS = ["uniform", "head_adaptive", "global", "pyramid", "retrieval"]
@@ -41,7 +42,9 @@ NAMES = [n for n in registry.names("kvbench.policies") if n != "full"]
 
 def parameters(p: Policy) -> set[str]:
     parts = (p.score, p.allocate, p.select, p.merge)
-    return {"buffer", "bits"}.union(*(x.parameters() for x in parts if x is not None))
+    return {"buffer", "bits", "key_channels"}.union(
+        *(x.parameters() for x in parts if x is not None)
+    )
 
 
 @st.composite
@@ -95,6 +98,8 @@ def test_the_canonical_form_names_the_same_policy(spec: str) -> None:
         ("h2o:observe=none:recent=0", "h2o:recent=0.0"),
         ("knorm:buffer=0", "knorm:buffer=0"),
         ("full:residual=64:bits=2", "full:bits=2:residual=64"),
+        ("full:residual=64:key_channels=.6", "full:key_channels=0.6:residual=64"),
+        ("full:key_channels=1", "full"),
         ("snapkv:window=8:group_size=32:bits=4", "snapkv:bits=4:window=8"),
         ("full", "full"),
     ],
@@ -149,6 +154,11 @@ def test_keywords_win_over_the_spelling_and_are_typed() -> None:
         ("full:bits=3", "choose from 2, 4, 8"),
         ("full:bits=4:residual=-1", "residual 0 or more"),
         ("full:residual=8", "give bits=4 as well"),
+        ("full:group_size=8:key_channels=0.6", "group_size .* give bits=4 as well"),
+        ("full:key_channels=0", "share of the channels"),
+        ("full:key_channels=1.5", "share of the channels"),
+        ("full:key_channels=nan", "share of the channels"),
+        ("full:key_channels=most", "a number"),
         ("full:buffer=8", "has no buffer"),
         ("snapkv:allocate=head_adaptiv", "did you mean head_adaptive"),
         ("snapkv:select=top_k", "topk"),

@@ -297,13 +297,12 @@ def _hold(cell: Cell, policy: Policy, cache: RaggedCache, stage1: dict[int, Tens
 
 def _spread(layer: RaggedLayer) -> tuple[Tensor, Tensor]:
     """K and V of a packed layer at their columns, `[H, columns, d]`, zero where nothing is held."""
-    assert layer.key is not None and layer.value is not None
     rows, live = layer.padded_rows()
     index = layer.col[rows].long()[0].masked_fill(~live[0], layer.seen)[..., None]
     out = []
-    for held_rows in (layer.key, layer.value):
-        dense = held_rows.new_zeros(layer.heads, layer.seen + 1, layer.dim)
-        dense.scatter_(1, index.expand(-1, -1, layer.dim), held_rows[rows[0]])
+    for (own,) in layer.read(rows):
+        dense = own.new_zeros(layer.heads, layer.seen + 1, layer.dim)
+        dense.scatter_(1, index.expand(-1, -1, layer.dim), own)
         out.append(dense[:, :-1])
     return out[0], out[1]
 

@@ -61,6 +61,7 @@ def test_the_play_notices_what_is_on_two_devices() -> None:
         ("cake:window=4", "llama"),
         ("zigzagkv:window=4", "llama"),
         ("simlayerkv:recent=4", "llama"),
+        ("keydiff:allocate=global:key_channels=0.5:residual=4", "llama"),
     ],
 )
 def test_the_same_entries_are_kept(policy: str, family: str) -> None:

@@ -81,3 +81,21 @@ def test_only_the_plain_full_cache_is_without_a_moment() -> None:
     )
     assert make_cell("full:bits=4").cell == make_cell("full:bits=4", budget="0.7").cell
     assert len({make_cell(f"full:bits={n}").cell for n in (2, 4, 8)}) == 3
+
+
+def test_pruned_keys_are_cells_of_their_own(tmp_path: Path) -> None:
+    spec = "full:key_channels=0.5:residual=8,snapkv:bits=4:group_size=8:key_channels=0.5:residual=8"
+    grid = {**GRID, "policy": f"{spec},snapkv:key_channels=0.5,snapkv"}
+    made = kvbench.run({**grid, "out": str(tmp_path / "all")})
+    assert list(made.cells["status"].unique()) == ["ok"]
+    alone = kvbench.run({**grid, "out": str(tmp_path / "one"), "batch_size": 1, "full": False})
+    assert {k: v for k, v in texts(made).items() if k[0] != "full"} == texts(alone)
+    cells = made.cells.set_index("policy")
+    full, thin = cells.loc["full"], cells.loc["full:key_channels=0.5:residual=8"]
+    assert (thin["budget"], thin["held_entries"]) == ("full", full["held_entries"])
+    assert 0.75 < thin["kv_bytes_live"] / full["kv_bytes_live"] < 0.8
+    evicted, both = cells.loc["snapkv"], cells.loc["snapkv:key_channels=0.5"]
+    assert both["held_entries"] == evicted["held_entries"]
+    assert 0.75 < both["kv_bytes_live"] / evicted["kv_bytes_live"] < 0.9
+    least = cells.loc["snapkv:bits=4:group_size=8:key_channels=0.5:residual=8"]
+    assert least["kv_bytes_live"] < 0.5 * both["kv_bytes_live"]
