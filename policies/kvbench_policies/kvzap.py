@@ -30,7 +30,8 @@ class PredictedReconstruction(Learned):
     the newest tokens are protected.
 
     Attributes:
-        window: Number of newest tokens that are always kept.
+        window: Number of newest tokens that are always kept. The paper's 128 are most of a budget
+            of one or two hundred entries per head.
     """
 
     name: ClassVar[str] = "predicted_reconstruction"

@@ -86,7 +86,7 @@ def test_the_loss_is_the_squared_error_of_the_logs(tiny_llama: nn.Module) -> Non
         for i, hidden in enumerate(measured.hidden):
             said = student.gates.layers[i](hidden[0].float()).T  # type: ignore[union-attr,index]
             errors += [float(x) ** 2 for x in (said.detach() - measured.label[i]).flatten()]
-    assert float(student(ids, supervised)["loss"]) == pytest.approx(np.mean(errors), rel=1e-4)
+    assert float(student(ids, supervised)["fit"]) == pytest.approx(np.mean(errors), rel=1e-4)
 
 
 def test_left_padding_changes_nothing(tiny_llama: nn.Module) -> None:
