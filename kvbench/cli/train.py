@@ -40,7 +40,9 @@ def gates(
     context: typer.Context,
     policy: Annotated[
         str,
-        option(WHAT, "NAME", "trimkv, dbtrimkv or locret.", autocompletion=complete.trainers),
+        option(
+            WHAT, "NAME", "trimkv, dbtrimkv, locret or kvzap.", autocompletion=complete.trainers
+        ),
     ],
     data: Annotated[
         str | None,
@@ -92,7 +94,7 @@ def gates(
         ),
     ] = None,
     bias: Annotated[
-        float | None, option(GATES, "X", "Initial bias. Default: 8; for dbtrimkv 18.")
+        float | None, option(GATES, "X", "Initial bias. Default: 8; for dbtrimkv 18, for kvzap -4.")
     ] = None,
     gating: Annotated[
         str | None,
@@ -124,6 +126,10 @@ def gates(
     steps: Annotated[int | None, option(TRAINING, "N", "Optimizer steps. Default: 1000.")] = None,
     tokens: Annotated[
         int | None, option(TRAINING, "N", "Train on about this many tokens. Replaces --steps.")
+    ] = None,
+    passes: Annotated[
+        int | None,
+        option(TRAINING, "N", "How often a sequence is learned from, for kvzap. Default: 15."),
     ] = None,
     length: Annotated[
         int | None,
@@ -176,7 +182,7 @@ def gates(
     ] = True,
     dry_run: DryRun = False,
 ) -> None:
-    """Train the gates of trimkv, dbtrimkv or locret. The model itself does not change.
+    """Train the gates of trimkv, dbtrimkv, locret or kvzap. The model itself does not change.
 
     The same command continues a training after an interruption.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from kvbench.named import model_digest
 from kvbench.progress import Reporter, Silent
 from kvbench.registry import TRAINERS, get
 from kvbench.runs.planning import quiet_libraries
-from kvbench.training.data import Sequences, Stream, open_streams
+from kvbench.training.data import Sequences, Stream, different, open_streams
 from kvbench.training.folder import (
     CHECKPOINTS,
     LOG,
@@ -44,8 +44,12 @@ from kvbench.training.folder import (
 from kvbench.training.method import Method
 from kvbench.training.plot import draw
 from kvbench.training.recipes import recipe_of
+from kvbench.training.replays import ReplayStudent, agreement, describe_agreement
 from kvbench.training.settings import complete
 from kvbench.training.student import Student
+
+_HELD_OUT = 16
+"""Sequences after those of the training on which predictions are compared with their labels."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +78,20 @@ class GateTraining:
 
     @property
     def sequences(self) -> int:
-        """Number of sequences that all processes together train on."""
+        """Number of sequences that all processes together train on, repetitions included."""
         processes = int(os.environ.get("WORLD_SIZE", "1"))
         per_step = self.settings["batch_size"] * self.settings["accumulate"] * processes
         return int(self.settings["steps"] * per_step)
+
+    @property
+    def passes(self) -> int:
+        """How often every sequence comes."""
+        return int(self.settings.get("passes", 1))
+
+    @property
+    def different(self) -> int:
+        """Number of different sequences among those that it trains on."""
+        return different(self.sequences, self.passes)
 
     @property
     def title(self) -> str:
@@ -110,6 +124,11 @@ class GateTraining:
             f"{s['weight_decay']:g}, seed {s['seed']}, {str(self.dtype).removeprefix('torch.')} on "
             f"{self.device}",
         ]
+        if self.method.objective == "replay":
+            lines.append(
+                f"loss: squared error of the log of KVzip+ scores; {self.different} different "
+                f"sequences, {self.passes} times each"
+            )
         if self.method.objective == "distil":
             terms = ["reverse KL" if s["reverse_kl"] else "KL"] if s["kl"] else []
             terms += ["next token"] if s["ntp"] else []
@@ -201,7 +220,7 @@ def train(training: GateTraining, reporter: Reporter, *, fresh: bool = False) ->
 
     tokenizer = load_tokenizer(training.model, training.revision)
     streams = _streams(training, tokenizer, reporter)
-    sequences = Sequences(streams, training.sequences)
+    sequences = Sequences(streams, training.sequences, training.passes, settings["seed"])
     sequences[0]  # data that does not fit fails here, before the model is loaded
     network = load_model(training.model, training.revision, training.device, training.dtype)
     student = _student(training, network)
@@ -221,17 +240,20 @@ def train(training: GateTraining, reporter: Reporter, *, fresh: bool = False) ->
     reporter.stop()
     if not trainer.is_world_process_zero():
         return []
-    return _write(training, identity, student, streams)
+    return _write(training, identity, student, sequences)
 
 
 def _streams(training: GateTraining, tokenizer: Any, reporter: Reporter) -> list[Stream]:
     settings = training.settings
+    count = training.different
+    if training.method.objective == "replay":
+        count += _HELD_OUT
     streams = open_streams(
         training.data,
         tokenizer,
         model=training.model,
         length=settings["length"],
-        count=training.sequences,
+        count=count,
         seed=settings["seed"],
         split=settings["split"],
         subset=settings["subset"],
@@ -246,34 +268,41 @@ def _streams(training: GateTraining, tokenizer: Any, reporter: Reporter) -> list
     return streams
 
 
-def _student(training: GateTraining, network: nn.Module) -> Student:
+def _student(training: GateTraining, network: nn.Module) -> Student | ReplayStudent:
     method, settings = training.method, training.settings
     with torch.random.fork_rng():
         torch.manual_seed(settings["seed"])
         gates = method.build(model_info(network), decoder_of(network).config, settings)
+    if method.objective == "replay":
+        return ReplayStudent(network, gates, method)
     return Student(network, gates, method, settings)
 
 
 def _write(
     training: GateTraining,
     identity: Mapping[str, Any],
-    student: Student,
-    streams: Sequence[Stream],
+    student: Student | ReplayStudent,
+    sequences: Sequences,
 ) -> list[str]:
     """Write the gates and the figure, delete the checkpoints, and say so."""
     out, method, model = training.out, training.method, training.model
     log = truncate_log(out, training.settings["steps"])
     last = {k: v for k, v in log[-1].items() if k not in ("lr", "grad_norm")} if log else {}
     commit = str(getattr(student.base.config, "_commit_hash", None) or "")
-    facts = {
-        "base_model": reference.NAME if model == "reference" else model,
-        "base_revision": identity["weights"] or commit,
-        "training": {**identity, "sources": [dict(s.facts) for s in streams], "last": last},
-    }
+    sources = [dict(stream.facts) for stream in sequences.streams]
+    trained = {**identity, "sources": sources, "last": last}
     lines = [f"wrote {out}: gates.safetensors, {MADE}, {RUN}, {LOG}"]
     if log:
         draw(log, out / PICTURE, f"{training.title} on {training.data}")
         lines = [f"{lines[0]}, {PICTURE}", describe(log[-1])]
+    if isinstance(student, ReplayStudent) and (held_out := sequences.held_out(_HELD_OUT)):
+        trained["held_out"] = agreement(student.eval(), held_out)
+        lines.append(describe_agreement(trained["held_out"]))
+    facts = {
+        "base_model": reference.NAME if model == "reference" else model,
+        "base_revision": identity["weights"] or commit,
+        "training": trained,
+    }
     method.save(student.gates.cpu(), out, facts, training.settings["half"])
     shutil.rmtree(out / CHECKPOINTS, ignore_errors=True)
     if out != method.place(model) or recipe_of(model, method.name):  # shipped gates go first

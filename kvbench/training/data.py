@@ -44,6 +44,9 @@ With images, also what the model's forward takes for them, such as `pixel_values
 _RNG_KEY = 0x67617465
 """Separates the random numbers of these trainings from all others with the same seed."""
 
+TOGETHER = 16
+"""Sequences that are learned together, all of them in every pass over them."""
+
 _TASK_SEEDS = 1_000_003
 """Added to `--seed` for kvbench's tasks; evaluations count their seeds from 0."""
 
@@ -72,30 +75,63 @@ class Stream:
         get: Returns sequence `i`, for any `i >= 0`.
         has_answers: Whether sequences have answers, so that only these are learned.
         facts: Description of the data for `gates.json`.
+        size: Number of different sequences; None if there is no end to them.
     """
 
     get: Callable[[int], Item]
     has_answers: bool
     facts: Mapping[str, Any]
+    size: int | None = None
 
 
 class Sequences(Dataset[Item]):
     """The sequences of a training, in order.
 
+    With several passes, `TOGETHER` sequences come as they are, then again in another order, and so
+    on, before the next ones do.
+
     Args:
         streams: Streams, which take turns.
-        count: Number of sequences.
+        count: Number of sequences, repetitions included.
+        passes: How often each of them comes.
+        seed: Seed of the order of repetitions.
     """
 
-    def __init__(self, streams: Sequence[Stream], count: int) -> None:
+    def __init__(
+        self, streams: Sequence[Stream], count: int, passes: int = 1, seed: int = 0
+    ) -> None:
         self.streams = streams
         self.count = count
+        self.passes = passes
+        self.seed = seed
 
     def __len__(self) -> int:
         return self.count
 
     def __getitem__(self, index: int) -> Item:
-        return self.streams[index % len(self.streams)].get(index // len(self.streams))
+        group, place = divmod(index, self.passes * TOGETHER)
+        turn, place = divmod(place, TOGETHER)
+        if turn:
+            order = np.random.default_rng([_RNG_KEY, self.seed, group, turn])
+            place = int(order.permutation(TOGETHER)[place])
+        return self._different(group * TOGETHER + place)
+
+    def held_out(self, count: int) -> list[Item]:
+        """Up to `count` sequences that come after those of the training, if there are any."""
+        first = different(self.count, self.passes)
+        return [
+            self._different(i)
+            for i in range(first, first + count)
+            if i // len(self.streams) < (self.streams[i % len(self.streams)].size or i + 1)
+        ]
+
+    def _different(self, number: int) -> Item:
+        return self.streams[number % len(self.streams)].get(number // len(self.streams))
+
+
+def different(count: int, passes: int) -> int:
+    """How many different sequences there are at most among `count`, repetitions included."""
+    return count if passes == 1 else -(-count // (passes * TOGETHER)) * TOGETHER
 
 
 def collate(items: Sequence[Item], pad: int = 0) -> Item:
@@ -259,7 +295,8 @@ def _task(
             item |= stage.vision.pixels(prompt.media, torch.device("cpu"))
         return item
 
-    return Stream(get, True, {"data": name, "samples": len(prompts), "seed": grid.seed})
+    facts = {"data": name, "samples": len(prompts), "seed": grid.seed}
+    return Stream(get, True, facts, len(prompts))
 
 
 # --- rows of a file or of the hub -----------------------------------------------------------------
@@ -318,7 +355,8 @@ def _rows(
         raise UserError(f"--data {name}: no row fits into --length {length}; use a larger one")
 
     content = digest_of(rows) if isinstance(rows, list) else getattr(rows, "_fingerprint", "")
-    return Stream(get, has_answers, {"data": name, "rows": len(rows), "content": str(content)})
+    facts = {"data": name, "rows": len(rows), "content": str(content)}
+    return Stream(get, has_answers, facts, len(rows))
 
 
 def _prompt_ids(tokenizer: Any, text: str) -> list[int]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from kvbench.plugin import ModelInfo
 
-Objective = Literal["distil", "regress"]
+Objective = Literal["distil", "regress", "replay"]
 
 
 class Attention(Protocol):
@@ -62,8 +62,8 @@ class Gates(Protocol):
         """Log retention of tokens, 0 or less; for `distil`."""
         ...
 
-    def score(self, layer: int, hidden: Tensor, *, qkv: Tensor) -> Tensor:
-        """Predicted logits of tokens; for `regress`."""
+    def score(self, layer: int, hidden: Tensor, *, qkv: Tensor | None = None) -> Tensor:
+        """Predictions for tokens; for `regress`, which gives `qkv`, and `replay`."""
         ...
 
 
@@ -74,10 +74,12 @@ class Method:
     Attributes:
         name: The policy that reads the gates.
         objective: `distil`: a student with retention-gated attention learns to answer as the
-            teacher does; `regress`: gates learn to predict the logits of the answer's queries.
+            teacher does; `regress`: gates learn to predict the logits of the answer's queries;
+            `replay`: gates learn to predict the log of what KVzip+ measures in a replay.
         scope: Scope of the capacity loss: `head`, or `global` for one budget over all heads.
         defaults: Settings of the paper by name: `lr`, `schedule`, `weight_decay`, `capacity`,
-            `length`, `bias`, `hidden_dim`, `gate`, `input`, `tied`, `gating`, `gate_dim`.
+            `length`, `bias`, `hidden_dim`, `gate`, `input`, `tied`, `gating`, `gate_dim`; for
+            `replay` also `passes`.
         build: Makes the gates (a module as in `Gates`) from the model's shapes, its configuration
             and all settings.
         save: Writes gates and facts about their training into a folder, in half precision or not.

@@ -44,6 +44,15 @@ RECIPES: dict[str, dict[str, Recipe]] = {
         "trimkv": {**_REFERENCE, "steps": 240, "capacity": 48},
         "dbtrimkv": {**_REFERENCE, "steps": 160, "capacity": 48, "bias": 8.0},
         "locret": {**_REFERENCE, "steps": 160},
+        "kvzap": {
+            **_REFERENCE,
+            "lr": 5e-3,
+            "steps": 4096,
+            "passes": 8,
+            "hidden_dim": 64,
+            "bias": -1.5,
+            "log_steps": 128,
+        },
     },
     "reference-vl": {
         "trimkv": {**_REFERENCE_VL, "steps": 1000, "capacity": 20},
@@ -53,6 +62,15 @@ RECIPES: dict[str, dict[str, Recipe]] = {
         "trimkv": {**_SMOLLM2, "steps": 450, "capacity": 80, "hidden_dim": 96},
         "dbtrimkv": {**_SMOLLM2, "steps": 100, "capacity": 80, "bias": 8.0, "hidden_dim": 80},
         "locret": {**_SMOLLM2, "steps": 150, "hidden_dim": 64},
+        "kvzap": {
+            **_SMOLLM2,
+            "lr": 5e-3,
+            "steps": 1408,
+            "passes": 8,
+            "hidden_dim": 72,
+            "log_steps": 32,
+            "save_steps": 128,
+        },
     },
 }
 

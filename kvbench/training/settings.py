@@ -41,12 +41,18 @@ _CHOICES = {
 }
 _COUNTS = (
     *("steps", "tokens", "batch_size", "accumulate", "length", "capacity", "hidden_dim"),
-    *("gate_dim", "log_steps", "save_steps"),
+    *("gate_dim", "log_steps", "save_steps", "passes"),
 )
 _DISTIL_ONLY = (
     *("kl", "ntp", "with_capacity", "reverse_kl", "capacity", "capacity_weight"),
-    *("capacity_reduce", "gating", "input", "tied", "gate_dim", "bias"),
+    *("capacity_reduce", "gating", "input", "tied", "gate_dim"),
 )
+_APPLIES_TO = {
+    **dict.fromkeys(_DISTIL_ONLY, ("distil",)),
+    "bias": ("distil", "replay"),
+    "passes": ("replay",),
+}
+"""Objectives by the settings that do not apply to all of them."""
 _FLAGS = {"kl": "no-kl", "ntp": "no-ntp", "with_capacity": "no-capacity", "column": "text-column"}
 """Flags that are not the name of their setting."""
 
@@ -71,13 +77,12 @@ def complete(method: Method, model: str, window: int, given: Mapping[str, Any]) 
     explicit = {name: value for name, value in given.items() if value is not None}
     recipe = {k: v for k, v in recipe_of(model, method.name).items() if k not in OUTSIDE}
     settings = {**_DEFAULTS, **method.defaults, **recipe, **explicit}
+    known = {*_DEFAULTS, *_APPLIES_TO, *method.defaults}
     for name in explicit:
-        if name not in {*_DEFAULTS, *method.defaults}:
-            raise unknown("setting", name, {*_DEFAULTS, *method.defaults})
-        if method.objective == "regress" and name in _DISTIL_ONLY:
-            raise UserError(
-                f"{_flag(name)} does not apply to {method.name}, whose gates predict logits"
-            )
+        if name not in known:
+            raise unknown("setting", name, known)
+        if method.objective not in _APPLIES_TO.get(name, (method.objective,)):
+            raise UserError(f"{_flag(name)} does not apply to {method.name}; leave it out")
     if "tokens" in explicit and "steps" in explicit:
         raise UserError("--tokens and --steps both set the length of the training; use one of them")
     if window and settings["length"] > window:
@@ -103,7 +108,7 @@ def _check(settings: Mapping[str, Any], method: Method) -> None:
         if value not in (*options, method.defaults.get(name)):
             raise UserError(f"{_flag(name)} {value} is unknown; use {' or '.join(options)}")
     for name in _COUNTS:
-        value = settings[name]
+        value = settings.get(name)
         smallest = 2 if name == "length" else 1
         if value is not None and value < smallest:
             raise UserError(f"{_flag(name)} {value} is too small; use {smallest} or more")

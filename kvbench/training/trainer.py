@@ -30,6 +30,7 @@ from kvbench.errors import UserError
 from kvbench.progress import Reporter
 from kvbench.training.data import Sequences, collate
 from kvbench.training.folder import COMPLETE, LOG, describe
+from kvbench.training.replays import ReplayStudent
 from kvbench.training.student import Student
 
 WEIGHTS = "gates.safetensors"
@@ -73,7 +74,7 @@ def arguments(settings: Mapping[str, Any], folder: Path, device: torch.device) -
 
 
 class GateTrainer(Trainer):
-    """Trains a `Student`.
+    """Trains the gates of a student.
 
     Args:
         student: The student.
@@ -84,7 +85,12 @@ class GateTrainer(Trainer):
     """
 
     def __init__(
-        self, student: Student, args: TrainingArguments, sequences: Sequences, out: Path, pad: int
+        self,
+        student: Student | ReplayStudent,
+        args: TrainingArguments,
+        sequences: Sequences,
+        out: Path,
+        pad: int,
     ) -> None:
         super().__init__(
             model=student,

@@ -70,7 +70,7 @@ def test_a_public_checkpoint_is_converted(
         ({"model.layers.1.self_attn.retention_gate.linear2.weight": None}, "is missing"),
         (
             {"model.layers.1.self_attn.retention_gate.linear2.weight": torch.ones(3, 6)},
-            "layer 1: retention_gate.linear2.weight is [3, 6], but this model needs [2, 6]",
+            "layer 1: linear2.weight is [3, 6], but this model needs [2, 6]",
         ),
         (
             {"model.layers.1.self_attn.retention_gate.linear1.bias": torch.ones(5)},
@@ -95,6 +95,28 @@ def test_a_checkpoint_that_does_not_fit_is_one_line(
     with pytest.raises(UserError) as error:
         convert(read_checkpoint(tmp_path / "a.safetensors"), MODEL)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("linear", [False, True])
+def test_a_published_surrogate_of_kvzap_is_converted(linear: bool, tmp_path: Path) -> None:
+    """It says what torch's own layers say with the same weights."""
+    layers = torch.nn.ModuleList(
+        torch.nn.Linear(24, 2)
+        if linear
+        else torch.nn.Sequential(torch.nn.Linear(24, 6), torch.nn.GELU(), torch.nn.Linear(6, 2))
+        for _ in range(3)
+    )
+    save_file(
+        {f"layers.{name}": x.detach() for name, x in layers.state_dict().items()},
+        tmp_path / "model.safetensors",
+    )
+    gates = convert(read_checkpoint(tmp_path), MODEL)
+    again = load(save(gates, tmp_path / "gates"), MODEL)
+    assert (again.config.kind, again.config.activation) == ("kvzap", "gelu")
+    assert again.config.gate == ("linear" if linear else "mlp")
+    hidden = inputs()[0]
+    for i, layer in enumerate(layers):
+        torch.testing.assert_close(again.score(i, hidden), layer(hidden).transpose(1, 2))
 
 
 def test_nothing_is_unpickled(tmp_path: Path) -> None:

@@ -35,6 +35,8 @@ VARIANTS: list[dict[str, Any]] = [
     {"kind": "dbtrimkv", "gate": "linear", "gate_dim": 3, "input": "qkv"},
     {"kind": "locret"},
     {"kind": "locret", "gate": "linear"},
+    {"kind": "kvzap", "activation": "gelu"},
+    {"kind": "kvzap", "gate": "linear"},
 ]
 
 
@@ -102,7 +104,7 @@ def test_the_papers_sizes() -> None:
             n: tuple(x.shape)
             for n, x in RetentionGates(GateConfig.of(kind, MODEL)).state_dict().items()
         }  # type: ignore[arg-type]
-        for kind in ("trimkv", "dbtrimkv", "locret")
+        for kind in ("trimkv", "dbtrimkv", "locret", "kvzap")
     }
     assert shapes["trimkv"]["layers.0.linear1.weight"] == (512, 24)
     assert shapes["trimkv"]["layers.2.linear2.weight"] == (2, 512)
@@ -115,6 +117,7 @@ def test_the_papers_sizes() -> None:
         for i in range(3)
         for name, shape in (("linear1.weight", (1024, 64)), ("linear2.weight", (2, 1024)))
     }
+    assert shapes["kvzap"] == shapes["trimkv"]
 
 
 def test_gradients_reach_every_parameter() -> None:
@@ -132,7 +135,7 @@ def test_gradients_reach_every_parameter() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kind": "other"}, "unknown kind=other; use trimkv or dbtrimkv or locret"),
+        ({"kind": "other"}, "unknown kind=other; use trimkv or dbtrimkv or locret or kvzap"),
         ({"gate": "big"}, "unknown gate=big; use mlp or linear"),
         ({"input": "x"}, "unknown input=x; use hidden or kv or qkv"),
         ({"gating": "x"}, "unknown gating=x; use additive or multiplicative"),
@@ -142,6 +145,8 @@ def test_gradients_reach_every_parameter() -> None:
         ({"bias": float("inf")}, "bias=inf is invalid; use a finite number"),
         ({"activation": "sile"}, "activation=sile"),
         ({"kind": "locret", "tied": True}, "tied=true"),
+        ({"kind": "kvzap", "tied": True}, "the gates of kvzap have no readout to tie"),
+        ({"kind": "kvzap", "input": "kv"}, "input=kv is invalid for kvzap; use hidden"),
         ({"tied": "yes"}, "tied=yes"),
         ({"training": []}, "training is not a JSON object"),
     ],
@@ -205,7 +210,7 @@ def test_damaged_or_foreign_files_are_one_line(damage: Any, message: str, tmp_pa
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("kind", ["trimkv", "dbtrimkv", "locret"])
+@pytest.mark.parametrize("kind", ["trimkv", "dbtrimkv", "locret", "kvzap"])
 def test_half_precision_halves_the_file_and_keeps_the_scores(kind: Any, tmp_path: Path) -> None:
     gates = RetentionGates(GateConfig.of(kind, MODEL, hidden_dim=256))
     whole, half = save(gates, tmp_path / "whole"), save(gates, tmp_path / "half", half=True)
@@ -279,7 +284,7 @@ def test_the_fingerprint_is_that_of_the_content(cache: Path, tmp_path: Path) -> 
     assert policy("trimkv", gates=str(two)).fingerprint("any/model") != first
 
 
-@pytest.mark.parametrize("name", ["trimkv", "dbtrimkv", "locret"])
+@pytest.mark.parametrize("name", ["trimkv", "dbtrimkv", "locret", "kvzap"])
 def test_all_leaves_out_a_policy_without_gates(
     name: str, llama_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,7 @@
 """The configuration of a set of gates as JSON: architecture, base model and training.
 
 Equations and sizes: TRIM-KV (arXiv 2512.03324), DBTrimKV (arXiv 2605.09649), LocRet (arXiv
-2410.01805).
+2410.01805), KVzap (arXiv 2601.07891).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvbench import __version__
 from kvbench.errors import UserError
 from kvbench.plugin import ModelInfo
 
-Kind = Literal["trimkv", "dbtrimkv", "locret"]
+Kind = Literal["trimkv", "dbtrimkv", "locret", "kvzap"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 FORMAT = 1
 """Version of the file format; it rises when an older file would be read incorrectly."""
@@ -31,6 +31,7 @@ _OF_KIND: dict[str, dict[str, Any]] = {
     "trimkv": {},
     "dbtrimkv": {"tied": True, "bias": 18.0},
     "locret": {"input": "qkv", "hidden_dim": 1024, "bias": 0.0},
+    "kvzap": {"bias": -4.0, "activation": "gelu"},
 }
 _SIZES = ("layers", "kv_heads", "query_heads", "head_dim", "d_model", "hidden_dim", "gate_dim")
 
@@ -41,7 +42,7 @@ class GateConfig:
 
     Attributes:
         kind: `trimkv`: one readout per KV head; `dbtrimkv`: one readout for all layers and heads;
-            `locret`: predicts a logit instead of a retention.
+            `locret`: predicts a logit instead of a retention; `kvzap`: the log of an attention.
         layers: Full-attention layers of the model, `L`.
         kv_heads: KV heads of a layer, `H`.
         query_heads: Query heads of a layer, `H_q`.
@@ -97,8 +98,12 @@ class GateConfig:
             )
         if not isinstance(self.tied, bool):
             raise UserError(f"tied={self.tied} is invalid; use true or false")
-        if self.tied and self.kind == "locret":
-            raise UserError("tied=true is invalid: the gates of locret have no readout to tie")
+        if self.tied and not self.is_retention:
+            raise UserError(
+                f"tied=true is invalid: the gates of {self.kind} have no readout to tie"
+            )
+        if self.kind == "kvzap" and self.input != "hidden":
+            raise UserError(f"input={self.input} is invalid for kvzap; use hidden")
         number = isinstance(self.bias, int | float) and not isinstance(self.bias, bool)
         if not number or not math.isfinite(self.bias):
             raise UserError(f"bias={self.bias} is invalid; use a finite number")
@@ -115,9 +120,10 @@ class GateConfig:
         """Make the configuration of a kind for a model, with the papers' sizes.
 
         Args:
-            kind: `trimkv`, `dbtrimkv` or `locret`.
+            kind: `trimkv`, `dbtrimkv`, `locret` or `kvzap`.
             model: The model's shapes.
-            **changes: Other attributes; `activation` should be the model's own (`activation_of`).
+            **changes: Other attributes; `activation` should be the model's own (`activation_of`),
+                but for `kvzap`, whose own is GELU.
 
         Raises:
             UserError: An attribute is out of range.
@@ -136,7 +142,12 @@ class GateConfig:
 
     @property
     def is_retention(self) -> bool:
-        """Whether the gates give a log beta instead of a predicted logit."""
+        """Whether the gates give a log beta instead of a predicted logit or log attention."""
+        return self.kind in ("trimkv", "dbtrimkv")
+
+    @property
+    def has_biases(self) -> bool:
+        """Whether the layers of a gate have biases."""
         return self.kind != "locret"
 
     @property

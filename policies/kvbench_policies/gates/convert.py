@@ -1,4 +1,4 @@
-"""Converts checkpoints of the public TRIM-KV repository: gates alone, or a model with gates.
+"""Converts public checkpoints: gates of TRIM-KV, alone or in a model, and surrogates of KVzap.
 
     python -m kvbench_policies.gates.convert SOURCE FOLDER --model MODEL
 
@@ -8,6 +8,12 @@ because unpickling runs code. The tensors of every layer are
     ...layers.<index>....retention_gate.linear1.weight   [512, d_model], optionally with a bias
     ...layers.<index>....retention_gate.linear2.weight   [H, 512], optionally with a bias
     ...layers.<index>....retention_gate.bias             [H] or [1], added to the logit
+
+or, as NVIDIA publishes them (`nvidia/KVzap-mlp-...`, `nvidia/KVzap-linear-...`),
+
+    layers.<index>.0.weight, layers.<index>.0.bias       [hidden, d_model], [hidden]
+    layers.<index>.2.weight, layers.<index>.2.bias       [H, hidden], [H]
+    layers.<index>.weight, layers.<index>.bias           [H, d_model], [H], if it is linear
 
 Without `linear1` the gate is linear. Other tensors are ignored.
 """
@@ -36,6 +42,15 @@ from kvbench_policies.gates.files import save
 from kvbench_policies.gates.modules import RetentionGates
 
 _NAME = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:.*\.)?retention_gate\.(.+)$")
+_SURROGATE = re.compile(r"^layers\.(\d+)\.((?:[02]\.)?(?:weight|bias))$")
+_SURROGATE_PARTS = {
+    "0.weight": "linear1.weight",
+    "0.bias": "linear1.bias",
+    "2.weight": "linear2.weight",
+    "2.bias": "linear2.bias",
+    "weight": "linear2.weight",
+    "bias": "linear2.bias",
+}
 _PARTS = ("linear1.weight", "linear1.bias", "linear2.weight", "linear2.bias", "bias")
 
 
@@ -59,14 +74,14 @@ def read_checkpoint(source: str | Path) -> dict[int, dict[str, Tensor]]:
         try:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (it is no mapping)
-                    if match := _NAME.search(name):
+                    if match := _NAME.search(name) or _SURROGATE.search(name):
                         tensors_by_layer.setdefault(int(match[1]), {})[match[2]] = (
                             tensors.get_tensor(name).float()
                         )
         except (OSError, SafetensorError) as error:
             raise UserError(f"cannot read {file}: {str(error).splitlines()[0]}") from None
     if not tensors_by_layer:
-        raise UserError(f"{path} has no tensor of a retention_gate")
+        raise UserError(f"{path} has no tensor of a retention_gate or of a surrogate of KVzap")
     return dict(sorted(tensors_by_layer.items()))
 
 
@@ -83,7 +98,7 @@ def convert(
     Args:
         layers: Tensors by layer and name, as `read_checkpoint` gives them.
         model: The model that they belong to.
-        activation: The activation of the model, which the gates share.
+        activation: The activation of the model, which the gates of TRIM-KV share.
         base_revision: Commit or digest of the model.
         training: Facts to store with the gates.
 
@@ -96,14 +111,20 @@ def convert(
             f"{model.layers} with full attention"
         )
     first = next(iter(layers.values()))
+    is_surrogate = any(name.endswith("weight") and name in _SURROGATE_PARTS for name in first)
+    if is_surrogate:
+        layers = {
+            number: {_SURROGATE_PARTS.get(name, name): tensor for name, tensor in tensors.items()}
+            for number, tensors in layers.items()
+        }
+        first = next(iter(layers.values()))
     hidden = first["linear1.weight"].shape[0] if "linear1.weight" in first else 0
     config = GateConfig.of(
-        "trimkv",
+        "kvzap" if is_surrogate else "trimkv",
         model,
         gate="mlp" if hidden else "linear",
         **({"hidden_dim": int(hidden)} if hidden else {}),
-        activation=activation,
-        gating="multiplicative",
+        **({} if is_surrogate else {"activation": activation, "gating": "multiplicative"}),
         base_revision=base_revision,
         training=dict(training or {}),
     )
@@ -113,7 +134,7 @@ def convert(
     for place, (number, tensors) in enumerate(layers.items()):
         odd = sorted(set(tensors) - set(_PARTS))
         if odd:
-            raise UserError(f"layer {number}: retention_gate.{odd[0]} is unknown")
+            raise UserError(f"layer {number}: {odd[0]} is unknown")
         for name, tensor in _merged(tensors, config, number).items():
             state[f"layers.{place}.{name}"] = tensor
     gates.load_state_dict(state)
@@ -131,11 +152,10 @@ def _merged(tensors: Mapping[str, Tensor], config: GateConfig, layer: int) -> di
     for name, shape in shapes.items():
         tensor = tensors.get(name, torch.zeros(width) if name.endswith("bias") else None)
         if tensor is None:
-            raise UserError(f"layer {layer}: retention_gate.{name} is missing")
+            raise UserError(f"layer {layer}: {name} is missing")
         if tuple(tensor.shape) != shape:
             raise UserError(
-                f"layer {layer}: retention_gate.{name} is {list(tensor.shape)}, but this model "
-                f"needs {list(shape)}"
+                f"layer {layer}: {name} is {list(tensor.shape)}, but this model needs {list(shape)}"
             )
         out[name] = tensor
     bias = torch.zeros(heads)
@@ -143,8 +163,7 @@ def _merged(tensors: Mapping[str, Tensor], config: GateConfig, layer: int) -> di
         given = tensors.get(name, torch.zeros(1))
         if given.numel() not in (1, heads):
             raise UserError(
-                f"layer {layer}: retention_gate.{name} has {given.numel()} numbers instead of 1 "
-                f"or {heads}"
+                f"layer {layer}: {name} has {given.numel()} numbers instead of 1 or {heads}"
             )
         bias = bias + given.reshape(-1)
     return {**out, "bias": bias}
@@ -154,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Convert a checkpoint; the exit code is 2 if that is not possible."""
     parser = argparse.ArgumentParser(
         prog="python -m kvbench_policies.gates.convert",
-        description="Make kvbench gates from a TRIM-KV checkpoint (safetensors).",
+        description="Make kvbench gates from a checkpoint of TRIM-KV or KVzap (safetensors).",
     )
     parser.add_argument("source", help="a safetensors file, or a folder of them")
     parser.add_argument("folder", help="folder for gates.json and gates.safetensors")

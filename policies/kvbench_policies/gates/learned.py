@@ -15,6 +15,8 @@ from kvbench_policies.gates.config import GateConfig, Kind
 from kvbench_policies.gates.files import CONFIG, WEIGHTS, find, fingerprint, load, save
 from kvbench_policies.gates.modules import RetentionGates
 
+_RETENTION: tuple[Kind, ...] = ("trimkv", "dbtrimkv")
+
 _BLOCK = 4096
 """Number of tokens, over all sequences, that pass a gate at once; its input is in float32."""
 
@@ -23,7 +25,8 @@ _BLOCK = 4096
 class GateOutput(PerToken):
     """The gates' number for every token, computed when it enters the cache: float32 `[B, H, n]`.
 
-    For retention gates it is `log beta`, 0 or less; for retaining heads the predicted logit.
+    For retention gates it is `log beta`, 0 or less; for retaining heads the predicted logit; for
+    the surrogates of KVzap the predicted log of an attention.
 
     Attributes:
         kind: Kind of gates to look for.
@@ -78,12 +81,13 @@ def _held(
 
 
 def _load(folder: Path, kind: Kind, model: ModelInfo) -> RetentionGates:
-    """Load the gates of a folder; retention gates and predicted logits do not mix."""
+    """Load the gates of a folder; the gates of TRIM-KV and DBTrimKV can stand in for each other."""
     gates = load(folder, model)
-    if gates.config.is_retention != (kind != "locret"):
-        wanted = "trimkv or dbtrimkv" if kind != "locret" else kind
+    usable = _RETENTION if kind in _RETENTION else (kind,)
+    if gates.config.kind not in usable:
         raise UserError(
-            f"the gates in {folder} are for {gates.config.kind}; name gates for {wanted}"
+            f"the gates in {folder} are for {gates.config.kind}; name gates for "
+            f"{' or '.join(usable)}"
         )
     return gates
 

@@ -2,8 +2,8 @@
 
 Settings follow the papers where they give them: Bui, Sharma, Lamba, Mishra, Ying: Cache What
 Lasts, arXiv 2512.03324 (TRIM-KV); Bui, Nguyen, Cohan, Ying: Make Each Token Count, arXiv 2605.09649
-(DBTrimKV). The number of steps and, for LocRet (arXiv 2410.01805), the optimizer's settings are
-kvbench's own.
+(DBTrimKV); Jégou, Jeblick: KVzap, arXiv 2601.07891. The number of steps and, for LocRet (arXiv
+2410.01805), the optimizer's settings are kvbench's own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ _CONFIGURED = ("gate", "input", "tied", "bias", "hidden_dim", "gate_dim", "gatin
 def _build(kind: Kind) -> Any:
     def make(info: ModelInfo, config: Any, settings: Mapping[str, Any]) -> RetentionGates:
         given = {key: settings[key] for key in _CONFIGURED if settings.get(key) is not None}
-        return RetentionGates(GateConfig.of(kind, info, activation=activation_of(config), **given))
+        if kind != "kvzap":  # whose activation is GELU, whatever the model's
+            given["activation"] = activation_of(config)
+        return RetentionGates(GateConfig.of(kind, info, **given))
 
     return make
 
@@ -111,5 +113,23 @@ LOCRET = _method(
         "input": "qkv",
     },
     objective="regress",
+    scope="head",
+)
+
+KVZAP = _method(
+    "kvzap",
+    {
+        "lr": 5e-3,
+        "schedule": "cosine",
+        "weight_decay": 0.01,
+        "capacity": 1,
+        "length": 1250,
+        "accumulate": 1,
+        "bias": -4.0,
+        "hidden_dim": 512,
+        "input": "hidden",
+        "passes": 15,
+    },
+    objective="replay",
     scope="head",
 )

@@ -2,7 +2,8 @@
 
 Retention: Bui, Sharma, Lamba, Mishra, Ying: Cache What Lasts, arXiv 2512.03324, section 5.1; the
 tied readout: Nguyen, Cohan, Ying and others: Make Each Token Count, arXiv 2605.09649, section 4.1;
-retaining heads: LocRet, arXiv 2410.01805. `beta` is never computed: near 1 it loses all precision.
+retaining heads: LocRet, arXiv 2410.01805; surrogates of KVzip+: KVzap, arXiv 2601.07891. `beta` is
+never computed: near 1 it loses all precision.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class RetentionGates(nn.Module):
     def __init__(self, config: GateConfig) -> None:
         super().__init__()
         self.config = config
-        biased = config.is_retention
+        biased = config.has_biases
         out = config.kv_heads * (config.gate_dim if config.tied else 1)
         self.layers = nn.ModuleList(
             _Layer(config, out, biased=biased, own_bias=biased and not config.tied)
@@ -121,10 +122,10 @@ class RetentionGates(nn.Module):
         Arguments as in `forward`.
 
         Raises:
-            ValueError: These are gates of `locret`, or their input was not given.
+            ValueError: These are no retention gates, or their input was not given.
         """
         if not self.config.is_retention:
-            raise ValueError("the gates of locret predict logits instead of retention; use `score`")
+            raise ValueError(f"gates of {self.config.kind} predict no retention; use `score`")
         return self.score(layer, hidden, key, value)
 
     def score(
@@ -135,7 +136,7 @@ class RetentionGates(nn.Module):
         value: Tensor | None = None,
         qkv: Tensor | None = None,
     ) -> Tensor:
-        """The number kept beside an entry: its log retention, or with `locret` its logit.
+        """The number kept beside an entry: its log retention, logit or log attention, by kind.
 
         Arguments as in `forward`.
 

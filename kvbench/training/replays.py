@@ -1,0 +1,184 @@
+"""Gates that learn what a replay of the text measures.
+
+The teacher is KVzip+: the engine prefills a text, replays it, and observes the largest attention
+that every entry receives, with the norms of KVzip+ (`kvbench.plugin.Replay`). The gates learn to
+predict its logarithm from hidden states of the prefill. Jégou, Jeblick: KVzap, arXiv 2601.07891,
+section 3.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from kvbench.engine.attachment import Forward, Step
+from kvbench.engine.cache import RaggedCache
+from kvbench.engine.driver import engine, forward, start_observers
+from kvbench.engine.layer import RaggedLayer
+from kvbench.engine.models import decoder_of, model_info
+from kvbench.engine.replay import observe_replays
+from kvbench.errors import UserError
+from kvbench.plugin import Replay
+from kvbench.training.data import TOGETHER, Item
+from kvbench.training.method import Gates, Method
+
+NEED = Replay(norm=True)
+"""What the teacher observes: KVzip+."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the teacher gives for one sequence.
+
+    Attributes:
+        hidden: By layer: the input of the attention block, `[1, T, d_model]`.
+        label: Log of what every entry received, float32 `[L, H, T]`; `-inf` for nothing.
+    """
+
+    hidden: tuple[Tensor, ...]
+    label: Tensor
+
+
+class ReplayStudent(nn.Module):
+    """A frozen model and gates; the forward returns the training loss.
+
+    The teacher's results are remembered for the last `TOGETHER` sequences, so that a sequence that
+    comes again soon is not replayed again.
+
+    Args:
+        model: A causal language model.
+        gates: The gates, which are the only trained parameters.
+        method: Kind of the gates.
+    """
+
+    def __init__(self, model: nn.Module, gates: nn.Module, method: Method) -> None:
+        super().__init__()
+        self.base = model.requires_grad_(False)
+        self.gates = gates.float().requires_grad_(True)
+        self.method = method
+        self._info = model_info(model)
+        self._measured: OrderedDict[bytes, Measured] = OrderedDict()
+        self.train()
+
+    def train(self, mode: bool = True) -> ReplayStudent:
+        """Put the gates into training mode; the base model stays in inference mode (no dropout)."""
+        super().train(mode)
+        self.base.eval()
+        return self
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        supervised: Tensor,
+        valid: Tensor | None = None,
+        **pixels: Tensor,
+    ) -> dict[str, Tensor]:
+        """Compute the loss on a batch.
+
+        Args:
+            input_ids: `[B, T]`, padded on the left.
+            supervised: Not read: all tokens are learned.
+            valid: Which positions are tokens, bool `[B, T]`; None for all.
+            pixels: The images among the tokens, which a replay cannot read.
+
+        Returns:
+            `loss`, the mean square of `predicted - label` over tokens, heads and layers; `fit`, the
+            same without gradient.
+
+        Raises:
+            UserError: There are images.
+        """
+        if pixels:
+            raise UserError(f"{self.method.name} learns from text alone; use data without images")
+        errors = []
+        for row, ids in enumerate(input_ids):
+            measured = self.measure(ids if valid is None else ids[valid[row]])
+            usable = measured.label.isfinite()
+            errors.append((self.predict(measured) - measured.label)[usable])
+        loss = torch.cat(errors).square().mean()
+        return {"loss": loss, "fit": loss.detach()}
+
+    def predict(self, measured: Measured) -> Tensor:
+        """The gates' predictions for one sequence, float32 `[L, H, T]`."""
+        gates = cast("Gates", self.gates)
+        return torch.cat([gates.score(i, hidden) for i, hidden in enumerate(measured.hidden)])
+
+    def measure(self, ids: Tensor) -> Measured:
+        """Prefill and replay one sequence, int64 `[T]`, or remember what that gave."""
+        key = ids.cpu().numpy().tobytes()
+        if key in self._measured:
+            self._measured.move_to_end(key)
+        else:
+            self._measured[key] = self._replay(ids[None])
+            if len(self._measured) > TOGETHER:
+                self._measured.popitem(last=False)
+        return self._measured[key]
+
+    @torch.no_grad()
+    def _replay(self, ids: Tensor) -> Measured:
+        cache = RaggedCache(decoder_of(self.base).config)
+        start_observers(cache, frozenset({NEED}), self._info)
+        hidden: dict[int, Tensor] = {}
+
+        def watch(running: Forward, layer: RaggedLayer, step: Step) -> None:
+            if running.cache is cache:  # and no copy of it, on which a chunk is replayed
+                hidden[step.index] = step.hidden
+
+        with engine(self.base, watch):
+            forward(self.base, cache, ids)
+            observe_replays(self.base, cache, self._info)
+        observer: Any = cache.observers[NEED]
+        label = torch.cat([observer.read(i) for i in range(self._info.layers)])
+        return Measured(tuple(hidden[i] for i in sorted(hidden)), label.log())
+
+
+@torch.no_grad()
+def agreement(student: ReplayStudent, sequences: Iterable[Item]) -> dict[str, float]:
+    """How well gates predict the labels of sequences, at least one.
+
+    Returns:
+        `sequences` and `tokens`: how many there are; `r2` and `spearman`: the share of the variance
+        that is explained and the rank correlation, computed for every head over all tokens and
+        averaged over heads and layers; `spearman_model`: the rank correlation over all tokens,
+        heads and layers together, which is the order that a global budget goes by.
+    """
+    labels, predictions = [], []
+    for item in sequences:
+        measured = student.measure(item["input_ids"].to(next(student.gates.parameters()).device))
+        labels.append(measured.label.cpu())
+        predictions.append(student.predict(measured).cpu())
+    label, predicted = torch.cat(labels, -1).flatten(0, 1), torch.cat(predictions, -1).flatten(0, 1)
+    usable = label.isfinite()
+    by_head = [
+        (p[own].double(), y[own].double())
+        for p, y, own in zip(predicted, label, usable, strict=True)
+    ]
+    r2 = [float(1 - (p - y).square().mean() / y.var(correction=0)) for p, y in by_head]
+    ranks = [_spearman(p, y) for p, y in by_head]
+    return {
+        "sequences": len(labels),
+        "tokens": label.shape[-1],
+        "r2": round(sum(r2) / len(r2), 4),
+        "spearman": round(sum(ranks) / len(ranks), 4),
+        "spearman_model": round(_spearman(predicted[usable], label[usable]), 4),
+    }
+
+
+def _spearman(one: Tensor, other: Tensor) -> float:
+    """Rank correlation of two vectors without ties."""
+    ranks = torch.stack([x.argsort().argsort().double() for x in (one, other)])
+    return float(torch.corrcoef(ranks)[0, 1])
+
+
+def describe_agreement(facts: Mapping[str, float]) -> str:
+    """The result of `agreement` as text."""
+    return (
+        f"on {facts['sequences']} sequences that were not trained on: R² {facts['r2']:.3f} and "
+        f"Spearman {facts['spearman']:.3f} within heads, Spearman {facts['spearman_model']:.3f} "
+        "over all heads"
+    )
