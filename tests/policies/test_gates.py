@@ -279,7 +279,7 @@ def test_the_fingerprint_is_that_of_the_content(cache: Path, tmp_path: Path) -> 
     assert policy("trimkv", gates=str(two)).fingerprint("any/model") != first
 
 
-@pytest.mark.parametrize("name", ["trimkv", "dbtrimkv", "locret"])
+@pytest.mark.parametrize("name", ["trimkv", "dbtrimkv", "locret", "lococo"])
 def test_all_leaves_out_a_policy_without_gates(
     name: str, llama_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
