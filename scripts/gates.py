@@ -36,8 +36,8 @@ Made by `kvbench train gates --model {model} --policy {policy}` (the recipe in
 
 {facts}
 
-`training.jsonl` has the losses every {every} steps; `training.png` shows them. The gates score only
-entries of this model. {note}
+`training.jsonl` has the losses every {every} steps; `training.png` shows them. They are of use only
+with this model. {note}
 """
 _DATA = {
     "reference": "samples of the reference model's own tasks",

@@ -41,7 +41,10 @@ def gates(
     policy: Annotated[
         str,
         option(
-            WHAT, "NAME", "trimkv, dbtrimkv, locret or kvzap.", autocompletion=complete.trainers
+            WHAT,
+            "NAME",
+            "trimkv, dbtrimkv, locret, kvzap or lococo.",
+            autocompletion=complete.trainers,
         ),
     ],
     data: Annotated[
@@ -100,6 +103,18 @@ def gates(
         str | None,
         option(GATES, "KIND", "additive (the default), or multiplicative as in Eq. 3 of TRIM-KV."),
     ] = None,
+    kernel_size: Annotated[
+        int | None,
+        option(GATES, "N", "Entries under a kernel of lococo; odd. Default: 21."),
+    ] = None,
+    keep_rate: Annotated[
+        float | None,
+        option(GATES, "X", "Share of --capacity that lococo does not merge into. Default: 0.5."),
+    ] = None,
+    mix: Annotated[
+        float | None,
+        option(GATES, "X", "Initial share of lococo's convolution in an entry. Default: 0.5."),
+    ] = None,
     no_kl: Annotated[
         bool, option(LOSS, FLAG, "Leave out the distillation loss.", "--no-kl")
     ] = False,
@@ -115,6 +130,10 @@ def gates(
     ] = None,
     capacity: Annotated[
         int | None, option(LOSS, "TOKENS", "Tokens that a head may retain.")
+    ] = None,
+    chunk: Annotated[
+        int | None,
+        option(LOSS, "TOKENS", "Tokens between two cuts of lococo. Default: 512."),
     ] = None,
     capacity_weight: Annotated[
         float | None, option(LOSS, "X", "Weight of the capacity loss. Default: 1.")
@@ -142,7 +161,8 @@ def gates(
         int | None, option(TRAINING, "N", "Batches per step. Default: 4.")
     ] = None,
     lr: Annotated[
-        float | None, option(TRAINING, "X", "Learning rate of AdamW. Default: 2e-4.")
+        float | None,
+        option(TRAINING, "X", "Learning rate of AdamW. Default: 2e-4; for lococo 0.05."),
     ] = None,
     schedule: Annotated[
         str | None,
@@ -182,7 +202,9 @@ def gates(
     ] = True,
     dry_run: DryRun = False,
 ) -> None:
-    """Train the gates of trimkv, dbtrimkv, locret or kvzap. The model itself does not change.
+    """Train the gates of trimkv, dbtrimkv, locret or kvzap, or the convolutions of lococo.
+
+    The model itself does not change.
 
     The same command continues a training after an interruption.
     """

@@ -50,6 +50,8 @@ from kvbench.training.student import Student
 
 _HELD_OUT = 16
 """Sequences after those of the training on which predictions are compared with their labels."""
+_SHAPE = ("gate", "input", "hidden_dim", "bias", "kernel_size", "keep_rate", "mix")
+"""Settings that describe what is trained, where the method has them."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ class GateTraining:
     def lines(self) -> list[str]:
         """A description for the user."""
         s = self.settings
-        shape = ", ".join(f"{k} {s[k]}" for k in ("gate", "input", "hidden_dim", "bias"))
+        shape = ", ".join(f"{k} {s[k]}" for k in _SHAPE if k in s)
         tokens = s["steps"] * s["batch_size"] * s["accumulate"] * s["length"]
         lines = [
             f"{self.title} ({shape}) on {self.data}",
@@ -135,6 +137,11 @@ class GateTraining:
             if s["with_capacity"]:
                 terms.append(f"{s['capacity_weight']:g} x capacity of {s['capacity']} tokens")
             lines.append(f"loss: {' + '.join(terms)}; {s['gating']} gating")
+        if self.method.objective == "compress":
+            lines.append(
+                f"loss: next token, after cuts to {s['capacity']} entries before every chunk of "
+                f"{s['chunk']} tokens"
+            )
         return [*lines, f"to {self.out}"]
 
 

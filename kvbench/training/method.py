@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from kvbench.plugin import ModelInfo
 
-Objective = Literal["distil", "regress", "replay"]
+Objective = Literal["distil", "regress", "replay", "compress"]
 
 
 class Attention(Protocol):
@@ -51,8 +51,27 @@ class Capacity(Protocol):
     ) -> Tensor: ...
 
 
+class Compress(Protocol):
+    """Cuts a layer to `budget` entries per head, with gradients for the trained module.
+
+    Keys and values are `[B, H, n, d]`, mass (the attention that entries received) is float32
+    `[B, H, n]`, valid bool `[B, H, n]`. The result is keys, values, mass and valid of what stays.
+    """
+
+    def __call__(
+        self,
+        gates: Any,
+        layer: int,
+        key: Tensor,
+        value: Tensor,
+        mass: Tensor,
+        valid: Tensor,
+        budget: int,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
+
+
 class Gates(Protocol):
-    """A module of gates; it needs only the method for its objective.
+    """A module of gates; it needs only the method for its objective, and none for `compress`.
 
     Hidden states are `[B, n, d_model]`, keys and values `[B, H, n, d]`, qkv
     `[B, n, (H_q + 2 H) d]`. Both methods return float32 `[B, H, n]`.
@@ -75,17 +94,20 @@ class Method:
         name: The policy that reads the gates.
         objective: `distil`: a student with retention-gated attention learns to answer as the
             teacher does; `regress`: gates learn to predict the logits of the answer's queries;
-            `replay`: gates learn to predict the log of what KVzip+ measures in a replay.
+            `replay`: gates learn to predict the log of what KVzip+ measures in a replay;
+            `compress`: a module that merges entries learns from the next tokens behind a cut.
         scope: Scope of the capacity loss: `head`, or `global` for one budget over all heads.
         defaults: Settings of the paper by name: `lr`, `schedule`, `weight_decay`, `capacity`,
             `length`, `bias`, `hidden_dim`, `gate`, `input`, `tied`, `gating`, `gate_dim`; for
-            `replay` also `passes`.
+            `replay` also `passes`; for `compress` also `chunk`, `kernel_size`, `keep_rate`, `mix`.
+            One that is missing does not apply.
         build: Makes the gates (a module as in `Gates`) from the model's shapes, its configuration
             and all settings.
         save: Writes gates and facts about their training into a folder, in half precision or not.
         place: Returns the folder in which the policy looks for a model's gates.
         attention: The gated attention; only for `distil`.
         capacity: The capacity loss; only for `distil`.
+        compress: Cuts a layer; only for `compress`.
     """
 
     name: str
@@ -97,3 +119,4 @@ class Method:
     place: Callable[[str], Path]
     attention: Attention | None = None
     capacity: Capacity | None = None
+    compress: Compress | None = None

@@ -41,14 +41,17 @@ _CHOICES = {
 }
 _COUNTS = (
     *("steps", "tokens", "batch_size", "accumulate", "length", "capacity", "hidden_dim"),
-    *("gate_dim", "log_steps", "save_steps", "passes"),
+    *("gate_dim", "log_steps", "save_steps", "passes", "chunk", "kernel_size"),
 )
 _DISTIL_ONLY = (
-    *("kl", "ntp", "with_capacity", "reverse_kl", "capacity", "capacity_weight"),
+    *("kl", "ntp", "with_capacity", "reverse_kl", "capacity_weight"),
     *("capacity_reduce", "gating", "input", "tied", "gate_dim"),
 )
 _APPLIES_TO = {
     **dict.fromkeys(_DISTIL_ONLY, ("distil",)),
+    **dict.fromkeys(("gate", "hidden_dim"), ("distil", "regress", "replay")),
+    **dict.fromkeys(("chunk", "kernel_size", "keep_rate", "mix"), ("compress",)),
+    "capacity": ("distil", "compress"),
     "bias": ("distil", "replay"),
     "passes": ("replay",),
 }
@@ -104,8 +107,8 @@ def complete(method: Method, model: str, window: int, given: Mapping[str, Any]) 
 
 def _check(settings: Mapping[str, Any], method: Method) -> None:
     for name, options in _CHOICES.items():
-        value = settings[name]
-        if value not in (*options, method.defaults.get(name)):
+        value = settings.get(name)
+        if value is not None and value not in (*options, method.defaults.get(name)):
             raise UserError(f"{_flag(name)} {value} is unknown; use {' or '.join(options)}")
     for name in _COUNTS:
         value = settings.get(name)
@@ -113,13 +116,15 @@ def _check(settings: Mapping[str, Any], method: Method) -> None:
         if value is not None and value < smallest:
             raise UserError(f"{_flag(name)} {value} is too small; use {smallest} or more")
     for name in ("lr", "weight_decay", "capacity_weight", "warmup", "seed", "bias"):
-        value = settings[name]
+        value = settings.get(name, 1.0)
         in_range = name == "bias" or value > 0 or (value == 0 and name != "lr")
         if not (math.isfinite(value) and in_range):
             advice = {"bias": "a finite number", "lr": "a number above 0"}.get(name, "0 or more")
             raise UserError(f"{_flag(name)} {value} is invalid; use {advice}")
     if method.objective == "distil":
         _check_loss(settings)
+    if method.objective == "compress":
+        _check_compression(settings)
 
 
 def _check_loss(settings: Mapping[str, Any]) -> None:
@@ -132,6 +137,24 @@ def _check_loss(settings: Mapping[str, Any]) -> None:
         raise UserError(
             f"--capacity {settings['capacity']} is not below --length {settings['length']}, so the "
             "capacity loss would be 0; use a smaller --capacity, longer data or --no-capacity"
+        )
+
+
+def _check_compression(settings: Mapping[str, Any]) -> None:
+    for name in ("keep_rate", "mix"):
+        if not 0 <= settings[name] <= 1:
+            raise UserError(f"{_flag(name)} {settings[name]} is invalid; use a number from 0 to 1")
+    if settings["kernel_size"] % 2 == 0:
+        raise UserError(f"--kernel-size {settings['kernel_size']} is even; use an odd number")
+    if settings["capacity"] * (1 - settings["keep_rate"]) < 1:
+        raise UserError(
+            f"--keep-rate {settings['keep_rate']} leaves none of --capacity "
+            f"{settings['capacity']} to merge into; use a smaller --keep-rate"
+        )
+    if max(settings["capacity"], settings["chunk"]) >= settings["length"]:
+        raise UserError(
+            f"--capacity {settings['capacity']} and --chunk {settings['chunk']} must be below "
+            f"--length {settings['length']}, or nothing is ever cut; use smaller ones"
         )
 
 

@@ -1,4 +1,4 @@
-"""The student: a frozen model whose full-attention layers are retention-gated.
+"""The student: a frozen model whose full-attention layers are gated, or cut between chunks.
 
 No model's forward is copied. A hook on every attention module records its input, and the attention
 function that transformers calls gates the logits. Without the hooks, the same model is the teacher.
@@ -26,6 +26,7 @@ from kvbench.engine.models import (
 from kvbench.engine.vision import media_positions
 from kvbench.errors import UserError
 from kvbench.training import losses
+from kvbench.training.memory import Memory
 from kvbench.training.method import Gates, Method
 
 NAME = "kvbench-training"
@@ -40,12 +41,14 @@ class _Pass:
         valid: Which positions are tokens, bool `[B, T]`; None for all.
         supervised: Positions whose next token is learned, bool `[B, T]`.
         outputs: By layer: log beta for `distil`; the gates' inputs and their labels for `regress`.
+        memory: What the layers hold; only for `compress`.
     """
 
     student: Student
     valid: Tensor | None
     supervised: Tensor
     outputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
+    memory: Memory | None = None
 
 
 def training_attention(
@@ -64,9 +67,12 @@ def training_attention(
         running, index, hidden = hooked
         student: Student = running.student
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        if student.method.objective != "regress" and kwargs.get("softcap") is not None:
+            raise UserError("attention with a soft cap on its logits cannot be gated")
+        if running.memory is not None:
+            out = running.memory.attend(index, query, key, value, running.valid, scale)
+            return out.transpose(1, 2).contiguous(), None
         if student.method.objective == "distil":
-            if kwargs.get("softcap") is not None:
-                raise UserError("attention with a soft cap on its logits cannot be gated")
             return student.gated(running, index, hidden, query, key, value, scale), None
         if index not in running.outputs:
             labels = losses.answer_logits(query, key, running.supervised, scale)
@@ -89,7 +95,7 @@ class Student(nn.Module):
         gates: The gates, which are the only trained parameters.
         method: Kind of the gates.
         settings: `capacity`, `capacity_weight`, `kl`, `ntp`, `with_capacity`, `reverse_kl`,
-            `capacity_reduce`, `gating`, `checkpointing`.
+            `capacity_reduce`, `gating`, `checkpointing`, `chunk`; those that the method has.
     """
 
     def __init__(
@@ -99,7 +105,8 @@ class Student(nn.Module):
         self.base = model.requires_grad_(False)
         self.gates = gates.float().requires_grad_(True)
         self.method = method
-        self.gating = str(settings["gating"])
+        self.gating = str(settings.get("gating", ""))
+        self.chunk = int(settings.get("chunk", 0))
         self.budget = int(settings["capacity"])
         self.weight = float(settings["capacity_weight"]) if settings["with_capacity"] else 0.0
         self.reduce = str(settings["capacity_reduce"])
@@ -107,6 +114,12 @@ class Student(nn.Module):
         self._info = model_info(model)
         self._running: _Pass | None = None
         self._pixels: Mapping[str, Tensor] = {}
+        layers = int(decoder_of(model).config.num_hidden_layers)
+        if method.objective == "compress" and self._info.layers < layers:
+            raise UserError(
+                f"{method.name} cannot be trained for this model: only {self._info.layers} of its "
+                f"{layers} layers have full attention"
+            )
         decoder_of(model).set_attn_implementation(NAME)
         for index, module in attention_modules(model):
             module.register_forward_pre_hook(
@@ -156,6 +169,8 @@ class Student(nn.Module):
         self._pixels = pixels
         if self.method.objective == "regress":
             return self._regress(input_ids, supervised, valid)
+        if self.method.objective == "compress":
+            return self._compress(input_ids, supervised, valid)
         return self._distil(input_ids, supervised, valid)
 
     def _distil(self, ids: Tensor, supervised: Tensor, valid: Tensor | None) -> dict[str, Tensor]:
@@ -204,6 +219,30 @@ class Student(nn.Module):
         loss = fit + losses.SMOOTH * smooth
         return {"loss": loss, "fit": fit.detach(), "smooth": smooth.detach()}
 
+    def _compress(self, ids: Tensor, supervised: Tensor, valid: Tensor | None) -> dict[str, Tensor]:
+        if self._pixels:
+            raise UserError(f"{self.method.name} learns from text alone; use data without images")
+        assert self.method.compress is not None
+        memory = Memory(self.method.compress, self.gates, self.budget)
+        exists = torch.ones_like(supervised) if valid is None else valid
+        position = (exists.long().cumsum(-1) - 1).clamp(min=0)
+        hidden, target = [], []
+        for start in range(0, ids.shape[1] - 1, self.chunk):
+            part = slice(start, start + self.chunk)
+            learned = supervised[:, :-1][:, part]
+            self._running = _Pass(self, exists[:, part], learned, memory=memory)
+            with torch.set_grad_enabled(bool(learned.any()) and torch.is_grad_enabled()):
+                out = self._decode(ids[:, part], None, position[:, part])
+            hidden.append(out[:, : learned.shape[1]][learned])
+            target.append(ids[:, 1:][:, part][learned])
+        student = torch.cat(hidden)
+        loss, _, ntp = losses.quality(
+            student, student.detach(), torch.cat(target), head_of(self.base), self.terms
+        )
+        # A sequence that fits the budget is never cut; the gates then get a gradient of 0.
+        loss = loss + 0.0 * torch.stack([p.sum() for p in self.gates.parameters()]).sum()
+        return {"loss": loss, "ntp": ntp}
+
     def gated(
         self,
         running: _Pass,
@@ -229,8 +268,8 @@ class Student(nn.Module):
         assert self._info.project is not None
         return self._info.project(layer, hidden)
 
-    def _decode(self, ids: Tensor, valid: Tensor | None) -> Tensor:
-        kwargs: dict[str, Tensor] = {}
+    def _decode(self, ids: Tensor, valid: Tensor | None, position: Tensor | None = None) -> Tensor:
+        kwargs: dict[str, Tensor] = {} if position is None else {"position_ids": position}
         if valid is not None:
             kwargs["attention_mask"] = valid.long()
             kwargs["position_ids"] = (valid.long().cumsum(-1) - 1).clamp(min=0)

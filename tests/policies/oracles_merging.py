@@ -1,4 +1,4 @@
-"""D2O and CaM as slow, obvious loops in float64 numpy, written from their equations alone.
+"""D2O, CaM and LoCoCo as slow, obvious loops in float64 numpy, written from their equations alone.
 
 Nothing here imports kvbench. A head is a list of entries in the order of their positions: `keys`
 and `values` `[n][d]`, `mass` `[n]` (accumulated attention), `positions` `[n]`. What is kept is a
@@ -233,3 +233,57 @@ def value_merge(
                 if j in kept:
                     after[j] = after[j] + values[i] / m
     return after
+
+
+# --- merging by a convolution ---------------------------------------------------------------------
+
+
+def channels(
+    rows: Vectors, weight: np.ndarray, bias: np.ndarray, kernel_size: int
+) -> list[list[float]]:
+    """`relu` of a convolution along rows, `[S][len(rows)]`; beyond the ends there are zeros."""
+    out = []
+    for s in range(len(bias)):
+        line = []
+        for t in range(len(rows)):
+            total = float(bias[s])
+            for tap in range(kernel_size):
+                at = t + tap - kernel_size // 2
+                if 0 <= at < len(rows):
+                    total += float(weight[s, :, tap] @ rows[at])
+            line.append(max(total, 0.0))
+        out.append(line)
+    return out
+
+
+def convolution_merge(
+    keys: Vectors,
+    values: Vectors,
+    mass: np.ndarray,
+    kept: set[int],
+    weight: np.ndarray,
+    bias: np.ndarray,
+    share: float,
+    keep_rate: float = 0.5,
+) -> tuple[Vectors, Vectors]:
+    """One head at one cut: `weight` is `[S, 2d, taps]`, `bias` `[S]`."""
+    keys_after, values_after = list(keys), list(values)
+    count = math.floor((1 - Fraction(str(keep_rate))) * len(kept))
+    if len(kept) == len(keys) or count == 0:
+        return keys_after, values_after
+    ranked = sorted(kept, key=lambda i: (float(mass[i]), i))
+    slots = sorted(ranked[:count])
+    rest = [i for i in range(len(keys)) if i not in ranked[count:]]
+    rows = [np.concatenate([keys[i], values[i]]) for i in rest]
+    logits = channels(rows, weight, bias, weight.shape[2])
+    for j, own in enumerate(slots):
+        line = logits[math.floor(j * len(bias) / len(slots))]
+        top = max(line)
+        exponentials = [math.exp(x - top) for x in line]
+        below = sum(exponentials)
+        keys_after[own] = (1 - share) * keys[own]
+        values_after[own] = (1 - share) * values[own]
+        for i, e in zip(rest, exponentials, strict=True):
+            keys_after[own] = keys_after[own] + share * e / below * keys[i]
+            values_after[own] = values_after[own] + share * e / below * values[i]
+    return keys_after, values_after

@@ -284,7 +284,7 @@ def test_the_fingerprint_is_that_of_the_content(cache: Path, tmp_path: Path) -> 
     assert policy("trimkv", gates=str(two)).fingerprint("any/model") != first
 
 
-@pytest.mark.parametrize("name", ["trimkv", "dbtrimkv", "locret", "kvzap"])
+@pytest.mark.parametrize("name", ["trimkv", "dbtrimkv", "locret", "kvzap", "lococo"])
 def test_all_leaves_out_a_policy_without_gates(
     name: str, llama_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -158,7 +158,7 @@ SHAPE: dict[str, Any] = {
 
 
 def test_every_training_free_policy_is_here() -> None:
-    trained = {"trimkv", "dbtrimkv", "locret", "kvzap"}
+    trained = {"trimkv", "dbtrimkv", "locret", "kvzap", "lococo"}
     aliases = {"critical_adakv"}
     names = {n for n in registry.names(registry.POLICIES) if "example" not in n}
     names = {n for n in names if kvbench.policy(n).group != "pruning"}  # in test_pruning

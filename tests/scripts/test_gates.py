@@ -37,4 +37,4 @@ def test_shipped_gates_were_trained_with_their_recipe(model: str, policy: str) -
 @pytest.mark.parametrize(("model", "policy"), SHIPPED)
 def test_a_policy_finds_the_shipped_gates_of_its_model(model: str, policy: str) -> None:
     _installed(model)
-    assert find(model, policy) == destination(model, policy)  # type: ignore[arg-type]
+    assert find(model, policy) == destination(model, policy)

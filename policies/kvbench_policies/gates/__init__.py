@@ -1,12 +1,24 @@
 """Learned gates: small networks that predict for every token how long it is worth keeping.
 
-`config` describes a set of gates, `modules` computes them, `files` stores and finds them, `learned`
-is the base of scores that read them, `methods` says how they are trained, and `convert` reads
-checkpoints of other projects. Gates only score: they do not change the model's attention.
+`config` describes a set of gates, `modules` computes them, `files` stores and finds them, `loaded`
+keeps them in memory, `learned` is the base of scores that read them, `methods` says how they are
+trained, and `convert` reads checkpoints of other projects. Gates only score: they do not change the
+model's attention. The convolutions of LoCoCo (`convolutions`), which merge instead, are stored,
+found and trained in the same way.
 """
 
 from kvbench_policies.gates.config import GateConfig
+from kvbench_policies.gates.convolutions import ConvolutionConfig, MergeConvolutions
 from kvbench_policies.gates.files import find, fingerprint, load, save
 from kvbench_policies.gates.modules import RetentionGates
 
-__all__ = ["GateConfig", "RetentionGates", "find", "fingerprint", "load", "save"]
+__all__ = [
+    "ConvolutionConfig",
+    "GateConfig",
+    "MergeConvolutions",
+    "RetentionGates",
+    "find",
+    "fingerprint",
+    "load",
+    "save",
+]

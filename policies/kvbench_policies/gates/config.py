@@ -1,4 +1,4 @@
-"""The configuration of a set of gates as JSON: architecture, base model and training.
+"""The configuration of learned weights as JSON: architecture, base model and training.
 
 Equations and sizes: TRIM-KV (arXiv 2512.03324), DBTrimKV (arXiv 2605.09649), LocRet (arXiv
 2410.01805), KVzap (arXiv 2601.07891).
@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 from kvbench import __version__
 from kvbench.errors import UserError
@@ -33,21 +32,91 @@ _OF_KIND: dict[str, dict[str, Any]] = {
     "locret": {"input": "qkv", "hidden_dim": 1024, "bias": 0.0},
     "kvzap": {"bias": -4.0, "activation": "gelu"},
 }
-_SIZES = ("layers", "kv_heads", "query_heads", "head_dim", "d_model", "hidden_dim", "gate_dim")
+_SHAPES = ("layers", "kv_heads", "query_heads", "head_dim", "d_model")
 
 
-@dataclass(frozen=True)
-class GateConfig:
-    """Architecture, base model and training of a set of gates.
+@dataclass(frozen=True, kw_only=True)
+class LearnedConfig:
+    """What all learned weights say of themselves.
 
     Attributes:
-        kind: `trimkv`: one readout per KV head; `dbtrimkv`: one readout for all layers and heads;
-            `locret`: predicts a logit instead of a retention; `kvzap`: the log of an attention.
+        kind: The policy that reads them.
         layers: Full-attention layers of the model, `L`.
         kv_heads: KV heads of a layer, `H`.
         query_heads: Query heads of a layer, `H_q`.
         head_dim: `d`.
         d_model: Hidden size.
+        base_model: The model as the user named it.
+        base_revision: Commit of the hub, or digest of the local weights; "" if unknown.
+        kvbench: Version of kvbench that made it.
+        training: Facts about the training; anything that JSON can hold.
+    """
+
+    kind: str
+    layers: int
+    kv_heads: int
+    query_heads: int
+    head_dim: int
+    d_model: int
+    base_model: str = ""
+    base_revision: str = ""
+    kvbench: str = __version__
+    training: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check all attributes; the first problem raises a one-line error."""
+        self._check_sizes(*_SHAPES)
+        if self.query_heads % self.kv_heads:
+            raise UserError(
+                f"{self.query_heads} query heads do not divide among {self.kv_heads} KV heads"
+            )
+        for name in ("base_model", "base_revision", "kvbench"):
+            if not isinstance(getattr(self, name), str):
+                raise UserError(f"{name}={getattr(self, name)!r} is invalid; use text")
+        if not isinstance(self.training, dict):
+            raise UserError("training is not a JSON object")
+
+    def _check_sizes(self, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise UserError(f"{name}={value} is invalid; use a whole number, 1 or more")
+
+    def mismatch(self, model: ModelInfo) -> str:
+        """Why the weights do not fit a model, or an empty string."""
+        own = {name: getattr(self, name) for name in _SHAPES}
+        wanted = shapes_of(model)
+        if own == wanted:
+            return ""
+        return f"for {_shape(**own)}, but model {model.name} has {_shape(**wanted)}"
+
+    def to_json(self) -> str:
+        """The configuration as JSON text, one attribute per line."""
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n"
+
+    @classmethod
+    def from_content(cls, content: dict[str, Any]) -> Self:
+        """Check what `parse` read.
+
+        Raises:
+            UserError: It is not a configuration of these weights; the message says why.
+        """
+        unknown = sorted(set(content) - {f.name for f in fields(cls)})
+        if unknown:
+            raise UserError(f"{unknown[0]} is unknown")
+        missing = [n for n in ("kind", *_SHAPES) if n not in content]
+        if missing:
+            raise UserError(f"{missing[0]} is missing")
+        return cls(**content)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateConfig(LearnedConfig):
+    """Architecture, base model and training of a set of gates.
+
+    Attributes:
+        kind: `trimkv`: one readout per KV head; `dbtrimkv`: one readout for all layers and heads;
+            `locret`: predicts a logit instead of a retention; `kvzap`: the log of an attention.
         gate: `mlp` (one hidden layer) or `linear` (none).
         input: `hidden`: the input of the attention block, after its norm; `kv`: the layer's keys
             after RoPE and its values; `qkv`: its queries, keys and values before RoPE.
@@ -58,18 +127,9 @@ class GateConfig:
         activation: Name of the hidden layer's activation in transformers.
         gating: How training gates attention: `additive`, `z + (t - i) log beta`, or
             `multiplicative`, `beta^(t - i) z`.
-        base_model: The model as the user named it.
-        base_revision: Commit of the hub, or digest of the local weights; "" if unknown.
-        kvbench: Version of kvbench that made it.
-        training: Facts about the training; anything that JSON can hold.
     """
 
     kind: Kind
-    layers: int
-    kv_heads: int
-    query_heads: int
-    head_dim: int
-    d_model: int
     gate: Literal["mlp", "linear"] = "mlp"
     input: Literal["hidden", "kv", "qkv"] = "hidden"
     hidden_dim: int = 512
@@ -78,24 +138,14 @@ class GateConfig:
     bias: float = 8.0
     activation: str = "silu"
     gating: Literal["additive", "multiplicative"] = "additive"
-    base_model: str = ""
-    base_revision: str = ""
-    kvbench: str = __version__
-    training: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Check all attributes; the first problem raises a one-line error."""
         for name, options in _CHOICES.items():
             if getattr(self, name) not in options:
                 raise UserError(f"unknown {name}={getattr(self, name)}; use {' or '.join(options)}")
-        for name in _SIZES:
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise UserError(f"{name}={value} is invalid; use a whole number, 1 or more")
-        if self.query_heads % self.kv_heads:
-            raise UserError(
-                f"{self.query_heads} query heads do not divide among {self.kv_heads} KV heads"
-            )
+        super().__post_init__()
+        self._check_sizes("hidden_dim", "gate_dim")
         if not isinstance(self.tied, bool):
             raise UserError(f"tied={self.tied} is invalid; use true or false")
         if self.tied and not self.is_retention:
@@ -109,11 +159,6 @@ class GateConfig:
             raise UserError(f"bias={self.bias} is invalid; use a finite number")
         if not _is_activation(self.activation):
             raise UserError(f"transformers has no activation={self.activation}")
-        for name in ("base_model", "base_revision", "kvbench"):
-            if not isinstance(getattr(self, name), str):
-                raise UserError(f"{name}={getattr(self, name)!r} is invalid; use text")
-        if not isinstance(self.training, dict):
-            raise UserError("training is not a JSON object")
 
     @classmethod
     def of(cls, kind: Kind, model: ModelInfo, **changes: Any) -> GateConfig:
@@ -130,14 +175,7 @@ class GateConfig:
         """
         if kind not in KINDS:
             raise UserError(f"unknown kind={kind}; use {' or '.join(KINDS)}")
-        shapes = {
-            "layers": model.layers,
-            "kv_heads": model.kv_heads,
-            "query_heads": model.query_heads,
-            "head_dim": model.head_dim,
-            "d_model": model.hidden_size,
-        }
-        given = {**shapes, "base_model": model.name, **_OF_KIND[kind], **changes}
+        given = {**shapes_of(model), "base_model": model.name, **_OF_KIND[kind], **changes}
         return cls(kind=kind, **given)
 
     @property
@@ -156,63 +194,34 @@ class GateConfig:
         heads = {"kv": 2 * self.kv_heads, "qkv": self.query_heads + 2 * self.kv_heads}
         return heads[self.input] * self.head_dim if self.input in heads else self.d_model
 
-    def mismatch(self, model: ModelInfo) -> str:
-        """Why the gates do not fit a model, or an empty string."""
-        shape = (self.layers, self.kv_heads, self.query_heads, self.head_dim, self.d_model)
-        model_shape = (
-            model.layers,
-            model.kv_heads,
-            model.query_heads,
-            model.head_dim,
-            model.hidden_size,
-        )
-        if shape == model_shape:
-            return ""
-        return f"for {_shape(*shape)}, but model {model.name} has {_shape(*model_shape)}"
 
-    def to_json(self) -> str:
-        """The configuration as JSON text, one attribute per line."""
-        return json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n"
+def shapes_of(model: ModelInfo) -> dict[str, int]:
+    """The attributes of a configuration that a model determines."""
+    return {
+        "layers": model.layers,
+        "kv_heads": model.kv_heads,
+        "query_heads": model.query_heads,
+        "head_dim": model.head_dim,
+        "d_model": model.hidden_size,
+    }
 
-    @classmethod
-    def from_json(cls, text: str) -> GateConfig:
-        """Read and check JSON text.
 
-        Raises:
-            UserError: It is not a configuration of gates; the message says why.
-        """
-        try:
-            content = json.loads(text)
-        except ValueError:
-            raise UserError("it is not JSON") from None
-        if not isinstance(content, dict):
-            raise UserError("it is not a JSON object")
-        version = content.pop("format", None)
-        if version != FORMAT:
-            raise UserError(f"its format is {version!r}, but this kvbench reads {FORMAT}")
-        unknown = sorted(set(content) - {f.name for f in fields(cls)})
-        if unknown:
-            raise UserError(f"{unknown[0]} is unknown")
-        missing = [n for n in ("kind", *_SIZES[:5]) if n not in content]
-        if missing:
-            raise UserError(f"{missing[0]} is missing")
-        return cls(**content)
+def parse(text: str) -> dict[str, Any]:
+    """Read the JSON text of a configuration; `from_content` checks its attributes.
 
-    @classmethod
-    def read(cls, path: Path) -> GateConfig:
-        """Read and check a file.
-
-        Raises:
-            UserError: It cannot be read or is not a configuration of gates; the message says why.
-        """
-        try:
-            return cls.from_json(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror}") from None
-        except UnicodeDecodeError:
-            raise UserError(f"{path} is not a configuration of gates: it is not text") from None
-        except UserError as error:
-            raise UserError(f"{path} is not a configuration of gates: {error}") from None
+    Raises:
+        UserError: It is not a JSON object of this format.
+    """
+    try:
+        content = json.loads(text)
+    except ValueError:
+        raise UserError("it is not JSON") from None
+    if not isinstance(content, dict):
+        raise UserError("it is not a JSON object")
+    version = content.pop("format", None)
+    if version != FORMAT:
+        raise UserError(f"its format is {version!r}, but this kvbench reads {FORMAT}")
+    return content
 
 
 def activation_of(config: Any) -> str:

@@ -1,5 +1,7 @@
 """Gates on disk: a folder with `gates.json` and `gates.safetensors`, and the gates of a model.
 
+LoCoCo's convolutions are stored in the same way.
+
 Nothing is ever unpickled. The weights of the base model are not stored with the gates.
 """
 
@@ -17,14 +19,17 @@ from kvbench.artifacts import Artifacts, MadeFor
 from kvbench.errors import UserError
 from kvbench.files import cannot, replacing
 from kvbench.plugin import ModelInfo
-from kvbench_policies.gates.config import GateConfig, Kind
+from kvbench_policies.gates.config import GateConfig, parse
+from kvbench_policies.gates.convolutions import ConvolutionConfig, MergeConvolutions
 from kvbench_policies.gates.modules import RetentionGates
 
 CONFIG = "gates.json"
 WEIGHTS = "gates.safetensors"
 
+Gates = RetentionGates | MergeConvolutions
 
-def save(gates: RetentionGates, folder: str | Path, *, half: bool = False) -> Path:
+
+def save(gates: Gates, folder: str | Path, *, half: bool = False) -> Path:
     """Write gates into a folder, creating it if it is missing; each file completely or not at all.
 
     Args:
@@ -58,7 +63,7 @@ def save(gates: RetentionGates, folder: str | Path, *, half: bool = False) -> Pa
     return folder
 
 
-def load(source: str | Path, model: ModelInfo | None = None) -> RetentionGates:
+def load(source: str | Path, model: ModelInfo | None = None) -> Gates:
     """Read and check gates.
 
     Args:
@@ -73,14 +78,38 @@ def load(source: str | Path, model: ModelInfo | None = None) -> RetentionGates:
         UserError: There are none, they are damaged, or they were made for another model.
     """
     folder = GATES.locate(str(source))
-    config = GateConfig.read(folder / CONFIG)
+    config = read_config(folder / CONFIG)
     wrong = "" if model is None else config.mismatch(model)
     if wrong:
         raise UserError(f"the gates in {folder} are {wrong}; name gates of that model")
     with torch.random.fork_rng(devices=[]):
-        gates = RetentionGates(config)
+        gates = build(config)
     gates.load_state_dict(_weights(folder / WEIGHTS, gates.state_dict()))
     return gates.eval().requires_grad_(False)
+
+
+def build(config: GateConfig | ConvolutionConfig) -> Gates:
+    """Make the module that a configuration describes, with new parameters."""
+    return RetentionGates(config) if isinstance(config, GateConfig) else MergeConvolutions(config)
+
+
+def read_config(path: Path) -> GateConfig | ConvolutionConfig:
+    """Read and check a configuration.
+
+    Raises:
+        UserError: It cannot be read or is not a configuration of gates; the message says why.
+    """
+    try:
+        content = parse(path.read_text(encoding="utf-8"))
+        if content.get("kind") == "lococo":
+            return ConvolutionConfig.from_content(content)
+        return GateConfig.from_content(content)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not a configuration of gates: it is not text") from None
+    except UserError as error:
+        raise UserError(f"{path} is not a configuration of gates: {error}") from None
 
 
 def _weights(path: Path, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -118,7 +147,7 @@ def _not_finite(state: Mapping[str, Tensor]) -> str:
 
 
 def _made_for(folder: Path) -> MadeFor:
-    config = GateConfig.read(folder / CONFIG)
+    config = read_config(folder / CONFIG)
     return MadeFor(config.base_model, config.base_revision)
 
 
@@ -134,12 +163,12 @@ GATES = Artifacts(
 )
 
 
-def find(model: str, kind: Kind, gates: str | None = None) -> Path:
+def find(model: str, kind: str, gates: str | None = None) -> Path:
     """Find the gates of a model: the named ones, the shipped ones, or the user's own.
 
     Args:
         model: `ModelInfo.name` or what `--model` names: `reference`, a folder or a hub id.
-        kind: `trimkv`, `dbtrimkv` or `locret`.
+        kind: The policy that reads them, such as `trimkv` or `lococo`.
         gates: A source as in `load`, or None.
 
     Returns:
@@ -151,7 +180,7 @@ def find(model: str, kind: Kind, gates: str | None = None) -> Path:
     return GATES.find(model, (kind,), gates)
 
 
-def fingerprint(model: str, kind: Kind, gates: str | None = None) -> str:
+def fingerprint(model: str, kind: str, gates: str | None = None) -> str:
     """16 hex digits of the content of the files in the folder that `find` gives.
 
     Raises:

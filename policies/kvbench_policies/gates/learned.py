@@ -11,11 +11,10 @@ from torch import Tensor
 
 from kvbench.errors import UserError
 from kvbench.plugin import ModelInfo, Need, PerToken, Score, View
-from kvbench_policies.gates.config import GateConfig, Kind
-from kvbench_policies.gates.files import CONFIG, WEIGHTS, find, fingerprint, load, save
+from kvbench_policies.gates.config import Kind
+from kvbench_policies.gates.files import fingerprint
+from kvbench_policies.gates.loaded import loaded, random_gates
 from kvbench_policies.gates.modules import RetentionGates
-
-_RETENTION: tuple[Kind, ...] = ("trimkv", "dbtrimkv")
 
 _BLOCK = 4096
 """Number of tokens, over all sequences, that pass a gate at once; its input is in float32."""
@@ -44,7 +43,8 @@ class GateOutput(PerToken):
         Raises:
             UserError: The model has no such gates, or they do not fit the model.
         """
-        gates = _held(self, model, hidden.device, anew=layer == 0)
+        gates = loaded(self.kind, self.gates, model, hidden.device, anew=layer == 0)
+        assert isinstance(gates, RetentionGates)
         size = max(1, _BLOCK // hidden.shape[0])
         outputs = []
         for first in range(0, hidden.shape[1], size):
@@ -56,40 +56,6 @@ class GateOutput(PerToken):
                 qkv = model.project(layer, x)
             outputs.append(gates.score(layer, x, key[:, :, block], value[:, :, block], qkv))
         return torch.cat(outputs, -1)
-
-
-_loaded: dict[tuple[GateOutput, str, torch.device], tuple[object, RetentionGates]] = {}
-
-
-def _held(
-    need: GateOutput, model: ModelInfo, device: torch.device, *, anew: bool
-) -> RetentionGates:
-    """The gates of a need; they are read again only if `anew` and their files have changed."""
-    key = (need, model.name, device)
-    held = _loaded.get(key)
-    if held is not None and not anew and not held[1].config.mismatch(model):
-        return held[1]
-    folder = find(model.name, need.kind, need.gates)
-    state = tuple(
-        (folder / n).stat().st_mtime_ns for n in (CONFIG, WEIGHTS) if (folder / n).exists()
-    )
-    changed = (folder, state)
-    if held is None or held[0] != changed or held[1].config.mismatch(model):
-        held = (changed, _load(folder, need.kind, model).to(device))
-        _loaded[key] = held
-    return held[1]
-
-
-def _load(folder: Path, kind: Kind, model: ModelInfo) -> RetentionGates:
-    """Load the gates of a folder; the gates of TRIM-KV and DBTrimKV can stand in for each other."""
-    gates = load(folder, model)
-    usable = _RETENTION if kind in _RETENTION else (kind,)
-    if gates.config.kind not in usable:
-        raise UserError(
-            f"the gates in {folder} are for {gates.config.kind}; name gates for "
-            f"{' or '.join(usable)}"
-        )
-    return gates
 
 
 @dataclass(frozen=True)
@@ -130,25 +96,3 @@ class Learned(Score):
     def stand_in(self, model: ModelInfo, folder: Path) -> Self:
         """Give a copy that reads random gates that fit a model (see `kvbench.plugin.Part`)."""
         return self.replace(gates=str(random_gates(self.kind, model, folder)))
-
-
-def random_gates(kind: Kind, model: ModelInfo, folder: Path) -> Path:
-    """Write random gates that tell tokens apart, the same at every call.
-
-    Args:
-        kind: Kind of the gates.
-        model: The model that they must fit.
-        folder: Folder in which they get a folder of their own, named after kind and shapes.
-    """
-    shapes = (model.layers, model.kv_heads, model.query_heads, model.head_dim, model.hidden_size)
-    path = folder / "-".join(map(str, (kind, *shapes)))
-    if not (path / CONFIG).is_file():
-        config = GateConfig.of(kind, model, hidden_dim=16, bias=0.0, base_model="")
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(0)
-            gates = RetentionGates(config)
-            for weight in gates.parameters():
-                if weight.dim() > 1:
-                    weight.mul_(4.0)
-        save(gates, path)
-    return path

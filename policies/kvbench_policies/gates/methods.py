@@ -1,15 +1,16 @@
-"""How the gates of each learned policy are trained, for `kvbench train gates`.
+"""How the gates and convolutions of learned policies are trained, for `kvbench train gates`.
 
 Settings follow the papers where they give them: Bui, Sharma, Lamba, Mishra, Ying: Cache What
 Lasts, arXiv 2512.03324 (TRIM-KV); Bui, Nguyen, Cohan, Ying: Make Each Token Count, arXiv 2605.09649
 (DBTrimKV); Jégou, Jeblick: KVzap, arXiv 2601.07891. The number of steps and, for LocRet (arXiv
-2410.01805), the optimizer's settings are kvbench's own.
+2410.01805), the optimizer's settings are kvbench's own. Those of LoCoCo (arXiv 2406.05317) are from
+the authors' code, whose batches are 128 chunks on each of 8 GPUs.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ from kvbench.plugin import ModelInfo
 from kvbench.training.method import Method
 from kvbench_policies.gates import files
 from kvbench_policies.gates.config import GateConfig, Kind, activation_of
+from kvbench_policies.gates.convolutions import ConvolutionConfig, MergeConvolutions
 from kvbench_policies.gates.modules import RetentionGates
 from kvbench_policies.kernels.capacity_loss.op import capacity_loss
 from kvbench_policies.kernels.retention_attention.op import retention_attention
+from kvbench_policies.lococo import compress, merged_into
 
 _CONFIGURED = ("gate", "input", "tied", "bias", "hidden_dim", "gate_dim", "gating")
 
@@ -36,9 +39,17 @@ def _build(kind: Kind) -> Any:
     return make
 
 
+def _build_convolutions(
+    info: ModelInfo, config: Any, settings: Mapping[str, Any]
+) -> MergeConvolutions:
+    given = {name: settings[name] for name in ("kernel_size", "keep_rate", "mix")}
+    slots = merged_into(settings["capacity"], settings["keep_rate"])
+    return MergeConvolutions(ConvolutionConfig.of(info, slots=slots, **given))
+
+
 def _save(gates: nn.Module, folder: Path, facts: Mapping[str, Any], half: bool) -> None:
-    assert isinstance(gates, RetentionGates)
-    gates.config = dataclasses.replace(
+    assert isinstance(gates, RetentionGates | MergeConvolutions)
+    gates.config = dataclasses.replace(  # type: ignore[assignment]
         gates.config,
         base_model=facts["base_model"],
         base_revision=facts["base_revision"],
@@ -47,10 +58,11 @@ def _save(gates: nn.Module, folder: Path, facts: Mapping[str, Any], half: bool) 
     files.save(gates, folder, half=half)
 
 
-def _method(kind: Kind, defaults: Mapping[str, Any], **kwargs: Any) -> Method:
-    def place(model: str) -> Path:
-        return files.GATES.user_path(model, kind)
+def _place(kind: str) -> Callable[[str], Path]:
+    return lambda model: files.GATES.user_path(model, kind)
 
+
+def _method(kind: Kind, defaults: Mapping[str, Any], **kwargs: Any) -> Method:
     settings_of_kind = {
         "gate": "mlp",
         "tied": False,
@@ -59,7 +71,12 @@ def _method(kind: Kind, defaults: Mapping[str, Any], **kwargs: Any) -> Method:
         **defaults,
     }
     return Method(
-        name=kind, defaults=settings_of_kind, build=_build(kind), save=_save, place=place, **kwargs
+        name=kind,
+        defaults=settings_of_kind,
+        build=_build(kind),
+        save=_save,
+        place=_place(kind),
+        **kwargs,
     )
 
 
@@ -132,4 +149,27 @@ KVZAP = _method(
     },
     objective="replay",
     scope="head",
+)
+
+LOCOCO = Method(
+    name="lococo",
+    objective="compress",
+    scope="head",
+    defaults={
+        "lr": 5e-2,
+        "schedule": "linear",
+        "weight_decay": 0.0,
+        "capacity": 512,
+        "chunk": 512,
+        "length": 4096,
+        "kernel_size": 21,
+        "keep_rate": 0.5,
+        "mix": 0.5,
+        "kl": False,
+        "with_capacity": False,
+    },
+    build=_build_convolutions,
+    save=_save,
+    place=_place("lococo"),
+    compress=compress,
 )

@@ -42,6 +42,9 @@ def _plan(model: str, rows: str, out: Path, policy: str = "trimkv", **changes: A
     given = {**SMALL, **changes}
     if policy == "locret":
         del given["capacity"]
+    if policy == "lococo":
+        del given["hidden_dim"]
+        given |= {"capacity": 8, "chunk": 9, "kernel_size": 3}
     return plan(model, policy, rows, given, out=out, device="cpu")
 
 
@@ -80,7 +83,7 @@ def test_a_training_that_ended_before_its_first_checkpoint_keeps_no_folder(
     assert json.loads((out / "training.json").read_text())["lr"] == SMALL["lr"]
 
 
-@pytest.mark.parametrize("policy", ["trimkv", "dbtrimkv", "locret"])
+@pytest.mark.parametrize("policy", ["trimkv", "dbtrimkv", "locret", "lococo"])
 def test_gates_log_and_picture_are_written(
     llama_folder: str, rows: str, tmp_path: Path, policy: str
 ) -> None:
@@ -96,8 +99,8 @@ def test_gates_log_and_picture_are_written(
     assert not any("embed" in name for name in state)
     log = [json.loads(line) for line in (out / "training.jsonl").read_text().splitlines()]
     assert [record["step"] for record in log] == [1, 2, 3, 4, 5, 6]
-    names = {"fit", "smooth"} if policy == "locret" else {"kl", "ntp", "capacity", "retained"}
-    assert names < set(log[0])
+    names = {"locret": {"fit", "smooth"}, "lococo": {"ntp"}}
+    assert names.get(policy, {"kl", "ntp", "capacity", "retained"}) < set(log[0])
     assert (out / "training.png").read_bytes().startswith(b"\x89PNG")
     assert not (out / "checkpoints").exists()
 
@@ -194,6 +197,17 @@ def test_no_checkpoint_holds_weights_of_the_model(
         ("--policy trimkv --lr 0", "use a number above 0"),
         ("--policy locret --no-kl", "--no-kl does not apply to locret"),
         ("--policy locret --capacity 5", "--capacity does not apply to locret"),
+        (
+            "--policy trimkv --chunk 9",
+            "--chunk does not apply to trimkv; leave it out",
+        ),
+        ("--policy locret --mix 0.1", "--mix does not apply to locret"),
+        ("--policy lococo --bias 2", "--bias does not apply to lococo; leave it out"),
+        ("--policy lococo --no-kl", "--no-kl does not apply to lococo"),
+        ("--policy lococo --kernel-size 4", "--kernel-size 4 is even; use an odd number"),
+        ("--policy lococo --keep-rate 1", "leaves none of --capacity 512 to merge into"),
+        ("--policy lococo --mix 2", "--mix 2.0 is invalid; use a number from 0 to 1"),
+        ("--policy lococo --length 512", "must be below --length 512, or nothing is ever cut"),
         ("--policy trimkv --data reference", "which .* does not know"),
         ("--policy trimkv --data nosuch.jsonl", "cannot read nosuch.jsonl"),
         ("--policy trimkv", "no recipe for trimkv gates .* name data, such as --data chats"),

@@ -91,7 +91,7 @@ def test_a_file_that_will_not_do_is_refused(
 def test_all_leaves_out_what_has_no_files_for_a_model(grouped: str) -> None:
     found = texts.runnable(grid_of(grouped, policies="all"), grouped)
     assert {"snapkv", "local"} <= set(found)
-    assert not {"trimkv", "dbtrimkv", "locret", "full"} & set(found)
+    assert not {"trimkv", "dbtrimkv", "locret", "lococo", "full"} & set(found)
     with pytest.raises(UserError, match="gates"):
         texts.runnable(grid_of(grouped, policies="all,trimkv"), grouped)
 

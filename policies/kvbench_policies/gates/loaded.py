@@ -1,0 +1,86 @@
+"""Gates and convolutions in memory: read once, and again when their files change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from kvbench.errors import UserError
+from kvbench.plugin import ModelInfo
+from kvbench_policies.gates.config import KINDS, GateConfig
+from kvbench_policies.gates.convolutions import ConvolutionConfig
+from kvbench_policies.gates.files import CONFIG, WEIGHTS, Gates, build, find, load, save
+
+_cache: dict[tuple[str, str | None, str, torch.device], tuple[object, Gates]] = {}
+
+
+def loaded(
+    kind: str, gates: str | None, model: ModelInfo, device: torch.device, *, anew: bool
+) -> Gates:
+    """The gates of a policy on a device.
+
+    Args:
+        kind: The policy, as for `files.find`.
+        gates: A source as in `files.load`, or None for the model's own.
+        model: The model that they must fit.
+        device: Where they are put.
+        anew: Whether to look if their files have changed, and to read them again if so.
+
+    Raises:
+        UserError: The model has no such gates, or they do not fit the model or the policy.
+    """
+    key = (kind, gates, model.name, device)
+    held = _cache.get(key)
+    if held is not None and not anew and not held[1].config.mismatch(model):
+        return held[1]
+    folder = find(model.name, kind, gates)
+    state = tuple(
+        (folder / n).stat().st_mtime_ns for n in (CONFIG, WEIGHTS) if (folder / n).exists()
+    )
+    changed = (folder, state)
+    if held is None or held[0] != changed or held[1].config.mismatch(model):
+        held = (changed, _load(folder, kind, model).to(device))
+        _cache[key] = held
+    return held[1]
+
+
+def _load(folder: Path, kind: str, model: ModelInfo) -> Gates:
+    """Load the gates of a folder; those of one sort do not serve policies of another."""
+    gates = load(folder, model)
+    wanted = next(sort for sort in _SORTS if kind in sort)
+    if gates.config.kind not in wanted:
+        raise UserError(
+            f"the gates in {folder} are for {gates.config.kind}; name gates for "
+            f"{' or '.join(wanted)}"
+        )
+    return gates
+
+
+_SORTS = (("trimkv", "dbtrimkv"), ("locret",), ("kvzap",), ("lococo",))
+
+
+def random_gates(kind: str, model: ModelInfo, folder: Path) -> Path:
+    """Write random gates that tell tokens apart, the same at every call.
+
+    Args:
+        kind: Kind of the gates.
+        model: The model that they must fit.
+        folder: Folder in which they get a folder of their own, named after kind and shapes.
+    """
+    shapes = (model.layers, model.kv_heads, model.query_heads, model.head_dim, model.hidden_size)
+    path = folder / "-".join(map(str, (kind, *shapes)))
+    if not (path / CONFIG).is_file():
+        config: GateConfig | ConvolutionConfig
+        if kind in KINDS:
+            config = GateConfig.of(kind, model, hidden_dim=16, bias=0.0, base_model="")
+        else:
+            config = ConvolutionConfig.of(model, slots=5, kernel_size=3, base_model="")
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(0)
+            gates = build(config)
+            for weight in gates.parameters() if isinstance(config, GateConfig) else ():
+                if weight.dim() > 1:
+                    weight.mul_(4.0)
+        save(gates, path)
+    return path

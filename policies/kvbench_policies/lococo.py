@@ -1,0 +1,196 @@
+"""LoCoCo: heavy hitters stay, and a trained convolution merges all other entries into the rest.
+
+Cai, Tian, Wang, Chen: LoCoCo: Dropping In Convolutions for Long Context Compression, ICML 2024,
+arXiv 2406.05317.
+
+As in the authors' code (VITA-Group/LoCoCo): a head keeps `M` entries, and it keeps those that
+received most attention. The first half of them, the heavy hitters, stay as they are. The other half
+are slots that are merged into: a slot becomes `(1 - a)` times its own entry plus `a` times a
+weighted mean over all entries of the head that are no heavy hitters. A convolution along these
+entries, over keys and values side by side and with one channel per slot, gives the weights:
+`softmax(relu(conv([K, V])))`. Keys are merged as cached, after RoPE, and nothing is turned to
+another position. The heads of a layer share the convolution, and `a`, which is learned, is a number
+per layer. Heavy hitters and slots follow one order, so together they are the `M` entries of most
+attention.
+
+Ours:
+
+- The authors rank by the attention of the last chunk's queries. Here the sum goes on over all
+  chunks, as in H2O; when a context is compressed in one piece, both are the same.
+- The authors put merged entries behind the heavy hitters, and the next cut's convolution sees that
+  order. Here an entry stays at the position of its own token.
+- The authors' convolution merges into as many slots as it has channels. Here slot `j` of `m`, in
+  the order of positions, takes channel `floor(j S / m)` of `S`, so that every budget works; with
+  `m = S` these are the authors' channels. A head that evicts nothing does not change.
+- Attention is averaged over the query heads of a KV head; the authors' models have one each.
+- The authors also train embeddings and norms of the model; here it does not change.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from kvbench.parts import TopK, Uniform, best, entry_key, portion
+from kvbench.plugin import AttentionMass, Merger, ModelInfo, Need, Policy, View
+from kvbench_policies.gates.convolutions import MergeConvolutions
+from kvbench_policies.gates.files import fingerprint
+from kvbench_policies.gates.loaded import loaded, random_gates
+from kvbench_policies.h2o import Accumulated
+from kvbench_policies.merging import pack, put, take
+
+
+@dataclass(frozen=True)
+class Convolution(Merger):
+    """A trained convolution merges what is evicted into the kept entries of least attention.
+
+    Of the `n` entries that a head keeps, `m = floor((1 - r) n)` are slots: those that received the
+    least attention. `r` comes with the convolutions, usually 0.5. Let `R` be the entries of the
+    head without its other `n - m` kept ones. With the layer's convolution `c` of `S` channels and
+    its share `a`, slot `j` of `m` (in the order of positions), whose own entry is `i`, becomes
+
+        w = softmax over R of relu(c([K, V]_R)) in channel floor(j S / m)
+        k_i <- (1 - a) k_i + a sum_R w k,    v_i <- (1 - a) v_i + a sum_R w v
+
+    The convolutions are those that `gates` names, otherwise those that ship with kvbench for the
+    model, otherwise the user's own, where `kvbench train gates` writes them.
+
+    Attributes:
+        gates: Folder, shipped name or hub id of convolutions, which are used as they are, or none.
+    """
+
+    name: ClassVar[str] = "convolution"
+    gates: str | None = None
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """The attention that every entry received."""
+        return frozenset({AttentionMass()})
+
+    def merge(self, v: View, keep: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Give the keys and values to store, `[B, H, n, d]` each.
+
+        Raises:
+            UserError: The model has no convolutions, or they do not fit it.
+        """
+        device = v.key.device
+        convolutions = loaded("lococo", self.gates, v.model, device, anew=v.layer == 0)
+        assert isinstance(convolutions, MergeConvolutions)
+        mass = v.grouped(v.obs[AttentionMass()])
+        return blend(convolutions, v.layer, v.key, v.value, mass, v.position, v.valid, keep)
+
+    def fingerprint(self, model: str) -> str:
+        """Digest of the convolutions' files; it joins the hash of a cell.
+
+        Raises:
+            UserError: There are none.
+        """
+        return fingerprint(model, "lococo", self.gates)
+
+    def stand_in(self, model: ModelInfo, folder: Path) -> Self:
+        """Give a copy that reads random convolutions that fit a model."""
+        return self.replace(gates=str(random_gates("lococo", model, folder)))
+
+
+def blend(
+    convolutions: MergeConvolutions,
+    layer: int,
+    key: Tensor,
+    value: Tensor,
+    mass: Tensor,
+    position: Tensor,
+    valid: Tensor,
+    keep: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Merge the entries of a layer that are no heavy hitters into slots.
+
+    Args:
+        convolutions: Those of the model; gradients reach them.
+        layer: Index among the full-attention layers.
+        key: `[B, H, n, d]`.
+        value: `[B, H, n, d]`.
+        mass: Attention that every entry received, float32 `[B, H, n]`.
+        position: Position of every entry, int64 `[B, H, n]`; ties go to the more recent one.
+        valid: Which entries exist, bool `[B, H, n]`.
+        keep: Which of these stay, bool `[B, H, n]`.
+
+    Returns:
+        Keys and values; rows that are not slots are those given.
+    """
+    evicts = (valid & ~keep).any(-1)
+    kept = keep.sum(-1)
+    slots = portion(kept, 1 - convolutions.config.keep_rate) * evicts
+    heavy = best(_by_mass(mass, position, keep), kept - slots, unique=True)
+    slot, in_use = pack(keep & ~heavy)
+    if slot.shape[-1] == 0:
+        return key, value
+    rest, real = pack(valid & ~heavy & evicts[..., None])
+    x = torch.cat([take(key, rest), take(value, rest)], -1).masked_fill(~real[..., None], 0.0)
+    means = convolutions(layer, x.flatten(0, 1), real.flatten(0, 1)).unflatten(0, slots.shape)
+    order = torch.arange(slot.shape[-1], device=key.device)
+    channel = order * convolutions.config.slots // slots.clamp(min=1)[..., None]
+    mixed = take(means, channel.clamp(max=convolutions.config.slots - 1))
+    share = convolutions.mix[layer]
+    merged = []
+    for rows, mean in zip((key, value), mixed.split(key.shape[-1], -1), strict=True):
+        merged.append(put(rows, slot, in_use, (1 - share) * take(rows, slot) + share * mean))
+    return merged[0], merged[1]
+
+
+def compress(
+    convolutions: MergeConvolutions,
+    layer: int,
+    key: Tensor,
+    value: Tensor,
+    mass: Tensor,
+    valid: Tensor,
+    budget: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Cut a layer to `budget` entries per head as the policy does; for training.
+
+    Args:
+        convolutions: Those of the model; gradients reach them.
+        layer: Index among the full-attention layers.
+        key: `[B, H, n, d]`, the newest entry last.
+        value: `[B, H, n, d]`.
+        mass: Attention that every entry received, float32 `[B, H, n]`.
+        valid: Which entries exist, bool `[B, H, n]`.
+        budget: Entries that a head keeps; one with fewer keeps them all.
+
+    Returns:
+        Keys, values, `mass` and `valid` of what is kept, in the same order.
+    """
+    position = torch.arange(key.shape[2], device=key.device).expand_as(mass)
+    count = valid.sum(-1).clamp(max=budget)
+    keep = best(_by_mass(mass, position, valid), count, unique=True)
+    key, value = blend(convolutions, layer, key, value, mass, position, valid, keep)
+    index, in_use = pack(keep)
+    columns = index[..., None].expand(-1, -1, -1, key.shape[-1])
+    return key.gather(2, columns), value.gather(2, columns), mass.gather(2, index), in_use
+
+
+def merged_into(budget: int, keep_rate: float) -> int:
+    """How many of `budget` entries are slots."""
+    return int(portion(torch.tensor(budget), 1 - keep_rate))
+
+
+def _by_mass(mass: Tensor, position: Tensor, valid: Tensor) -> Tensor:
+    """Keys that order entries by attention, as `topk` orders what `accumulated` scores."""
+    return entry_key(mass, torch.zeros_like(mass, dtype=torch.int8), position, valid)
+
+
+LOCOCO = Policy(
+    name="lococo",
+    score=Accumulated(),
+    allocate=Uniform(),
+    select=TopK(),
+    merge=Convolution(),
+    summary="half of what stays are heavy hitters; a learned convolution merges into the others",
+    paper="arXiv 2406.05317",
+    moments=("decode", "chunked"),
+    cost="time O(H T S k d) for S channels of k taps, memory O(H T (S + d))",
+)
