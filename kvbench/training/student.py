@@ -67,7 +67,7 @@ def training_attention(
         running, index, hidden = hooked
         student: Student = running.student
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        if student.method.objective != "regress" and kwargs.get("softcap") is not None:
+        if student.method.objective in ("distil", "compress") and kwargs.get("softcap") is not None:
             raise UserError("attention with a soft cap on its logits cannot be gated")
         if running.memory is not None:
             out = running.memory.attend(index, query, key, value, running.valid, scale)
