@@ -1,8 +1,9 @@
 """How policies are spelled: `NAME[:key=value...]`.
 
 A name is a registered policy (`snapkv`) or an object in a file (`./my_policy.py:MyPolicy`). The
-keys `score`, `allocate`, `select` and `merge` exchange a part. Every other key is a parameter: of
-all parts that have it, or of one part if it names the part, as in `select.variant=release`.
+keys `score`, `allocate`, `select`, `merge` and `read` exchange a part. Every other key is a
+parameter: of all parts that have it, or of one part if it names the part, as in
+`select.variant=release`.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from typing import Any, Literal
 from kvbench import registry
 from kvbench.errors import UserError, nearest
 from kvbench.parts import FunctionScore, TopK, Uniform
-from kvbench.plugin import Allocator, Merger, Part, Policy, Score, Selector
+from kvbench.plugin import Allocator, Merger, Part, Policy, Reader, Score, Selector
 
 KINDS: dict[str, type[Part]] = {
     "score": Score,
     "allocate": Allocator,
     "select": Selector,
     "merge": Merger,
+    "read": Reader,
 }
 _LARGEST = 1 << 24
 """No window, kernel or count may be larger, because observers can hold that many entries."""
@@ -101,7 +103,7 @@ def as_policy(obj: object, name: str) -> Policy:
 
 
 def part(kind: str, name: str) -> Part:
-    """Make a part by its kind (`score`, `allocate`, `select`, `merge`) and name, with its defaults.
+    """Make a part by its kind (`score`, `allocate`, ...) and name, with its defaults.
 
     Raises:
         UserError: There is no such part; the message names the nearest.
@@ -193,8 +195,12 @@ def _apply(p: Policy, params: dict[str, Any]) -> Policy:
     for kind in KINDS:
         if kind in given:
             name = given.pop(kind)
-            if not p.evicts:
-                raise UserError(f"full keeps everything and has no {kind}")
+            if kind == "read" and p.read is None:
+                raise UserError(
+                    f"{p.name} reads all that it holds; only a policy with a reader takes read="
+                )
+            if kind != "read" and not p.evicts:
+                raise UserError(f"{p.name} keeps everything and has no {kind}")
             none = kind == "merge" and name in (None, "none")
             current = getattr(p, kind)
             if none:
@@ -204,7 +210,7 @@ def _apply(p: Policy, params: dict[str, Any]) -> Policy:
             elif current is None or current.name != name:
                 changes[kind] = part(kind, str(name))
     if "buffer" in given and not p.evicts:
-        raise UserError("full keeps everything and has no buffer")
+        raise UserError(f"{p.name} keeps everything and has no buffer")
     for key, kind in _OF_POLICY.items():
         if key in given:
             changes[key] = _cast(key, given.pop(key), kind)

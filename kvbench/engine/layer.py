@@ -362,6 +362,11 @@ class RaggedLayer(CacheLayerMixin):
         held = [self.col[self.start[s] : self.start[s] + self.length[s]] for s in segments]
         return columns.to(self.col.device)[torch.cat(held).long()].sum()
 
+    @property
+    def number_bytes(self) -> int:
+        """Bytes of one number of K and V, as the model computes them."""
+        return 0 if self.key is None else self.key.element_size()
+
     def entry_bytes(self) -> int:
         """Bytes of one entry: K, V and extras."""
         if self.key is None:

@@ -100,7 +100,9 @@ class GateTraining:
     def lines(self) -> list[str]:
         """A description for the user."""
         s = self.settings
-        shape = ", ".join(f"{k} {s[k]}" for k in ("gate", "input", "hidden_dim", "bias"))
+        of_tokens, of_blocks = ("gate", "input", "hidden_dim", "bias"), ("block", "gate_dim")
+        names = of_blocks if self.method.objective == "match" else of_tokens
+        shape = ", ".join(f"{k} {s[k]}" for k in names if s[k] is not None)
         tokens = s["steps"] * s["batch_size"] * s["accumulate"] * s["length"]
         lines = [
             f"{self.title} ({shape}) on {self.data}",

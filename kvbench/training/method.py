@@ -12,9 +12,9 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
 
-from kvbench.plugin import ModelInfo
+from kvbench.plugin import Blocks, ModelInfo
 
-Objective = Literal["distil", "regress"]
+Objective = Literal["distil", "regress", "match"]
 
 
 class Attention(Protocol):
@@ -55,8 +55,13 @@ class Gates(Protocol):
     """A module of gates; it needs only the method for its objective.
 
     Hidden states are `[B, n, d_model]`, keys and values `[B, H, n, d]`, qkv
-    `[B, n, (H_q + 2 H) d]`. Both methods return float32 `[B, H, n]`.
+    `[B, n, (H_q + 2 H) d]`. The first two methods return float32 `[B, H, n]`.
+
+    Attributes:
+        block: Entries of a block; for `match`.
     """
+
+    block: int
 
     def log_beta(self, layer: int, hidden: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Log retention of tokens, 0 or less; for `distil`."""
@@ -64,6 +69,10 @@ class Gates(Protocol):
 
     def score(self, layer: int, hidden: Tensor, *, qkv: Tensor) -> Tensor:
         """Predicted logits of tokens; for `regress`."""
+        ...
+
+    def rate(self, v: Blocks) -> Tensor:
+        """Logits of blocks for every query, float32 `[H, n, K]`; for `match`."""
         ...
 
 
@@ -74,10 +83,11 @@ class Method:
     Attributes:
         name: The policy that reads the gates.
         objective: `distil`: a student with retention-gated attention learns to answer as the
-            teacher does; `regress`: gates learn to predict the logits of the answer's queries.
+            teacher does; `regress`: gates learn to predict the logits of the answer's queries;
+            `match`: gates learn how the attention of every query spreads over earlier blocks.
         scope: Scope of the capacity loss: `head`, or `global` for one budget over all heads.
         defaults: Settings of the paper by name: `lr`, `schedule`, `weight_decay`, `capacity`,
-            `length`, `bias`, `hidden_dim`, `gate`, `input`, `tied`, `gating`, `gate_dim`.
+            `length`, `bias`, `hidden_dim`, `gate`, `input`, `tied`, `gating`, `gate_dim`, `block`.
         build: Makes the gates (a module as in `Gates`) from the model's shapes, its configuration
             and all settings.
         save: Writes gates and facts about their training into a folder, in half precision or not.

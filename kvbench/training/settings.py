@@ -41,12 +41,13 @@ _CHOICES = {
 }
 _COUNTS = (
     *("steps", "tokens", "batch_size", "accumulate", "length", "capacity", "hidden_dim"),
-    *("gate_dim", "log_steps", "save_steps"),
+    *("gate_dim", "block", "log_steps", "save_steps"),
 )
-_DISTIL_ONLY = (
+_ONLY_FOR_DISTIL = (
     *("kl", "ntp", "with_capacity", "reverse_kl", "capacity", "capacity_weight"),
     *("capacity_reduce", "gating", "input", "tied", "gate_dim", "bias"),
 )
+_PREDICTED = {"regress": "logits", "match": "attention to blocks"}
 _FLAGS = {"kl": "no-kl", "ntp": "no-ntp", "with_capacity": "no-capacity", "column": "text-column"}
 """Flags that are not the name of their setting."""
 
@@ -74,9 +75,11 @@ def complete(method: Method, model: str, window: int, given: Mapping[str, Any]) 
     for name in explicit:
         if name not in {*_DEFAULTS, *method.defaults}:
             raise unknown("setting", name, {*_DEFAULTS, *method.defaults})
-        if method.objective == "regress" and name in _DISTIL_ONLY:
+        own = method.objective == "match" and name in method.defaults
+        if name in _ONLY_FOR_DISTIL and method.objective != "distil" and not own:
             raise UserError(
-                f"{_flag(name)} does not apply to {method.name}, whose gates predict logits"
+                f"{_flag(name)} does not apply to {method.name}, whose gates predict "
+                f"{_PREDICTED[method.objective]}"
             )
     if "tokens" in explicit and "steps" in explicit:
         raise UserError("--tokens and --steps both set the length of the training; use one of them")
@@ -99,22 +102,27 @@ def complete(method: Method, model: str, window: int, given: Mapping[str, Any]) 
 
 def _check(settings: Mapping[str, Any], method: Method) -> None:
     for name, options in _CHOICES.items():
-        value = settings[name]
+        value = settings.get(name)
         if value not in (*options, method.defaults.get(name)):
             raise UserError(f"{_flag(name)} {value} is unknown; use {' or '.join(options)}")
     for name in _COUNTS:
-        value = settings[name]
+        value = settings.get(name)
         smallest = 2 if name == "length" else 1
         if value is not None and value < smallest:
             raise UserError(f"{_flag(name)} {value} is too small; use {smallest} or more")
     for name in ("lr", "weight_decay", "capacity_weight", "warmup", "seed", "bias"):
-        value = settings[name]
+        value = settings.get(name, 1.0)
         in_range = name == "bias" or value > 0 or (value == 0 and name != "lr")
         if not (math.isfinite(value) and in_range):
             advice = {"bias": "a finite number", "lr": "a number above 0"}.get(name, "0 or more")
             raise UserError(f"{_flag(name)} {value} is invalid; use {advice}")
     if method.objective == "distil":
         _check_loss(settings)
+    if method.objective == "match" and settings["length"] < 2 * settings["block"]:
+        raise UserError(
+            f"--length {settings['length']} holds no two blocks of {settings['block']} tokens; use "
+            "longer data or a smaller --block"
+        )
 
 
 def _check_loss(settings: Mapping[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """The configuration of a set of gates as JSON: architecture, base model and training.
 
 Equations and sizes: TRIM-KV (arXiv 2512.03324), DBTrimKV (arXiv 2605.09649), LocRet (arXiv
-2410.01805).
+2410.01805), SeerAttention-R (arXiv 2506.08889).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvbench import __version__
 from kvbench.errors import UserError
 from kvbench.plugin import ModelInfo
 
-Kind = Literal["trimkv", "dbtrimkv", "locret"]
+Kind = Literal["trimkv", "dbtrimkv", "locret", "seerattn_r"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 FORMAT = 1
 """Version of the file format; it rises when an older file would be read incorrectly."""
@@ -31,8 +31,18 @@ _OF_KIND: dict[str, dict[str, Any]] = {
     "trimkv": {},
     "dbtrimkv": {"tied": True, "bias": 18.0},
     "locret": {"input": "qkv", "hidden_dim": 1024, "bias": 0.0},
+    "seerattn_r": {},
 }
-_SIZES = ("layers", "kv_heads", "query_heads", "head_dim", "d_model", "hidden_dim", "gate_dim")
+_SIZES = (
+    "layers",
+    "kv_heads",
+    "query_heads",
+    "head_dim",
+    "d_model",
+    "hidden_dim",
+    "gate_dim",
+    "block",
+)
 
 
 @dataclass(frozen=True)
@@ -41,7 +51,8 @@ class GateConfig:
 
     Attributes:
         kind: `trimkv`: one readout per KV head; `dbtrimkv`: one readout for all layers and heads;
-            `locret`: predicts a logit instead of a retention.
+            `locret`: predicts a logit instead of a retention; `seerattn_r`: rates blocks for a
+            query. The last kind reads `gate_dim` and `block`, the others do not read `block`.
         layers: Full-attention layers of the model, `L`.
         kv_heads: KV heads of a layer, `H`.
         query_heads: Query heads of a layer, `H_q`.
@@ -51,7 +62,9 @@ class GateConfig:
         input: `hidden`: the input of the attention block, after its norm; `kv`: the layer's keys
             after RoPE and its values; `qkv`: its queries, keys and values before RoPE.
         hidden_dim: Width of the hidden layer.
-        gate_dim: Inputs of the tied readout per head (`p`); used only if `tied`.
+        gate_dim: Inputs of the tied readout per head (`p`), used only if `tied`; for `seerattn_r`
+            the width of a block's summary per KV head, which divides `head_dim`.
+        block: Entries of a block.
         tied: Whether all layers and heads share one readout.
         bias: Initial value of the readout's bias; `locret` has none.
         activation: Name of the hidden layer's activation in transformers.
@@ -73,6 +86,7 @@ class GateConfig:
     input: Literal["hidden", "kv", "qkv"] = "hidden"
     hidden_dim: int = 512
     gate_dim: int = 64
+    block: int = 64
     tied: bool = False
     bias: float = 8.0
     activation: str = "silu"
@@ -95,6 +109,11 @@ class GateConfig:
             raise UserError(
                 f"{self.query_heads} query heads do not divide among {self.kv_heads} KV heads"
             )
+        if self.is_of_blocks and (self.head_dim % self.gate_dim or self.gate_dim % 2):
+            raise UserError(
+                f"gate_dim={self.gate_dim} is invalid; use an even divisor of the head dim, "
+                f"{self.head_dim}"
+            )
         if not isinstance(self.tied, bool):
             raise UserError(f"tied={self.tied} is invalid; use true or false")
         if self.tied and self.kind == "locret":
@@ -115,7 +134,7 @@ class GateConfig:
         """Make the configuration of a kind for a model, with the papers' sizes.
 
         Args:
-            kind: `trimkv`, `dbtrimkv` or `locret`.
+            kind: One of `KINDS`.
             model: The model's shapes.
             **changes: Other attributes; `activation` should be the model's own (`activation_of`).
 
@@ -131,13 +150,19 @@ class GateConfig:
             "head_dim": model.head_dim,
             "d_model": model.hidden_size,
         }
-        given = {**shapes, "base_model": model.name, **_OF_KIND[kind], **changes}
+        widths = {"gate_dim": model.head_dim} if kind == "seerattn_r" else {}
+        given = {**shapes, "base_model": model.name, **widths, **_OF_KIND[kind], **changes}
         return cls(kind=kind, **given)
 
     @property
     def is_retention(self) -> bool:
-        """Whether the gates give a log beta instead of a predicted logit."""
-        return self.kind != "locret"
+        """Whether the gates give a log beta instead of a predicted logit or a block's rating."""
+        return self.kind in ("trimkv", "dbtrimkv")
+
+    @property
+    def is_of_blocks(self) -> bool:
+        """Whether the gates rate blocks for a query instead of tokens for good."""
+        return self.kind == "seerattn_r"
 
     @property
     def width(self) -> int:

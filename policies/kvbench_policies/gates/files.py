@@ -17,14 +17,21 @@ from kvbench.artifacts import Artifacts, MadeFor
 from kvbench.errors import UserError
 from kvbench.files import cannot, replacing
 from kvbench.plugin import ModelInfo
+from kvbench_policies.gates.block_gates import BlockGates
 from kvbench_policies.gates.config import GateConfig, Kind
 from kvbench_policies.gates.modules import RetentionGates
 
 CONFIG = "gates.json"
 WEIGHTS = "gates.safetensors"
+AnyGates = RetentionGates | BlockGates
 
 
-def save(gates: RetentionGates, folder: str | Path, *, half: bool = False) -> Path:
+def make(config: GateConfig) -> AnyGates:
+    """Gates of a configuration; parameters are drawn from torch's generator."""
+    return BlockGates(config) if config.is_of_blocks else RetentionGates(config)
+
+
+def save(gates: AnyGates, folder: str | Path, *, half: bool = False) -> Path:
     """Write gates into a folder, creating it if it is missing; each file completely or not at all.
 
     Args:
@@ -58,7 +65,7 @@ def save(gates: RetentionGates, folder: str | Path, *, half: bool = False) -> Pa
     return folder
 
 
-def load(source: str | Path, model: ModelInfo | None = None) -> RetentionGates:
+def load(source: str | Path, model: ModelInfo | None = None) -> AnyGates:
     """Read and check gates.
 
     Args:
@@ -78,7 +85,7 @@ def load(source: str | Path, model: ModelInfo | None = None) -> RetentionGates:
     if wrong:
         raise UserError(f"the gates in {folder} are {wrong}; name gates of that model")
     with torch.random.fork_rng(devices=[]):
-        gates = RetentionGates(config)
+        gates = make(config)
     gates.load_state_dict(_weights(folder / WEIGHTS, gates.state_dict()))
     return gates.eval().requires_grad_(False)
 
@@ -139,7 +146,7 @@ def find(model: str, kind: Kind, gates: str | None = None) -> Path:
 
     Args:
         model: `ModelInfo.name` or what `--model` names: `reference`, a folder or a hub id.
-        kind: `trimkv`, `dbtrimkv` or `locret`.
+        kind: Kind of the gates.
         gates: A source as in `load`, or None.
 
     Returns:

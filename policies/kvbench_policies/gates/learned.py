@@ -1,4 +1,4 @@
-"""The base of scores that read learned gates, and the need that the engine observes for them."""
+"""What policies with learned gates have in common, and the need that the engine observes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,16 @@ from torch import Tensor
 from kvbench.errors import UserError
 from kvbench.plugin import ModelInfo, Need, PerToken, Score, View
 from kvbench_policies.gates.config import GateConfig, Kind
-from kvbench_policies.gates.files import CONFIG, WEIGHTS, find, fingerprint, load, save
+from kvbench_policies.gates.files import (
+    CONFIG,
+    WEIGHTS,
+    AnyGates,
+    find,
+    fingerprint,
+    load,
+    make,
+    save,
+)
 from kvbench_policies.gates.modules import RetentionGates
 
 _BLOCK = 4096
@@ -41,7 +50,8 @@ class GateOutput(PerToken):
         Raises:
             UserError: The model has no such gates, or they do not fit the model.
         """
-        gates = _held(self, model, hidden.device, anew=layer == 0)
+        gates = held_gates(self.kind, self.gates, model, hidden.device, anew=layer == 0)
+        assert isinstance(gates, RetentionGates)
         size = max(1, _BLOCK // hidden.shape[0])
         outputs = []
         for first in range(0, hidden.shape[1], size):
@@ -55,33 +65,45 @@ class GateOutput(PerToken):
         return torch.cat(outputs, -1)
 
 
-_loaded: dict[tuple[GateOutput, str, torch.device], tuple[object, RetentionGates]] = {}
+_loaded: dict[tuple[Kind, str | None, str, torch.device], tuple[object, AnyGates]] = {}
 
 
-def _held(
-    need: GateOutput, model: ModelInfo, device: torch.device, *, anew: bool
-) -> RetentionGates:
-    """The gates of a need; they are read again only if `anew` and their files have changed."""
-    key = (need, model.name, device)
+def held_gates(
+    kind: Kind, named: str | None, model: ModelInfo, device: torch.device, *, anew: bool
+) -> AnyGates:
+    """The gates of a model, in memory.
+
+    Args:
+        kind: Kind of gates to look for.
+        named: Folder, shipped name or hub id of the gates, or None for the model's own.
+        model: The model.
+        device: Where they compute.
+        anew: Whether to read them again if their files have changed.
+
+    Raises:
+        UserError: The model has no such gates, or they do not fit the model.
+    """
+    key = (kind, named, model.name, device)
     held = _loaded.get(key)
     if held is not None and not anew and not held[1].config.mismatch(model):
         return held[1]
-    folder = find(model.name, need.kind, need.gates)
+    folder = find(model.name, kind, named)
     state = tuple(
         (folder / n).stat().st_mtime_ns for n in (CONFIG, WEIGHTS) if (folder / n).exists()
     )
     changed = (folder, state)
     if held is None or held[0] != changed or held[1].config.mismatch(model):
-        held = (changed, _load(folder, need.kind, model).to(device))
+        held = (changed, _load(folder, kind, model).to(device))
         _loaded[key] = held
     return held[1]
 
 
-def _load(folder: Path, kind: Kind, model: ModelInfo) -> RetentionGates:
-    """Load the gates of a folder; retention gates and predicted logits do not mix."""
+def _load(folder: Path, kind: Kind, model: ModelInfo) -> AnyGates:
+    """Load the gates of a folder; of different kinds only retention gates mix."""
     gates = load(folder, model)
-    if gates.config.is_retention != (kind != "locret"):
-        wanted = "trimkv or dbtrimkv" if kind != "locret" else kind
+    retention = ("trimkv", "dbtrimkv")
+    if gates.config.kind not in (retention if kind in retention else (kind,)):
+        wanted = " or ".join(retention) if kind in retention else kind
         raise UserError(
             f"the gates in {folder} are for {gates.config.kind}; name gates for {wanted}"
         )
@@ -139,10 +161,10 @@ def random_gates(kind: Kind, model: ModelInfo, folder: Path) -> Path:
     shapes = (model.layers, model.kv_heads, model.query_heads, model.head_dim, model.hidden_size)
     path = folder / "-".join(map(str, (kind, *shapes)))
     if not (path / CONFIG).is_file():
-        config = GateConfig.of(kind, model, hidden_dim=16, bias=0.0, base_model="")
+        config = GateConfig.of(kind, model, hidden_dim=16, bias=0.0, block=4, base_model="")
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(0)
-            gates = RetentionGates(config)
+            gates = make(config)
             for weight in gates.parameters():
                 if weight.dim() > 1:
                     weight.mul_(4.0)

@@ -2,8 +2,8 @@
 
 Settings follow the papers where they give them: Bui, Sharma, Lamba, Mishra, Ying: Cache What
 Lasts, arXiv 2512.03324 (TRIM-KV); Bui, Nguyen, Cohan, Ying: Make Each Token Count, arXiv 2605.09649
-(DBTrimKV). The number of steps and, for LocRet (arXiv 2410.01805), the optimizer's settings are
-kvbench's own.
+(DBTrimKV); Gao, Guo, Cao and others: SeerAttention-R, arXiv 2506.08889. The number of steps and,
+for LocRet (arXiv 2410.01805), the optimizer's settings are kvbench's own.
 """
 
 from __future__ import annotations
@@ -19,23 +19,22 @@ from kvbench.plugin import ModelInfo
 from kvbench.training.method import Method
 from kvbench_policies.gates import files
 from kvbench_policies.gates.config import GateConfig, Kind, activation_of
-from kvbench_policies.gates.modules import RetentionGates
 from kvbench_policies.kernels.capacity_loss.op import capacity_loss
 from kvbench_policies.kernels.retention_attention.op import retention_attention
 
-_CONFIGURED = ("gate", "input", "tied", "bias", "hidden_dim", "gate_dim", "gating")
+_CONFIGURED = ("gate", "input", "tied", "bias", "hidden_dim", "gate_dim", "block", "gating")
 
 
 def _build(kind: Kind) -> Any:
-    def make(info: ModelInfo, config: Any, settings: Mapping[str, Any]) -> RetentionGates:
+    def make(info: ModelInfo, config: Any, settings: Mapping[str, Any]) -> files.AnyGates:
         given = {key: settings[key] for key in _CONFIGURED if settings.get(key) is not None}
-        return RetentionGates(GateConfig.of(kind, info, activation=activation_of(config), **given))
+        return files.make(GateConfig.of(kind, info, activation=activation_of(config), **given))
 
     return make
 
 
 def _save(gates: nn.Module, folder: Path, facts: Mapping[str, Any], half: bool) -> None:
-    assert isinstance(gates, RetentionGates)
+    assert isinstance(gates, files.AnyGates)
     gates.config = dataclasses.replace(
         gates.config,
         base_model=facts["base_model"],
@@ -49,21 +48,18 @@ def _method(kind: Kind, defaults: Mapping[str, Any], **kwargs: Any) -> Method:
     def place(model: str) -> Path:
         return files.GATES.user_path(model, kind)
 
-    settings_of_kind = {
-        "gate": "mlp",
-        "tied": False,
-        "gating": "additive",
-        "gate_dim": 64,
-        **defaults,
-    }
     return Method(
-        name=kind, defaults=settings_of_kind, build=_build(kind), save=_save, place=place, **kwargs
+        name=kind, defaults=defaults, build=_build(kind), save=_save, place=place, **kwargs
     )
+
+
+_OF_TOKENS = {"gate": "mlp", "tied": False, "gating": "additive", "gate_dim": 64}
 
 
 TRIMKV = _method(
     "trimkv",
     {
+        **_OF_TOKENS,
         "lr": 2e-4,
         "schedule": "linear",
         "weight_decay": 0.01,
@@ -82,6 +78,7 @@ TRIMKV = _method(
 DBTRIMKV = _method(
     "dbtrimkv",
     {
+        **_OF_TOKENS,
         "lr": 2e-4,
         "schedule": "cosine",
         "weight_decay": 1e-6,
@@ -101,6 +98,7 @@ DBTRIMKV = _method(
 LOCRET = _method(
     "locret",
     {
+        **_OF_TOKENS,
         "lr": 2e-4,
         "schedule": "linear",
         "weight_decay": 0.01,
@@ -111,5 +109,20 @@ LOCRET = _method(
         "input": "qkv",
     },
     objective="regress",
+    scope="head",
+)
+
+SEERATTN_R = _method(
+    "seerattn_r",
+    {
+        "lr": 1e-3,
+        "schedule": "cosine",
+        "weight_decay": 0.0,
+        "warmup": 20,
+        "length": 32768,
+        "block": 64,
+        "gate_dim": None,  # the model's head dim
+    },
+    objective="match",
     scope="head",
 )

@@ -194,6 +194,17 @@ def test_no_checkpoint_holds_weights_of_the_model(
         ("--policy trimkv --lr 0", "use a number above 0"),
         ("--policy locret --no-kl", "--no-kl does not apply to locret"),
         ("--policy locret --capacity 5", "--capacity does not apply to locret"),
+        (
+            "--policy seerattn_r --capacity 5",
+            "unknown setting 'capacity'",
+        ),
+        (
+            "--policy seerattn_r --no-kl",
+            "--no-kl does not apply to seerattn_r, whose gates predict",
+        ),
+        ("--policy seerattn_r --length 100", "--length 100 holds no two blocks of 64 tokens"),
+        ("--policy seerattn_r --block 0", "--block 0 is too small; use 1 or more"),
+        ("--policy trimkv --block 16", "unknown setting 'block'"),
         ("--policy trimkv --data reference", "which .* does not know"),
         ("--policy trimkv --data nosuch.jsonl", "cannot read nosuch.jsonl"),
         ("--policy trimkv", "no recipe for trimkv gates .* name data, such as --data chats"),
