@@ -37,7 +37,7 @@ from kvbench.engine.driver import Driver
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.models import model_info
 from kvbench.engine.session import AttachedCache
-from kvbench_policies.gates.learned import random_gates
+from kvbench_policies.gates.loaded import random_gates
 
 POLICIES = ("full", "trimkv", "snapkv", "dbtrimkv")
 HEADS, DIM, HIDDEN = 8, 64, 256

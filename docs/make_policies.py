@@ -23,12 +23,19 @@ from kvbench.plugin import Allocator, Moment, Need, Part, Policy, Score
 from kvbench.spelling import KINDS, part, policy, spell
 
 PAGE = Path(__file__).parent / "policies.md"
-TITLES = {"score": "Scores", "allocate": "Allocators", "select": "Selectors", "merge": "Mergers"}
+TITLES = {
+    "score": "Scores",
+    "allocate": "Allocators",
+    "select": "Selectors",
+    "merge": "Mergers",
+    "read": "Readers",
+}
 ROLES = {
     "score": "How much an entry is worth.",
     "allocate": "How the budget spreads over layers and KV heads.",
     "select": "Which entries fill a head's share.",
     "merge": "What happens to the evicted entries; without a merger they are dropped.",
+    "read": "Which entries a query reads of a cache from which nothing is evicted.",
 }
 HEAD = """\
 <!-- Made by `python docs/make_policies.py`. Do not edit. -->
@@ -58,6 +65,18 @@ are compressed together), `decode` (an absolute budget holds during generation),
 prompt comes in chunks, and after each the cache is cut back to its share of the whole prompt;
 `kvbench.attach` does not know the whole prompt and takes an absolute budget), `turns` (before every
 new turn of a dialogue).
+
+**Policies that read few entries.** `quest` and `seerattn_r` evict nothing: their part is a reader
+(`read=`), and the budget is what every query reads, from the question on at moment `context` and
+from the first token of the answer at `question`. With a budget of `b`, a query reads exactly `b`
+entries of every (layer, KV head), or all if there are fewer: first the block of the newest entry,
+then the blocks that the reader rates best. Of the block in which the budget ends it reads the
+newest entries, so that a budget need not be a multiple of the block size. `kv_bytes_live` counts
+all entries and the summaries that a reader keeps of complete blocks; `kv_bytes_read` counts the
+entries that a decode step reads, and all summaries. A share of the context stays what it is while
+the answer grows, as the papers' token budgets do. At `turns` every turn after the first reads its
+share of the tokens seen before it. Both papers read everything during the prefill: their moment is
+`question`.
 
 **Quantised caches.** `bits=2`, `bits=4` and `bits=8` quantise what a policy keeps, as soon as it is
 kept: `full:bits=4` is the whole cache in 4 bits, `snapkv:bits=4` eviction and quantisation
@@ -190,9 +209,10 @@ def aliases() -> dict[str, list[str]]:
 
 def chosen(of: Policy) -> dict[str, Part]:
     """The parts of a policy by kind."""
-    if of.is_full:
+    if not of.has_budget:
         return {}
-    found = {kind: getattr(of, kind) for kind in KINDS}
+    kinds = KINDS if of.evicts else ("read",)
+    found = {kind: getattr(of, kind) for kind in kinds}
     return {kind: piece for kind, piece in found.items() if piece is not None}
 
 

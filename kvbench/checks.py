@@ -1,6 +1,7 @@
 """`kvbench check`: does a policy hold what every policy must hold?
 
-Small models with random weights, built on the spot, decide through `kvbench.kept`, as a run would.
+Small models with random weights, built on the spot, decide through `kvbench.kept`, as a run would,
+or through what the first token of an answer reads.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from kvbench.budget import Budget
 from kvbench.engine.models import model_info
-from kvbench.engine.session import kept
+from kvbench.engine.session import entries_read, kept
 from kvbench.errors import BudgetRefused, UserError
-from kvbench.plugin import ModelInfo, Need, Part, Policy, Score, Scores, View
+from kvbench.plugin import Blocks, ModelInfo, Need, Part, Policy, Reader, Score, Scores, View
 from kvbench.spelling import KINDS, policy, spell
 
 _VOCABULARY = 96
@@ -105,6 +106,35 @@ class _Probe(Score):
         self.shown.clear()
 
 
+@dataclass(frozen=True)
+class _ReadProbe(Reader):
+    """A reader that watches another, as `_Probe` watches a score."""
+
+    inner: Reader
+    found: list[str] = field(default_factory=list, compare=False)
+
+    def stand_in(self, model: ModelInfo, folder: Path) -> Self:
+        return replace(self, inner=self.inner.stand_in(model, folder))
+
+    def block(self, model: ModelInfo) -> int:
+        return self.inner.block(model)
+
+    def rate(self, v: Blocks) -> Tensor:
+        self.inner.summary(v.model)
+        inputs = {"query": v.query, "key": v.key}
+        was = {name: x.clone() for name, x in inputs.items()}
+        rating = self.inner.rate(v)
+        changed = [name for name, x in inputs.items() if not x.equal(was[name])]
+        self.found.extend(f"{name} was changed in place" for name in changed)
+        if bad := int((~rating.isfinite()).sum()):
+            self.found.append(
+                f"{bad} of {rating.numel()} ratings of layer {v.layer} are not finite"
+            )
+        return rating.nan_to_num(0.0, 0.0, 0.0)
+
+    def settle(self) -> None: ...
+
+
 @functools.cache
 def _models() -> dict[str, nn.Module]:
     """Random weights large enough that attention is far from even."""
@@ -142,9 +172,13 @@ def _tokens(rows: int, length: int) -> Tensor:
 def _keep(
     model: nn.Module, ids: Tensor, p: Policy, budget: str, mask: Tensor | None = None, seed: int = 0
 ) -> Tensor:
-    """What is kept, bool `[L, B, H, T]`; files that a model should have are made up."""
+    """What is kept, bool `[L, B, H, T]`; files that a model should have are made up.
+
+    With a reader: what the token after the last one reads, `[L, B, H, T + 1]`.
+    """
     p = p.stand_in(model_info(model), Path(_folder().name))
-    layers = kept(model, ids, p, budget, mask, seed=seed)
+    look = kept if p.read is None else entries_read
+    layers = look(model, ids, p, budget, mask, seed=seed)
     return torch.stack([layer for layer in layers if layer is not None])
 
 
@@ -211,7 +245,7 @@ def _count(p: Policy, keep: Tensor, budget: str, lengths: list[int], what: str) 
     """Hold the entries of every sequence against the budget."""
     layers, _, heads, _ = keep.shape
     for row, length in enumerate(lengths):
-        b = length if not p.evicts else Budget.parse(budget).per_head(length)
+        b = Budget.parse(budget).per_head(length) if p.has_budget else length
         expected, got = layers * heads * b, int(keep[:, row].sum())
         if got != expected:
             raise _Failed(
@@ -260,7 +294,7 @@ def _padding(p: Policy) -> str:
                     alone = _keep(model, ids[row : row + 1, -length:], p, budget)
                     padding = f"{length} tokens and {_TOKENS - length} of padding"
                     _same(
-                        keep[:, row, :, -length:],
+                        keep[:, row, :, -alone.shape[-1] :],
                         alone[:, 0],
                         f"{name}, budget {budget}, {padding}",
                     )
@@ -303,10 +337,10 @@ def _same(got: Tensor, expected: Tensor, what: str) -> None:
 
 
 def _clean(p: Policy) -> str:
-    if p.score is None:
+    if not p.has_budget:
         return "nothing is scored"
-    probe = _Probe(p.score)
-    watched = replace(p, score=probe, base=None)
+    probe: Any = _Probe(p.score) if p.score else _ReadProbe(p.read)  # type: ignore[arg-type]
+    watched = replace(p, base=None, **{"score" if p.score else "read": probe})
     (ids, mask), budget = _padded(), _small(p)
     for name, model in _models().items():
         _keep(model, ids, watched, budget, mask)

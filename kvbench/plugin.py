@@ -1,8 +1,9 @@
-"""The page for plugin authors: a policy, its four parts, and what they see.
+"""The page for plugin authors: a policy, its parts, and what they see.
 
-A policy combines four parts. A `Score` rates cache entries, an `Allocator` divides the budget among
-layers and KV heads, a `Selector` picks the entries that each head keeps, and a `Merger` uses what
-is evicted. Any score works with any allocator, selector and merger.
+A policy that evicts combines four parts. A `Score` rates cache entries, an `Allocator` divides the
+budget among layers and KV heads, a `Selector` picks the entries that each head keeps, and a
+`Merger` uses what is evicted. Any score works with any allocator, selector and merger. A policy
+that evicts nothing can have a `Reader` instead, which chooses the entries that each query reads.
 
 The shortest plugin is one function of a `View` that returns a float tensor `[B, H, n]`, larger for
 entries worth keeping; its keyword parameters become parameters of the policy:
@@ -29,9 +30,11 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from kvbench.errors import UserError
 from kvbench.moments import Moment
 from kvbench.view import (
     AttentionMass,
+    Blocks,
     ModelInfo,
     Need,
     Observer,
@@ -39,15 +42,20 @@ from kvbench.view import (
     Pruned,
     Queries,
     Replay,
+    Scores,
     Surprisal,
     View,
     VisualTokens,
+    protect_nothing,
+    protect_sinks,
+    protect_window,
 )
 
 __all__ = [
     "PLUGIN_API",
     "Allocator",
     "AttentionMass",
+    "Blocks",
     "Merger",
     "ModelInfo",
     "Moment",
@@ -58,6 +66,7 @@ __all__ = [
     "Policy",
     "Pruned",
     "Queries",
+    "Reader",
     "Replay",
     "Score",
     "Scored",
@@ -79,59 +88,12 @@ CHANNEL_QUERIES = Queries(32)
 """The queries that choose the channels of pruned keys; 32 as in ThinK."""
 
 
-@dataclass
-class Scores:
-    """The ratings of the entries of one layer.
-
-    Attributes:
-        value: The value of each entry, finite float32 `[B, H, n]`; ignored where `valid` is false.
-        protect: Entries that are kept before all others, `[B, H, n]`: bool (true means `WINDOW`),
-            or int8 classes, where a higher class gives way later (see `protect_window` and
-            `protect_sinks`). If the protected entries do not fit a head's share, the lowest class
-            gives way first. Within a class the oldest entry gives way first, with two exceptions.
-            Among sinks, the last one gives way first, so that position 0 stays longest. In
-            `CHOSEN`, the class of entries chosen by a first stage, the smallest value gives way
-            first.
-    """
-
-    value: Tensor
-    protect: Tensor
-
-    CHOSEN: ClassVar[int] = 1
-    WINDOW: ClassVar[int] = 2
-    SINK: ClassVar[int] = 3
-    NEWEST: ClassVar[int] = 4
-
-    def __post_init__(self) -> None:
-        """Turn a mask into classes."""
-        if self.protect.dtype == torch.bool:
-            self.protect = self.protect.to(torch.int8) * Scores.WINDOW
-
-
-def protect_nothing(v: View) -> Tensor:
-    """Protection classes that protect no entry, int8 `[B, H, n]`."""
-    return torch.zeros(v.shape, dtype=torch.int8, device=v.col.device)
-
-
-def protect_window(v: View, window: int | Tensor) -> Tensor:
-    """Protect the last `window` tokens (an int, or int64 `[B]`); the newest gives way last."""
-    size = window if isinstance(window, int) else window[:, None, None]
-    classes = ((v.age < size) & v.valid).to(torch.int8) * Scores.WINDOW
-    newest = (v.age == 0) & v.valid & (classes > 0)
-    return torch.where(newest, Scores.NEWEST, classes).to(torch.int8)
-
-
-def protect_sinks(v: View, sinks: int) -> Tensor:
-    """Protect the first `sinks` tokens of every sequence; position 0 gives way last."""
-    return ((v.position < sinks) & v.valid).to(torch.int8) * Scores.SINK
-
-
 @dataclass(frozen=True)
 class Part:
     """A part of a policy. Its dataclass fields are its parameters (int, float, bool or str)."""
 
     name: ClassVar[str] = ""
-    """Its name in `score=`, `allocate=`, `select=` or `merge=`: the name of its entry point."""
+    """Its name in `score=`, `allocate=`, `select=`, `merge=` or `read=`: its entry point's."""
 
     @property
     def version(self) -> int:
@@ -304,15 +266,42 @@ class Merger(Part):
 
 
 @dataclass(frozen=True)
+class Reader(Part):
+    """Chooses the entries that each query reads; the cache holds all of them.
+
+    With a budget of `b` entries, a query reads exactly `b` of those that its KV head holds so far,
+    or all if there are fewer: the block of the newest entry, then the blocks of the best ratings,
+    the newer of two equals first. Of a block that the budget only reaches into, it reads the newest
+    entries.
+    """
+
+    def block(self, model: ModelInfo) -> int:
+        """Entries of a block."""
+        raise NotImplementedError
+
+    def summary(self, model: ModelInfo) -> int:
+        """Numbers that a KV head keeps of a complete block to rate it, in the cache's data type.
+
+        They count as held and as read, although kvbench itself computes them anew for every query.
+        """
+        raise NotImplementedError
+
+    def rate(self, v: Blocks) -> Tensor:
+        """Rate the blocks of one layer for every query, float32 `[H, n, K]`, larger for better."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
 class Policy:
     """A named choice of parts. Immutable; `str()` gives the canonical spelling.
 
     Attributes:
         name: Its name for `--policy`.
-        score: Rates entries; None keeps everything (`full`).
+        score: Rates entries; None evicts nothing.
         allocate: Divides the budget.
         select: Picks the entries that each head keeps.
         merge: Merges evicted entries into those that stay; None drops them.
+        read: Chooses what each query reads, if nothing is evicted; None reads all that is held.
         summary: One line for `kvbench list policies`.
         paper: The source, with the equation or algorithm.
         buffer: Entries that a head may hold beyond its budget before a cut at moment `decode`.
@@ -333,6 +322,7 @@ class Policy:
     allocate: Allocator
     select: Selector
     merge: Merger | None = None
+    read: Reader | None = None
     summary: str = ""
     paper: str = ""
     buffer: int = 128
@@ -348,11 +338,20 @@ class Policy:
     spelling: str = field(default="", init=False, compare=False, repr=False)
     origin: str = field(default="", init=False, compare=False, repr=False)
 
+    def __post_init__(self) -> None:
+        """Check that the parts belong together."""
+        if self.score is not None and self.read is not None:
+            raise UserError(f"{self.name} has a score and a reader; evict entries or read few")
+
     @property
     def parts(self) -> tuple[Part, ...]:
-        """Score, allocator, selector and merger, without those that are None."""
-        found = (self.score, self.allocate, self.select, self.merge)
-        return tuple(p for p in found if p is not None)
+        """Score, allocator, selector, merger and reader, without those that are None."""
+        return tuple(self._by_kind.values())
+
+    @property
+    def _by_kind(self) -> dict[str, Part]:
+        kinds = ("score", "allocate", "select", "merge", "read")
+        return {kind: part for kind in kinds if (part := getattr(self, kind)) is not None}
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -363,9 +362,8 @@ class Policy:
     @property
     def part_versions(self) -> dict[str, int]:
         """Versions of the parts above 1, by kind and name, for example `{"merge.value": 2}`."""
-        kinds = ("score", "allocate", "select", "merge")
-        parts = ((kind, getattr(self, kind)) for kind in kinds)
-        return {f"{kind}.{p.name}": p.version for kind, p in parts if p and p.version > 1}
+        parts = self._by_kind.items()
+        return {f"{kind}.{p.name}": p.version for kind, p in parts if p.version > 1}
 
     def fingerprint(self, model: str) -> str:
         """Digest of all files that the parts read for a model; "" where they read none."""
@@ -373,13 +371,8 @@ class Policy:
 
     def stand_in(self, model: ModelInfo, folder: Path) -> Policy:
         """Give a policy whose parts read made-up files of a model (see `Part.stand_in`)."""
-        return dataclasses.replace(
-            self,
-            score=self.score and self.score.stand_in(model, folder),
-            allocate=self.allocate.stand_in(model, folder),
-            select=self.select.stand_in(model, folder),
-            merge=self.merge and self.merge.stand_in(model, folder),
-        )
+        made: Any = {kind: p.stand_in(model, folder) for kind, p in self._by_kind.items()}
+        return dataclasses.replace(self, **made)
 
     @property
     def evicts(self) -> bool:
@@ -392,9 +385,14 @@ class Policy:
         return self.bits is not None or self.key_channels < 1
 
     @property
+    def has_budget(self) -> bool:
+        """Whether a budget limits anything: the entries that are held, or those that are read."""
+        return self.evicts or self.read is not None
+
+    @property
     def is_full(self) -> bool:
-        """Whether this is the full cache: every entry is held, and as it is."""
-        return not self.evicts and not self.recodes
+        """Whether this is the full cache: nothing is evicted, left unread or stored otherwise."""
+        return not self.has_budget and not self.recodes
 
     def __str__(self) -> str:
         return self.spelling or self.name

@@ -1,8 +1,9 @@
 """How policies are spelled: `NAME[:key=value...]`.
 
 A name is a registered policy (`snapkv`) or an object in a file (`./my_policy.py:MyPolicy`). The
-keys `score`, `allocate`, `select` and `merge` exchange a part. Every other key is a parameter: of
-all parts that have it, or of one part if it names the part, as in `select.variant=release`.
+keys `score`, `allocate`, `select`, `merge` and `read` exchange a part. Every other key is a
+parameter: of all parts that have it, or of one part if it names the part, as in
+`select.variant=release`.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from typing import Any, Literal
 from kvbench import registry
 from kvbench.errors import UserError, nearest
 from kvbench.parts import FunctionScore, TopK, Uniform
-from kvbench.plugin import Allocator, Merger, Part, Policy, Score, Selector
+from kvbench.plugin import Allocator, Merger, Part, Policy, Reader, Score, Selector
 
 KINDS: dict[str, type[Part]] = {
     "score": Score,
     "allocate": Allocator,
     "select": Selector,
     "merge": Merger,
+    "read": Reader,
 }
 _LARGEST = 1 << 24
 """No window, kernel or count may be larger, because observers can hold that many entries."""
@@ -102,7 +104,7 @@ def as_policy(obj: object, name: str) -> Policy:
 
 
 def part(kind: str, name: str) -> Part:
-    """Make a part by its kind (`score`, `allocate`, `select`, `merge`) and name, with its defaults.
+    """Make a part by its kind (`score`, `allocate`, ...) and name, with its defaults.
 
     Raises:
         UserError: There is no such part; the message names the nearest.
@@ -194,8 +196,12 @@ def _apply(p: Policy, params: dict[str, Any]) -> Policy:
     for kind in KINDS:
         if kind in given:
             name = given.pop(kind)
-            if not p.evicts:
-                raise UserError(f"full keeps everything and has no {kind}")
+            if kind == "read" and p.read is None:
+                raise UserError(
+                    f"{p.name} reads all that it holds; only a policy with a reader takes read="
+                )
+            if kind != "read" and not p.evicts:
+                raise UserError(f"{p.name} keeps everything and has no {kind}")
             none = kind == "merge" and name in (None, "none")
             current = getattr(p, kind)
             if none:
@@ -205,7 +211,7 @@ def _apply(p: Policy, params: dict[str, Any]) -> Policy:
             elif current is None or current.name != name:
                 changes[kind] = part(kind, str(name))
     if "buffer" in given and not p.evicts:
-        raise UserError("full keeps everything and has no buffer")
+        raise UserError(f"{p.name} keeps everything and has no buffer")
     for key, kind in _OF_POLICY.items():
         if key in given:
             changes[key] = _cast(key, given.pop(key), kind)
@@ -243,6 +249,8 @@ def _check_own(p: Policy, changes: dict[str, Any]) -> None:
         raise UserError("group_size must be 1 or more entries, residual 0 or more")
     if not 0 < p.key_channels <= 1:
         raise UserError("key_channels must be a share of the channels, such as 0.6, and at most 1")
+    if p.read is not None and p.key_channels < 1:
+        raise UserError(f"{p.name} rates blocks by whole keys; leave key_channels out")
     if "group_size" in changes and p.bits is None:
         raise UserError("group_size belongs to a quantised cache; give bits=4 as well")
     if "residual" in changes and not p.recodes:

@@ -85,8 +85,8 @@ class Bench:
         pairs = [
             (policy, budget)
             for policy in map(make_policy, self.policies)
-            for budget in (map(Budget.parse, self.budgets) if policy.evicts else full[1:])
-            if not policy.is_full and budget.is_full != policy.evicts
+            for budget in (map(Budget.parse, self.budgets) if policy.has_budget else full[1:])
+            if not policy.is_full and budget.is_full != policy.has_budget
         ]
         _check(pairs)
         return [

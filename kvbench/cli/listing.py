@@ -64,7 +64,8 @@ def policies() -> tuple[list[Record], list[str]]:
         except UserError as error:
             failed.append(str(error))
             continue
-        parts = {kind: part for kind in KINDS if (part := getattr(found, kind)) is not None}
+        kinds = KINDS if found.evicts else ("read",)
+        parts = {kind: part for kind in kinds if (part := getattr(found, kind)) is not None}
         parameters = [part.parameters() for part in parts.values()]
         records.append(
             {
@@ -72,10 +73,9 @@ def policies() -> tuple[list[Record], list[str]]:
                 "is": str(found),
                 "summary": found.summary,
                 "paper": found.paper,
-                "parts": {} if not found.evicts else {k: p.name for k, p in parts.items()},
-                "parameters": {}
-                if not found.evicts
-                else {k: v for p in parameters for k, v in p.items()} | {"buffer": found.buffer},
+                "parts": {k: p.name for k, p in parts.items()},
+                "parameters": {k: v for p in parameters for k, v in p.items()}
+                | ({"buffer": found.buffer} if found.evicts else {}),
                 "moments": list(found.moments),
                 "package": registry.origin(registry.POLICIES, name),
             }

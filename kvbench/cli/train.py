@@ -43,7 +43,7 @@ def gates(
         option(
             WHAT,
             "NAME",
-            "trimkv, dbtrimkv, locret, kvzap or lococo.",
+            "trimkv, dbtrimkv, locret, kvzap, lococo or seerattn_r.",
             autocompletion=complete.trainers,
         ),
     ],
@@ -85,7 +85,16 @@ def gates(
         int | None, option(GATES, "N", "Width of the MLP. Default: 512; for locret 1024.")
     ] = None,
     gate_dim: Annotated[
-        int | None, option(GATES, "N", "Width of the input of a tied readout. Default: 64.")
+        int | None,
+        option(
+            GATES,
+            "N",
+            "Width of the input of a tied readout (default: 64), or of a block's summary (default: "
+            "the head dim).",
+        ),
+    ] = None,
+    block: Annotated[
+        int | None, option(GATES, "N", "Entries of a block, for seerattn_r. Default: 64.")
     ] = None,
     tied: Annotated[
         bool | None,

@@ -7,7 +7,7 @@ and v after RoPE.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +25,7 @@ from kvbench.engine.channels import reordered
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.models import attention_modules, decoder_of, visual_ids
 from kvbench.engine.pruning import prune_embeddings, prune_inside
+from kvbench.engine.reading import attend_few
 
 NAME = "kvbench"
 
@@ -65,9 +66,10 @@ class Forward:
 
 @dataclass
 class Step:
-    """What the attention of one layer saw in one forward; `mass` is as `attend` returns it.
+    """What the attention of one layer saw in one forward.
 
-    `key` and `value` are those of the new tokens, `[B, H, n, d]`.
+    `key` and `value` are those of the new tokens, `[B, H, n, d]`; `mass` is as `attend` returns it,
+    `read` as `attend_few`.
     """
 
     index: int
@@ -77,6 +79,7 @@ class Step:
     hidden: Tensor
     scale: float
     mass: Mapping[int, Tensor] = field(default_factory=dict)
+    read: Sequence[Tensor] = ()
 
 
 @dataclass
@@ -185,8 +188,14 @@ def kvbench_attention(
         valid = None if forward.valid is None else forward.valid.to(query.device)
         layer.append(forward.rank.to(query.device), valid, forward.added, forward.first)
         held = layer if layer.coding is None else layer.coding.decoded(layer)
-        asking = reordered(query, layer.order)
-        result, step.mass = attend(asking, held, forward.first, scale, forward.powers, valid)
+        few = forward.cache.readings
+        if few:
+            result, step.read = attend_few(
+                query, held, hooked.index, forward.first, scale, few, forward.added
+            )
+        else:
+            asking = reordered(query, layer.order)
+            result, step.mass = attend(asking, held, forward.first, scale, forward.powers, valid)
         if layer.coding is not None:
             layer.coding.age(layer)
     else:

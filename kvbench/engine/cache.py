@@ -25,6 +25,7 @@ from transformers.cache_utils import (
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.observers import SurprisalObserver
 from kvbench.engine.pruning import Pruning, TowerFacts
+from kvbench.engine.reading import Reading
 from kvbench.engine.segments import starts
 from kvbench.engine.upkeep import Upkeep
 from kvbench.errors import UserError
@@ -50,8 +51,10 @@ class RaggedCache(Cache):
         turns: First logical column of every turn after the first, for every sequence.
         asked: Tokens of the question at the end of every sequence; 0 if there is none.
         upkeep: State between cuts, if the cache can be cut again.
-        budget_entries, held_entries: Entries that each sequence may keep over all layers and heads,
-            and the number it held right after the last compression (None before the first).
+        readings: What the queries of every sequence read; empty: all that is held.
+        budget_entries, held_entries: Entries that each sequence may keep over all layers and heads
+            (with a reader: that a query may read), and the number it held right after the last
+            compression (None before the first).
         seconds: Time that the compression took.
         broken: What failed observers have raised, by need.
         spoiled: Whether a policy has changed dense K, V or observations in place.
@@ -87,6 +90,7 @@ class RaggedCache(Cache):
         self.ids: list[Tensor] | None = []
         self.turns: list[list[int]] = []
         self.asked = 0
+        self.readings: list[Reading] = []
         self.budget_entries: list[int] | None = None
         self.held_entries: list[int] | None = None
         self.seconds = 0.0
@@ -160,12 +164,31 @@ class RaggedCache(Cache):
         return sum(layer.entries(row) for layer in self.ragged)
 
     def live_bytes(self, row: int | None = None) -> int:
-        """Bytes of the live entries of the full-attention layers: K, V and extras."""
-        return sum(layer.live_bytes(row) for layer in self.ragged)
+        """Bytes of the live entries of the full-attention layers: K, V, extras and summaries."""
+        return sum(layer.live_bytes(row) for layer in self.ragged) + self._summary_bytes(row)
+
+    def read_bytes(self, row: int) -> int:
+        """Bytes that a decode step reads for one sequence: all that is live, without a reader."""
+        if not self.readings:
+            return self.live_bytes(row)
+        held = sum(layer.live_bytes(row) for layer in self.ragged)
+        entries = self.live_entries(row)
+        few = min(self.readings[row].total, entries)
+        return held * few // max(1, entries) + self._summary_bytes(row)
 
     def allocated_bytes(self, row: int | None = None) -> int:
         """Bytes that the full-attention layers own, including free room and bookkeeping."""
-        return sum(layer.allocated_bytes(row) for layer in self.ragged)
+        owned = sum(layer.allocated_bytes(row) for layer in self.ragged)
+        return owned + self._summary_bytes(row)
+
+    def _summary_bytes(self, row: int | None) -> int:
+        """Bytes that a reader keeps beside the entries of one sequence or of all."""
+        return sum(
+            how.summary_bytes(layer.length[r * layer.heads :][: layer.heads], layer.number_bytes)
+            for layer in self.ragged
+            for r, how in enumerate(self.readings)
+            if row in (r, None) and layer.packed
+        )
 
     def full_bytes(self, row: int) -> int:
         """Bytes of K and V that the full cache would hold for one sequence."""
@@ -258,6 +281,7 @@ class RaggedCache(Cache):
             ]
         else:
             out.upkeep, out.observers, out.token_observers, out.turns = None, {}, {}, []
+        out.readings = [one for c in caches for one in c.readings]
         out.budget_entries = [n for c in caches for n in (c.budget_entries or [])]
         out.held_entries = [n for c in caches for n in (c.held_entries or [])]
         layers: list[Any] = []

@@ -237,8 +237,9 @@ class Batch:
         pixels: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
         """Append tokens; return the logits after the last columns, `[rows, last, vocabulary]`."""
-        # If rows are cut as they grow, a repeated row would be cut for nothing: it waits.
-        spare = () if self.cache.upkeep is not None else tokens[-1]
+        # If rows are cut as they grow, or read one by one, a repeated row waits: it is for nothing.
+        alone = self.cache.upkeep is not None or bool(self.cache.readings)
+        spare = () if alone else tokens[-1]
         own = [*tokens, *[spare] * (self.slots - self.rows)]
         ids = torch.tensor([[0] * (width - len(t)) + list(t) for t in own], device=self.device)
         if all(len(t) == width for t in own):

@@ -12,7 +12,9 @@ from kvbench.engine.clock import now
 from kvbench.engine.codes import Coding
 from kvbench.engine.decide import Cut, Decision
 from kvbench.engine.layer import RaggedLayer
+from kvbench.engine.reading import readings
 from kvbench.engine.upkeep import Upkeep, goes_on, spare
+from kvbench.plugin import ModelInfo, Policy
 
 
 def compress_cache(cut: Cut, target: RaggedCache, reserve: int | None = None) -> None:
@@ -96,9 +98,12 @@ def start_upkeep(cut: Cut, cache: RaggedCache, budget: list[int]) -> None:
     Args:
         cut: The first compression.
         cache: The packed cache.
-        budget: Mean entries per (layer, head) that later cuts leave, for every sequence.
+        budget: Mean entries per (layer, head) that later cuts leave, for every sequence; with a
+            reader, the entries that a query reads.
     """
     policy = cut.policy
+    if cut.moment != "turns":  # the first turn reads everything, as nothing is cut before it
+        read_few(cache, policy, cut.info, budget)
     if not goes_on(policy, cut.moment):
         cache.observers, cache.token_observers = {}, {}
         return
@@ -113,6 +118,23 @@ def start_upkeep(cut: Cut, cache: RaggedCache, budget: list[int]) -> None:
     cache.token_observers = {
         need: observer for need, observer in cache.token_observers.items() if need in policy.needs
     }
+
+
+def read_few(cache: RaggedCache, policy: Policy, info: ModelInfo, budget: Sequence[int]) -> None:
+    """Let the queries of a packed cache read only their budget, if the policy has a reader.
+
+    Args:
+        cache: The packed cache.
+        policy: Its policy.
+        info: The model.
+        budget: Entries that a query reads of each (layer, KV head), for every sequence.
+    """
+    cache.readings = readings(policy, info, budget)
+    if cache.readings:
+        held = [cache.live_entries(row) for row in range(cache.batch)]
+        cache.budget_entries = [
+            min(how.total, n) for how, n in zip(cache.readings, held, strict=True)
+        ]
 
 
 def after_forward(cache: RaggedCache, tokens: int) -> None:

@@ -384,18 +384,21 @@ class RaggedLayer(CacheLayerMixin):
         held = [self.col[self.start[s] : self.start[s] + self.length[s]] for s in segments]
         return columns.to(self.col.device)[torch.cat(held).long()].sum()
 
+    @property
+    def number_bytes(self) -> int:
+        """Bytes of one number of K and V, as the model computes them."""
+        return 0 if self.key is None else self.key.element_size()
+
     def entry_bytes(self) -> int:
         """Bytes of one entry: K, V and extras."""
-        if self.key is None:
-            return 0
         extras = sum(x.element_size() * x[0].numel() for x in self.extras.values() if len(x))
-        return 2 * self.dim * self.key.element_size() + extras
+        return 2 * self.dim * self.number_bytes + extras
 
     def live_bytes(self, row: int | None = None) -> int:
         """Bytes of the live entries of one sequence or of all: K, V and extras."""
         if self.coding is None or not self.packed or self.key is None:
             return self.entries(row) * self.entry_bytes()
-        size = self.key.element_size()
+        size = self.number_bytes
         extras = self.entries(row) * (self.entry_bytes() - 2 * self.dim * size)
         here = slice(None) if row is None else slice(row * self.heads, (row + 1) * self.heads)
         counts = self.length[here], self.coded[here]

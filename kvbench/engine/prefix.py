@@ -192,7 +192,8 @@ class Prefix:
                 each.budget.per_head(one.whole or n, v)
                 for n, v in zip(lengths, visual, strict=True)
             ]
-            if moment == "decode" and each.budget.absolute is not None:
+            fixed = moment == "decode" or policy.read is not None
+            if fixed and each.budget.absolute is not None:
                 later = [each.budget.absolute] * len(lengths)
             start_upkeep(cut, cache, later)
         seconds = now(self.device) - began - cut.shared_seconds

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvbench.budget import Budget
@@ -14,10 +15,11 @@ from kvbench.engine.attachment import Forward, Step
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.decide import Cut
 from kvbench.engine.draw import row_seeds
-from kvbench.engine.driver import Driver, start_observers
+from kvbench.engine.driver import Driver, Watch, start_observers
 from kvbench.engine.evict import (
     compress_cache,
     pack_layer,
+    read_few,
     record_counts,
     restore,
     start_upkeep,
@@ -92,11 +94,18 @@ class AttachedCache(RaggedCache):
             observe_replays(self.model, self, self.info)
             compress_cache(self.prefill_cut(), self)
             self.end_prefill()
-        elif self.upkeep is not None:
-            seen = zip(self.lengths().tolist(), self.visual_tokens(), strict=True)
-            self.upkeep.budget = [self.budget.per_head(n, v) for n, v in seen]
-            restore(self, range(self.batch))
+        else:
+            allowed = self._allowed()
+            read_few(self, self.policy, self.info, allowed)
+            if self.upkeep is not None:
+                self.upkeep.budget = allowed
+                restore(self, range(self.batch))
         self.turns = [[*row, self.get_seq_length()] for row in self.turns or [[]] * self.batch]
+
+    def _allowed(self) -> list[int]:
+        """Mean entries per (layer, head) that the budget allows of the tokens seen so far."""
+        seen = zip(self.lengths().tolist(), self.visual_tokens(), strict=True)
+        return [self.budget.per_head(n, v) for n, v in seen]
 
     def close(self) -> None:
         """Make the cache unusable."""
@@ -127,7 +136,8 @@ class AttachedCache(RaggedCache):
         """Free what only the prefill needed, and start the state between cuts."""
         cut, limit = self.prefill_cut(), self.budget.absolute
         self.first_cut = self.ids = None
-        start_upkeep(cut, self, cut.budget if limit is None else [limit] * self.batch)
+        share = self._allowed() if self.policy.read is not None else cut.budget
+        start_upkeep(cut, self, share if limit is None else [limit] * self.batch)
 
 
 class _AttachDriver(Driver):
@@ -137,8 +147,8 @@ class _AttachDriver(Driver):
     never exist together.
     """
 
-    def __init__(self, model: nn.Module, cache: AttachedCache) -> None:
-        super().__init__(model)
+    def __init__(self, model: nn.Module, cache: AttachedCache, watch: Watch | None = None) -> None:
+        super().__init__(model, watch)
         self.cache = cache
 
     def before(self, cache: RaggedCache, forward: Forward) -> None:
@@ -188,7 +198,7 @@ def attach(
     compress: Literal["auto", "manual"] = "auto",
     seed: int = 0,
 ) -> Iterator[AttachedCache]:
-    """Evict from a model's cache in its own forward and `generate`.
+    """Evict from a model's cache, or read little of it, in the model's own forward and `generate`.
 
     The first forward on the cache is the context. The cache is compressed when that forward ends,
     so its own logits see the full context. Later calls append: `model(tail, past_key_values=cache,
@@ -219,18 +229,33 @@ def attach(
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise UserError(f"seed {seed!r} is not an integer")
     chosen, limit = make_policy(policy), Budget.parse(budget)
+    with _attached(model, chosen, limit, moment, compress, seed) as cache:
+        yield cache
+
+
+@contextmanager
+def _attached(
+    model: nn.Module,
+    chosen: Policy,
+    limit: Budget,
+    moment: Moment = "context",
+    compress: Literal["auto", "manual"] = "auto",
+    seed: int = 0,
+    watch: Watch | None = None,
+) -> Iterator[AttachedCache]:
+    """`attach` with a watch on every layer of every forward."""
     if moment not in ("context", *LATER):
         raise UserError(f"unknown moment {moment!r}; attach takes context, {', '.join(LATER)}")
     if compress not in ("auto", "manual"):
         raise UserError(f"unknown compress={compress!r}; use auto or manual")
-    if moment in ("decode", "chunked") and limit.absolute is None and chosen.evicts:
+    if moment in ("decode", "chunked") and limit.absolute is None and chosen.has_budget:
         raise UserError(f"moment {moment} needs a budget in tokens such as 512, not {limit}")
     auto = compress == "auto" and moment != "turns"
     cache = AttachedCache(model, chosen, limit, moment, auto, seed)
     try:
         with (
             watching(model, cache.pruning) as cache.tower,
-            _AttachDriver(model, cache).running(),
+            _AttachDriver(model, cache, watch).running(),
         ):
             yield cache
     finally:
@@ -270,3 +295,51 @@ def kept(
         arguments: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
         decoder_of(model)(input_ids=input_ids, attention_mask=attention_mask, **arguments)
         return [None if m is None else m.to(input_ids.device) for m in cache.kept()]
+
+
+@torch.no_grad()
+def entries_read(
+    model: nn.Module,
+    input_ids: Tensor,
+    policy: str | Policy,
+    budget: str | int | float | Budget,
+    attention_mask: Tensor | None = None,
+    *,
+    seed: int = 0,
+) -> list[Tensor | None]:
+    """Tell which entries the first generated token reads, its own included.
+
+    Args:
+        model: A causal language model.
+        input_ids: The context, `[B, T]`, padded on the left.
+        policy: A policy with a reader, or its spelling.
+        budget: As in `attach`.
+        attention_mask: `[B, T]`; None: no padding.
+        seed: Seed of policies that draw noise.
+
+    Returns:
+        For every layer of the model, bool `[B, H, T + 1]` on `input_ids.device`, False for padding;
+        None for sliding-window layers.
+
+    Raises:
+        ValueError: As `attach`, or the policy has no reader.
+    """
+    chosen = make_policy(policy)
+    if chosen.read is None:
+        raise UserError(f"{chosen} reads all that it holds; use kvbench.kept to see what that is")
+    masks: dict[int, Tensor] = {}
+
+    def watch(forward: Forward, layer: RaggedLayer, step: Step) -> None:
+        if step.read:
+            rows = [F.pad(m[:, 0], (forward.first + 1 - m.shape[-1], 0)) for m in step.read]
+            masks[step.index] = torch.stack(rows).to(input_ids.device)
+
+    with _attached(model, chosen, Budget.parse(budget), seed=seed, watch=watch) as cache:
+        ids, mask = input_ids, attention_mask
+        for _ in range(2):  # the context, then the first token of the answer
+            arguments: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
+            logits = model(input_ids=ids, attention_mask=mask, logits_to_keep=1, **arguments).logits
+            ids = logits[:, -1:].argmax(-1)
+            mask = None if mask is None else F.pad(mask, (0, 1), value=1)
+    found = iter([masks[index] for index in sorted(masks)])
+    return [next(found) if isinstance(x, RaggedLayer) else None for x in cache.layers]

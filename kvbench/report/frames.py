@@ -138,6 +138,7 @@ def prepare(cells: pd.DataFrame, samples: pd.DataFrame | Samples | None = None) 
     cells = cells.sort_values("policy", key=lambda p: p != "full", kind="stable")
     cells = cells.reset_index(drop=True)
     cells["share"] = cells["kv_bytes_live"] / cells["kv_bytes_full"]
+    cells["read_share"] = cells["kv_bytes_read"] / cells["kv_bytes_full"]
     cells["answers"] = cells["versions"].map(answers)
     cells["model_id"] = cells["model"].astype(str)
     cells["model"] = _model_names(cells)
@@ -146,6 +147,7 @@ def prepare(cells: pd.DataFrame, samples: pd.DataFrame | Samples | None = None) 
     overall = group_means(cells, samples)
     if len(overall):
         overall["share"] = overall["kv_bytes_live"] / overall["kv_bytes_full"]
+        overall["read_share"] = overall["kv_bytes_read"] / overall["kv_bytes_full"]
     policies = [str(p) for p in dict.fromkeys(cells["policy"]) if p != "full"]
     return Results(cells, samples, overall, policies)
 
@@ -193,6 +195,13 @@ def silent_tasks(cells: pd.DataFrame) -> list[str]:
         if len(full) and not full["discriminative"].all():
             found.append(str(place[_QUESTIONS.index("task")]))
     return list(dict.fromkeys(found))
+
+
+def readers(cells: pd.DataFrame) -> list[str]:
+    """Policies that read less in a decode step than they hold."""
+    ok = cells[(cells["status"] == "ok") & (cells["policy"] != "full")]
+    few = ok[ok["kv_bytes_read"] < ok["kv_bytes_live"]]
+    return list(dict.fromkeys(few["policy"].astype(str)))
 
 
 def falling(cells: pd.DataFrame) -> list[str]:

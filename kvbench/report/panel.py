@@ -9,7 +9,16 @@ from typing import Any, TypeAlias
 
 import pandas as pd
 
-from kvbench.report.frames import Results, Variant, falling, pick, records, silent_tasks, unit_scale
+from kvbench.report.frames import (
+    Results,
+    Variant,
+    falling,
+    pick,
+    readers,
+    records,
+    silent_tasks,
+    unit_scale,
+)
 from kvbench.report.front import front
 from kvbench.report.numbers import Kind, score_kind
 from kvbench.report.overall import CONFIG
@@ -89,13 +98,22 @@ class Panel:
 
     def held(self) -> Filled:
         """Bytes held as a share of the full cache: of the mean, else over the tasks with scores."""
+        return Column("KV held", Kind.PERCENT), self._shares("share")
+
+    def read(self) -> list[Filled]:
+        """Bytes that a decode step reads, as `held`; no column if all that is held is read."""
+        if not readers(self.cells):
+            return []
+        return [(Column("KV read", Kind.PERCENT), self._shares("read_share"))]
+
+    def _shares(self, name: str) -> list[Cell]:
+        """A share of the full cache's bytes: of the mean, else over the tasks with scores."""
         means = _by_config(self.overall)
-        shares = self.cells[self.cells["status"] == "ok"].groupby(CONFIG)["share"].mean().to_dict()
-        found = [
-            means[c]["share"] if c in means and means[c]["status"] == "ok" else shares.get(c)
+        shares = self.cells[self.cells["status"] == "ok"].groupby(CONFIG)[name].mean().to_dict()
+        return [
+            means[c][name] if c in means and means[c]["status"] == "ok" else shares.get(c)
             for c in self.configs
         ]
-        return Column("KV held", Kind.PERCENT), found
 
     def held_bytes(self) -> Filled:
         """Bytes held, mean over tasks."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from kvbench.judge.base import LocalJudge
-from kvbench.report.frames import Results, judged, silent_tasks, uncompared
+from kvbench.report.frames import Results, judged, readers, silent_tasks, uncompared
 from kvbench.report.panel import MARK
 from kvbench.report.table import Name, Phrase
 from kvbench.report.text import REFERENCE_MODEL, REFERENCE_NOTE
@@ -26,6 +26,12 @@ def remarks(results: Results) -> Iterator[Phrase]:
                 "with those of a model"
             )
         yield (_names(tasks), ": scored by ", judge, ".")
+    few = readers(cells)
+    if few:
+        yield (
+            _names(few), " free no memory: the whole cache is held, and the budget is what a "
+            "decode step reads of it (KV read).",
+        )  # fmt: skip
     lost = uncompared(cells)
     if lost:
         everywhere = len(lost) == cells["task"].nunique()

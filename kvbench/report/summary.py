@@ -38,7 +38,8 @@ may still differ. This page does not compare policies with each other; \
 overconfident and Wilson's interval replaces it, so 50 right answers out of 50 do not count as \
 certainty. Scores outside [0, 1] get Student's t interval if there are 10 contexts or fewer.
 - **KV held** is the live bytes of keys, values and whatever else a policy stores with them, as a \
-share of the full cache of the same samples.
+share of the full cache of the same samples. **KV read** is what a decode step reads, shown if \
+a policy reads less than it holds.
 - **The cheapest policy** is picked after seeing the scores, which flatters it slightly. Confirm a \
 choice on fresh samples, with another `--seed`. A cheaper setting cannot be ruled out if it loses \
 more than asked for on average but its interval includes smaller losses."""

@@ -27,7 +27,7 @@ class Variant:
 
     Attributes:
         policy: Chooses the entries.
-        budget: How many it keeps.
+        budget: How many it keeps, or how many each query reads.
         timing: When the cache is compressed; None for the full cache.
     """
 
@@ -36,7 +36,7 @@ class Variant:
     timing: Timing | None
 
     def __post_init__(self) -> None:
-        if not self.policy.evicts:
+        if not self.policy.has_budget:
             object.__setattr__(self, "budget", FULL_BUDGET)
         if self.is_full and self.timing is not None and self.timing.moment != "turns":
             object.__setattr__(self, "timing", None)

@@ -38,6 +38,9 @@ from kvbench.runs.store import Response
 from kvbench.runs.worker import Prefilled, Worker
 from kvbench.view import Need
 
+_RUNNING = "decode "
+"""Begins the names of lanes whose policy runs while they are decoded."""
+
 Wanted = list[tuple[Cell, list[Prompt]]]
 """Cells with the prompts that they have not answered yet."""
 
@@ -111,7 +114,7 @@ class _Contexts:
             prefix = context.intact()
             asked = Prefilled(partial(self._longer, prefix, question_ids))
             for cell, repeats, cache in self._compressed(asked, by_request(pairs)):
-                lane = "told" if cache.upkeep is None else f"decode {cell.policy}"
+                lane = "told" if cache.upkeep is None else f"{_RUNNING}{cell.policy}"
                 seconds = (asked.prefix.seconds, cache.seconds)
                 for prompt, copy in zip(repeats, forks(len(repeats), cache), strict=True):
                     self._add(lane, cell, prompt, copy, *seconds, asked.logits)
@@ -219,10 +222,10 @@ class _Contexts:
             worker.fail(cell, repeats[0], str(error))
             return
         cuts = 0.0
+        cache.held_entries = [cache.live_entries(0)]
         if cache.upkeep is not None:
             cuts = cache.upkeep.seconds
             cache.budget_entries = [cache.upkeep.heads * cache.upkeep.budget[0]]
-            cache.held_entries = [cache.live_entries(0)]
         cache.settle()
         prefill_s = prefix.seconds + now(worker.device) - began - cuts
         for prompt, copy in zip(repeats, forks(len(repeats), cache), strict=True):
@@ -267,7 +270,9 @@ class _Contexts:
         response = begun(cell, prompt, cache, prefill_s, compress_s)
         row = self.worker.row(cell, prompt)
         coding = cache.ragged[0].coding
-        if coding is not None:  # a batch has one coding
+        if cell.policy.read is not None:  # the policy runs while the cell decodes
+            lane = f"{_RUNNING}{lane} {cell.policy}"
+        elif coding is not None:  # a batch has one coding
             lane = f"{lane} {coding}"
         elif cache.upkeep is None and not cache.slides and not row.given:
             cache.settle()
@@ -294,11 +299,11 @@ class _Contexts:
         answers, lane.waiting = lane.waiting, []
         if not answers:
             return
-        if not name.startswith("decode "):
+        if not name.startswith(_RUNNING):
             self.worker.done(self._decode(answers, lane.asked))
             return
         try:
-            with plugin_call():  # at this moment the policy runs while the cell decodes
+            with plugin_call():
                 responses = self._decode(answers, lane.asked)
         except PluginError as error:
             groups = by_cell(answers)
@@ -330,5 +335,6 @@ class _Contexts:
         if rows[0].given:
             batch.measure(rows, logits)
         else:
-            batch.answer(rows, logits, pause=batch.cache.upkeep is not None)
+            waits = batch.cache.upkeep is not None or bool(batch.cache.readings)
+            batch.answer(rows, logits, pause=waits)
         return finished(answers, batch.cache, now(worker.device) - began)

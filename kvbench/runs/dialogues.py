@@ -18,7 +18,8 @@ from torch import Tensor
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.clock import now
 from kvbench.engine.decode import Batch, Row
-from kvbench.engine.evict import restore
+from kvbench.engine.evict import read_few, restore
+from kvbench.engine.models import model_info
 from kvbench.errors import PluginError, plugin_call
 from kvbench.harness.protocol import Request
 from kvbench.runs.answers import Prompt, begun, by_cell, empty, ended, forks, key_of
@@ -26,6 +27,7 @@ from kvbench.runs.cell import Cell
 from kvbench.runs.index import Key
 from kvbench.runs.store import Response
 from kvbench.runs.worker import Prefilled, Worker
+from kvbench.view import ModelInfo
 
 
 @dataclass
@@ -115,7 +117,7 @@ def _turns(worker: Worker, dialogues: list[Dialogue], width: int) -> Iterator[Re
     shows = _shows(dialogues[0].turns)
     slots = 1 if shows else worker.batching.slots(len(dialogues))
     batch = Batch(worker.model, [d.cache for d in dialogues], slots)
-    cache, upkeep = batch.cache, batch.cache.upkeep
+    cache, upkeep, info = batch.cache, batch.cache.upkeep, model_info(worker.model)
     last_rows: list[Row] = []
     for turn in range(max(len(d.turns) for d in dialogues)):
         alive = [turn < len(d.turns) for d in dialogues]
@@ -125,7 +127,7 @@ def _turns(worker: Worker, dialogues: list[Dialogue], width: int) -> Iterator[Re
             logits = torch.cat([d.logits for d in dialogues])
             states = [begun(d.cell, d.turns[0], d.cache, d.prefill_s, 0.0) for d in dialogues]
         else:
-            _cut(cache, dialogues, alive)
+            _cut(cache, dialogues, alive, info)
             states = [_state(cache, i, d, turn) for i, d in enumerate(dialogues)]
             more = [
                 _next(worker, d, turn, row) if ok else []
@@ -146,13 +148,21 @@ def _turns(worker: Worker, dialogues: list[Dialogue], width: int) -> Iterator[Re
         last_rows = rows
 
 
-def _cut(cache: RaggedCache, dialogues: list[Dialogue], alive: list[bool]) -> None:
-    """Cut every dialogue that continues back to its share of the tokens seen so far."""
-    if cache.upkeep is None:
+def _cut(cache: RaggedCache, dialogues: list[Dialogue], alive: list[bool], info: ModelInfo) -> None:
+    """Cut every dialogue that continues back to its share of the tokens seen so far.
+
+    With a reader nothing is cut: the queries of the new turn read that share.
+    """
+    policy = dialogues[0].cell.policy
+    if not policy.has_budget:
         return
     seen, visual = cache.lengths().tolist(), cache.visual_tokens()
-    for i, d in enumerate(dialogues):
-        cache.upkeep.budget[i] = d.cell.budget.per_head(seen[i], visual[i])
+    cells = [dialogues[min(i, len(dialogues) - 1)].cell for i in range(cache.batch)]
+    allowed = [c.budget.per_head(n, v) for c, n, v in zip(cells, seen, visual, strict=True)]
+    if cache.upkeep is None:
+        read_few(cache, policy, info, allowed)
+        return
+    cache.upkeep.budget[: len(dialogues)] = allowed[: len(dialogues)]
     restore(cache, [i for i, ok in enumerate(alive) if ok])
     # Everything from here on belongs to the new turn.
     width = cache.get_seq_length()
@@ -163,14 +173,19 @@ def _state(cache: RaggedCache, row: int, dialogue: Dialogue, turn: int) -> Respo
     """What a dialogue holds when a turn begins."""
     prompt = dialogue.turns[min(turn, len(dialogue.turns) - 1)]
     held = cache.live_entries(row)
-    upkeep = cache.upkeep
+    upkeep, allowed = cache.upkeep, held
+    if upkeep is not None:
+        allowed = upkeep.heads * upkeep.budget[row]
+    elif cache.readings and cache.budget_entries is not None:
+        allowed = cache.budget_entries[row]
     return replace(
         empty(dialogue.cell, prompt),
         context_tokens=int(cache.lengths()[row]),
         question_tokens=len(prompt.question_ids),
-        budget_entries=held if upkeep is None else upkeep.heads * upkeep.budget[row],
+        budget_entries=allowed,
         held_entries=held,
         kv_bytes_live=cache.live_bytes(row),
+        kv_bytes_read=cache.read_bytes(row),
         kv_bytes_allocated=cache.allocated_bytes(row),
         kv_bytes_full=cache.full_bytes(row),
         visual_tokens=cache.visual_tokens()[row],

@@ -304,8 +304,8 @@ class Grid:
             if not policy.is_full:
                 variants += [
                     Variant(policy, budget, timing)
-                    for budget in (self.parsed_budgets if policy.evicts else [FULL_BUDGET])
-                    if not (policy.evicts and budget.is_full)
+                    for budget in (self.parsed_budgets if policy.has_budget else [FULL_BUDGET])
+                    if not (policy.has_budget and budget.is_full)
                     for timing in self.timings
                 ]
         return list(dict.fromkeys(variants))

@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from kvbench.errors import UserError, nearest
-from kvbench.runs.schema import ADDED, CELLS_SCHEMA, SAMPLES_SCHEMA, SCHEMA_VERSION
+from kvbench.runs.schema import ADDED, CELLS_SCHEMA, COPIED, SAMPLES_SCHEMA, SCHEMA_VERSION
 from kvbench.runs.store import CELLS, SAMPLES
 
 REPEATED = tuple(
@@ -127,7 +127,8 @@ def _table(
         raise UserError(f"{folder} is not a finished run: {name} is missing")
     try:
         present = pq.read_schema(path).names
-        read = [column for column in dict.fromkeys([*columns, "schema"]) if column in present]
+        equal = [source for pair in COPIED.values() for source in pair.values()]
+        read = [c for c in dict.fromkeys([*columns, *equal, "schema"]) if c in present]
         table = pq.read_table(path, columns=read, read_dictionary=list(coded))
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path}: {str(error).splitlines()[0]}") from None
@@ -138,6 +139,9 @@ def _table(
                 field = schema.field(column)
                 values = pa.array([added[column]] * len(table), field.type)
                 table = table.append_column(field, values)
+            for column, source in COPIED.get(older, {}).items():
+                if column in columns and column not in present:
+                    table = table.append_column(schema.field(column), table[source])
             version = {older + 1}
     if not version <= {SCHEMA_VERSION}:
         raise UserError(f"{path} was not written with schema {SCHEMA_VERSION}; run it again")

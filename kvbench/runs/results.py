@@ -21,15 +21,15 @@ from kvbench.runs.schema import SCHEMA_VERSION, Columns
 from kvbench.runs.store import Response
 
 _MEANS = (
-    "budget_entries held_entries kv_bytes_live kv_bytes_allocated kv_bytes_full "
+    "budget_entries held_entries kv_bytes_live kv_bytes_read kv_bytes_allocated kv_bytes_full "
     "visual_tokens held_visual prefill_s compress_s decode_s"
 ).split()
 _PROMPT_END = 400
 """Characters of a prompt that are stored beside its response."""
 _OF_RESPONSE = (
     "sample_id context_id response stop error doc_id question_id repeat context_tokens "
-    "question_tokens generated_tokens budget_entries held_entries kv_bytes_live visual_tokens "
-    "held_visual"
+    "question_tokens generated_tokens budget_entries held_entries kv_bytes_live kv_bytes_read "
+    "visual_tokens held_visual"
 ).split()
 """Columns of `samples.parquet` that a response has."""
 _SCORES = "score score_se score_lo score_hi full_score diff diff_lo diff_hi".split()

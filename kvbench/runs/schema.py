@@ -10,15 +10,19 @@ import pyarrow as pa
 if TYPE_CHECKING:
     import pandas as pd
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 Columns: TypeAlias = dict[str, Sequence[Any]]
 """Rows of a table, column by column."""
 
 ADDED: dict[int, dict[str, int | str]] = {
-    2: {"visual_tokens": 0, "held_visual": 0, "prompt_end": ""}
+    2: {"visual_tokens": 0, "held_visual": 0, "prompt_end": ""},
+    3: {},
 }
 """By older version, the columns that its tables lack, with what stands in their place."""
+
+COPIED: dict[int, dict[str, str]] = {3: {"kv_bytes_read": "kv_bytes_live"}}
+"""By older version, the columns that its tables lack and that equal another column."""
 
 
 def _schema(columns: dict[Any, str]) -> Any:
@@ -32,7 +36,7 @@ CELLS_SCHEMA = _schema(
         pa.int32(): "schema length samples",
         pa.int64(): "seed",
         pa.float64(): "score score_se score_lo score_hi full_score diff diff_lo diff_hi "
-        "budget_entries held_entries kv_bytes_live kv_bytes_allocated kv_bytes_full "
+        "budget_entries held_entries kv_bytes_live kv_bytes_read kv_bytes_allocated kv_bytes_full "
         "visual_tokens held_visual prefill_s compress_s decode_s",
         pa.bool_(): "higher_is_better discriminative",
     }
@@ -47,7 +51,8 @@ SAMPLES_SCHEMA = _schema(
         pa.int32(): "schema length doc_id question_id repeat "
         "context_tokens question_tokens generated_tokens",
         pa.float64(): "score",
-        pa.int64(): "budget_entries held_entries kv_bytes_live visual_tokens held_visual",
+        pa.int64(): "budget_entries held_entries kv_bytes_live kv_bytes_read visual_tokens "
+        "held_visual",
     }
 )
 """`samples.parquet`: a row per cell, sample, question and repeat."""

@@ -53,9 +53,11 @@ class Response:
         context_tokens: Tokens of the context.
         question_tokens: Tokens of the question.
         generated_tokens: Tokens of the answer.
-        budget_entries: Entries that the budget allows, over all layers and KV heads.
+        budget_entries: Entries that the budget allows, over all layers and KV heads: to hold or,
+            with a reader, to read.
         held_entries: Entries held after compression.
-        kv_bytes_live: Bytes of the held entries, including per-entry extras.
+        kv_bytes_live: Bytes of the held entries, including per-entry extras and the summaries that
+            a reader keeps of blocks.
         kv_bytes_allocated: Bytes allocated for them.
         kv_bytes_full: Bytes that the full cache would hold.
         visual_tokens: Tokens of images and videos in the context.
@@ -64,6 +66,8 @@ class Response:
         prefill_s: Seconds of the prefill.
         compress_s: Seconds of the compression.
         decode_s: Seconds of question and decoding.
+        kv_bytes_read: Bytes that a decode step reads of the held entries, once they are compressed;
+            all of them unless the policy has a reader.
     """
 
     cell: str
@@ -88,6 +92,7 @@ class Response:
     prefill_s: float = 0.0
     compress_s: float = 0.0
     decode_s: float = 0.0
+    kv_bytes_read: int = 0
 
     @property
     def key(self) -> Key:
@@ -279,9 +284,14 @@ class RunStore:
     def _read(self, places: Sequence[Place]) -> list[Response]:
         assert self._journal is not None
         try:
-            return [Response(**self._journal.at(place)) for place in places]
+            return [_response(self._journal.at(place)) for place in places]
         except OSError as error:
             raise cannot("read", self.path / RESPONSES, error) from None
+
+
+def _response(entry: Mapping[str, Any]) -> Response:
+    """A response from its record; before there were readers, all that was held was read."""
+    return Response(**{"kv_bytes_read": entry.get("kv_bytes_live", 0), **entry})
 
 
 def _row_groups(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:

@@ -51,6 +51,7 @@ from kvbench.training.student import Student
 _HELD_OUT = 16
 """Sequences after those of the training on which predictions are compared with their labels."""
 _SHAPE = ("gate", "input", "hidden_dim", "bias", "kernel_size", "keep_rate", "mix")
+_OF_BLOCKS = ("block", "gate_dim")
 """Settings that describe what is trained, where the method has them."""
 
 
@@ -116,7 +117,8 @@ class GateTraining:
     def lines(self) -> list[str]:
         """A description for the user."""
         s = self.settings
-        shape = ", ".join(f"{k} {s[k]}" for k in _SHAPE if k in s)
+        names = _OF_BLOCKS if self.method.objective == "match" else _SHAPE
+        shape = ", ".join(f"{k} {s[k]}" for k in names if s.get(k) is not None)
         tokens = s["steps"] * s["batch_size"] * s["accumulate"] * s["length"]
         lines = [
             f"{self.title} ({shape}) on {self.data}",

@@ -2,7 +2,8 @@
 
 Bui, Sharma, Lamba, Mishra, Ying: Cache What Lasts: Token Retention for Memory-Bounded KV Cache
 in LLMs, arXiv 2512.03324 (TRIM-KV; distillation and next token, Eq. 4). Huang, Yuan, Han, Xiao,
-Liu: Locret, arXiv 2410.01805 (retaining heads).
+Liu: Locret, arXiv 2410.01805 (retaining heads). Gao, Guo, Cao and others: SeerAttention-R, arXiv
+2506.08889, section 2.3 (gates of blocks).
 """
 
 from __future__ import annotations
@@ -197,3 +198,42 @@ def regression(predicted: Tensor, label: Tensor, usable: Tensor) -> tuple[Tensor
     both = usable[..., 1:] & usable[..., :-1]
     step = (predicted.diff(dim=-1) ** 2 * both).sum() / both.sum().clamp(min=1)
     return fit, step
+
+
+def block_shares(query: Tensor, key: Tensor, block: int, scale: float) -> tuple[Tensor, Tensor]:
+    """How the attention of every query spreads over the complete blocks before it.
+
+    A block counts by the largest attention weight that any query head of the group gives to any of
+    its entries. The block of the query's own token does not count: it is read in any case.
+
+    Args:
+        query: Queries after RoPE, `[H, G, T, d]`.
+        key: Keys after RoPE, `[H, T, d]`.
+        block: Entries of a block.
+        scale: Factor of the logits.
+
+    Returns:
+        Float32 `[H, T, K]`, a share of 1 per query over the blocks before it, and which blocks
+        these are, bool `[T, K]`.
+    """
+    length = key.shape[1]
+    count = length // block
+    column = torch.arange(length, device=key.device)
+    logits = query.float() @ key.float().transpose(-1, -2)[:, None] * scale
+    logits = logits.masked_fill(column > column[:, None], float("-inf"))
+    weight = logits.softmax(-1)[..., : count * block].unflatten(-1, (count, block))
+    earlier = column[:count] < (column // block)[:, None]
+    largest = weight.amax((1, -1)) * earlier
+    return largest / largest.sum(-1, keepdim=True).clamp(min=1e-9), earlier
+
+
+def divergence(logits: Tensor, share: Tensor, earlier: Tensor) -> Tensor:
+    """Sum over queries of `KL(share || softmax(logits))`, mean over heads.
+
+    Args:
+        logits: Logits of blocks, `[H, T, K]`.
+        share: Their shares, `[H, T, K]`.
+        earlier: Which blocks come before each query, bool `[T, K]`.
+    """
+    log_q = logits.masked_fill(~earlier, -1e9).log_softmax(-1)
+    return F.kl_div(log_q, share, reduction="none").sum() / len(logits)

@@ -12,9 +12,9 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
 
-from kvbench.plugin import ModelInfo
+from kvbench.plugin import Blocks, ModelInfo
 
-Objective = Literal["distil", "regress", "replay", "compress"]
+Objective = Literal["distil", "regress", "replay", "compress", "match"]
 
 
 class Attention(Protocol):
@@ -74,8 +74,13 @@ class Gates(Protocol):
     """A module of gates; it needs only the method for its objective, and none for `compress`.
 
     Hidden states are `[B, n, d_model]`, keys and values `[B, H, n, d]`, qkv
-    `[B, n, (H_q + 2 H) d]`. Both methods return float32 `[B, H, n]`.
+    `[B, n, (H_q + 2 H) d]`. The first two methods return float32 `[B, H, n]`.
+
+    Attributes:
+        block: Entries of a block; for `match`.
     """
+
+    block: int
 
     def log_beta(self, layer: int, hidden: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Log retention of tokens, 0 or less; for `distil`."""
@@ -83,6 +88,10 @@ class Gates(Protocol):
 
     def score(self, layer: int, hidden: Tensor, *, qkv: Tensor | None = None) -> Tensor:
         """Predictions for tokens; for `regress`, which gives `qkv`, and `replay`."""
+        ...
+
+    def rate(self, v: Blocks) -> Tensor:
+        """Logits of blocks for every query, float32 `[H, n, K]`; for `match`."""
         ...
 
 
@@ -95,12 +104,13 @@ class Method:
         objective: `distil`: a student with retention-gated attention learns to answer as the
             teacher does; `regress`: gates learn to predict the logits of the answer's queries;
             `replay`: gates learn to predict the log of what KVzip+ measures in a replay;
-            `compress`: a module that merges entries learns from the next tokens behind a cut.
+            `compress`: a module that merges entries learns from the next tokens behind a cut;
+            `match`: gates learn how the attention of every query spreads over earlier blocks.
         scope: Scope of the capacity loss: `head`, or `global` for one budget over all heads.
         defaults: Settings of the paper by name: `lr`, `schedule`, `weight_decay`, `capacity`,
             `length`, `bias`, `hidden_dim`, `gate`, `input`, `tied`, `gating`, `gate_dim`; for
-            `replay` also `passes`; for `compress` also `chunk`, `kernel_size`, `keep_rate`, `mix`.
-            One that is missing does not apply.
+            `replay` also `passes`; for `compress` also `chunk`, `kernel_size`, `keep_rate`, `mix`;
+            for `match` also `block`. One that is missing does not apply.
         build: Makes the gates (a module as in `Gates`) from the model's shapes, its configuration
             and all settings.
         save: Writes gates and facts about their training into a folder, in half precision or not.

@@ -41,19 +41,21 @@ _CHOICES = {
 }
 _COUNTS = (
     *("steps", "tokens", "batch_size", "accumulate", "length", "capacity", "hidden_dim"),
-    *("gate_dim", "log_steps", "save_steps", "passes", "chunk", "kernel_size"),
+    *("gate_dim", "block", "log_steps", "save_steps", "passes", "chunk", "kernel_size"),
 )
 _DISTIL_ONLY = (
     *("kl", "ntp", "with_capacity", "reverse_kl", "capacity_weight"),
-    *("capacity_reduce", "gating", "input", "tied", "gate_dim"),
+    *("capacity_reduce", "gating", "input", "tied"),
 )
 _APPLIES_TO = {
     **dict.fromkeys(_DISTIL_ONLY, ("distil",)),
     **dict.fromkeys(("gate", "hidden_dim"), ("distil", "regress", "replay")),
     **dict.fromkeys(("chunk", "kernel_size", "keep_rate", "mix"), ("compress",)),
     "capacity": ("distil", "compress"),
+    "gate_dim": ("distil", "match"),
     "bias": ("distil", "replay"),
     "passes": ("replay",),
+    "block": ("match",),
 }
 """Objectives by the settings that do not apply to all of them."""
 _FLAGS = {"kl": "no-kl", "ntp": "no-ntp", "with_capacity": "no-capacity", "column": "text-column"}
@@ -125,6 +127,11 @@ def _check(settings: Mapping[str, Any], method: Method) -> None:
         _check_loss(settings)
     if method.objective == "compress":
         _check_compression(settings)
+    if method.objective == "match" and settings["length"] < 2 * settings["block"]:
+        raise UserError(
+            f"--length {settings['length']} holds no two blocks of {settings['block']} tokens; use "
+            "longer data or a smaller --block"
+        )
 
 
 def _check_loss(settings: Mapping[str, Any]) -> None:

@@ -25,6 +25,7 @@ from kvbench.engine.models import (
 )
 from kvbench.engine.vision import media_positions
 from kvbench.errors import UserError
+from kvbench.plugin import Blocks
 from kvbench.training import losses
 from kvbench.training.memory import Memory
 from kvbench.training.method import Gates, Method
@@ -40,8 +41,10 @@ class _Pass:
         student: The student.
         valid: Which positions are tokens, bool `[B, T]`; None for all.
         supervised: Positions whose next token is learned, bool `[B, T]`.
-        outputs: By layer: log beta for `distil`; the gates' inputs and their labels for `regress`.
+        outputs: By layer: log beta for `distil`; the gates' inputs and their labels for `regress`;
+            queries and keys for `match`.
         memory: What the layers hold; only for `compress`.
+        scale: Factor of the attention logits.
     """
 
     student: Student
@@ -49,6 +52,7 @@ class _Pass:
     supervised: Tensor
     outputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     memory: Memory | None = None
+    scale: float = 1.0
 
 
 def training_attention(
@@ -74,7 +78,9 @@ def training_attention(
             return out.transpose(1, 2).contiguous(), None
         if student.method.objective == "distil":
             return student.gated(running, index, hidden, query, key, value, scale), None
-        if index not in running.outputs:
+        if student.method.objective == "match":
+            running.outputs[index], running.scale = (query, key), scale
+        elif index not in running.outputs:
             labels = losses.answer_logits(query, key, running.supervised, scale)
             running.outputs[index] = hidden, student.project(index, hidden), labels
     plain: tuple[Tensor, Tensor | None] = sdpa_attention_forward(
@@ -94,8 +100,8 @@ class Student(nn.Module):
         model: A causal language model; its attention implementation is replaced.
         gates: The gates, which are the only trained parameters.
         method: Kind of the gates.
-        settings: `capacity`, `capacity_weight`, `kl`, `ntp`, `with_capacity`, `reverse_kl`,
-            `capacity_reduce`, `gating`, `checkpointing`, `chunk`; those that the method has.
+        settings: `checkpointing`, `kl`, `ntp`, `with_capacity`, `reverse_kl`, `capacity_weight`,
+            `capacity_reduce`; and those of `capacity`, `gating` and `chunk` that the method has.
     """
 
     def __init__(
@@ -107,7 +113,7 @@ class Student(nn.Module):
         self.method = method
         self.gating = str(settings.get("gating", ""))
         self.chunk = int(settings.get("chunk", 0))
-        self.budget = int(settings["capacity"])
+        self.budget = int(settings.get("capacity", 0))
         self.weight = float(settings["capacity_weight"]) if settings["with_capacity"] else 0.0
         self.reduce = str(settings["capacity_reduce"])
         self.terms = losses.Terms(settings["kl"], settings["ntp"], settings["reverse_kl"])
@@ -171,6 +177,8 @@ class Student(nn.Module):
             return self._regress(input_ids, supervised, valid)
         if self.method.objective == "compress":
             return self._compress(input_ids, supervised, valid)
+        if self.method.objective == "match":
+            return self._match(input_ids, supervised, valid)
         return self._distil(input_ids, supervised, valid)
 
     def _distil(self, ids: Tensor, supervised: Tensor, valid: Tensor | None) -> dict[str, Tensor]:
@@ -242,6 +250,31 @@ class Student(nn.Module):
         # A sequence that fits the budget is never cut; the gates then get a gradient of 0.
         loss = loss + 0.0 * torch.stack([p.sum() for p in self.gates.parameters()]).sum()
         return {"loss": loss, "ntp": ntp}
+
+    def _match(self, ids: Tensor, supervised: Tensor, valid: Tensor | None) -> dict[str, Tensor]:
+        self._running = running = _Pass(self, valid, supervised)
+        with torch.no_grad():
+            self._decode(ids, valid)
+        gates, size = cast("Gates", self.gates), cast("Gates", self.gates).block
+        tokens = [ids.shape[1]] * len(ids) if valid is None else valid.sum(-1).tolist()
+        total, queries = torch.zeros((), device=ids.device), 0
+        for index, (query, key) in sorted(running.outputs.items()):
+            for row, length in enumerate(tokens):  # blocks start at the first token of a sequence
+                if length < 2 * size:
+                    continue
+                k = key[row, :, -length:]
+                q = query[row, :, -length:].unflatten(0, (len(k), -1))
+                position = torch.arange(length, device=ids.device)
+                complete = position[: length // size * size].unflatten(0, (-1, size))
+                blocks = k[:, : complete.numel()].unflatten(1, complete.shape)
+                share, earlier = losses.block_shares(q, k, size, running.scale)
+                shown = Blocks(index, q, position, blocks, complete, self._info)
+                logits = gates.rate(shown)
+                total = total + losses.divergence(logits, share, earlier)
+                queries += int(earlier.any(-1).sum())
+        if not queries:  # no sequence has a second block: a loss of 0 that still has a gradient
+            total, queries = sum((p.sum() * 0.0 for p in self.gates.parameters()), total), 1
+        return {"loss": total / queries, "kl": total.detach() / queries}
 
     def gated(
         self,

@@ -4,6 +4,7 @@ Re-exported by `kvbench.plugin`, the page that a plugin author reads. Shapes: `B
 heads, `H_q` query heads, `n` entries shown, `d` head dim.
 """
 
+from kvbench.view.blocks import Blocks
 from kvbench.view.model import ModelInfo
 from kvbench.view.needs import (
     AttentionMass,
@@ -14,11 +15,13 @@ from kvbench.view.needs import (
     Replay,
     Surprisal,
 )
+from kvbench.view.scores import Scores, protect_nothing, protect_sinks, protect_window
 from kvbench.view.shown import View, hashed
 from kvbench.view.visual import Pruned, VisualTokens
 
 __all__ = [
     "AttentionMass",
+    "Blocks",
     "ModelInfo",
     "Need",
     "Observer",
@@ -26,8 +29,12 @@ __all__ = [
     "Pruned",
     "Queries",
     "Replay",
+    "Scores",
     "Surprisal",
     "View",
     "VisualTokens",
     "hashed",
+    "protect_nothing",
+    "protect_sinks",
+    "protect_window",
 ]

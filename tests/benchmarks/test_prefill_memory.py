@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvbench.engine.models import model_info
-from kvbench_policies.gates.learned import random_gates
+from kvbench_policies.gates.loaded import random_gates
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "prefill_memory.py"
 LAYERS, LENGTH = 8, 256

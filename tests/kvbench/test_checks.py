@@ -164,3 +164,23 @@ class Mine(Score):
     results = check(tmp_path, body, "Mine")
     detail = results["parameters are spelled back"].detail
     assert "size=-1 raises AssertionError; raise UserError" in detail
+
+
+def test_a_reader_that_does_wrong_is_told_what(tmp_path: Path) -> None:
+    body = (
+        "from kvbench.plugin import Reader\n"
+        "class Nan(Reader):\n"
+        "    def block(self, model): return 4\n"
+        "    def summary(self, model): return 1\n"
+        "    def rate(self, v):\n"
+        "        return v.key.sum((2,3))[:, None].expand(-1, v.query.shape[2], -1) * float('nan')\n"
+        "class Changes(Nan):\n"
+        "    def rate(self, v):\n"
+        "        v.key.mul_(2)\n"
+        "        return v.key.sum((2, 3))[:, None].expand(-1, v.query.shape[2], -1)\n"
+        "NAN = Policy('nan', None, Uniform(), TopK(), read=Nan())\n"
+        "CHANGES = Policy('changes', None, Uniform(), TopK(), read=Changes())\n"
+    )
+    name = "scores are finite and inputs untouched"
+    assert "ratings of layer 0 are not finite" in check(tmp_path, body, "NAN")[name].detail
+    assert "key was changed in place" in check(tmp_path, body, "CHANGES")[name].detail

@@ -37,7 +37,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
 SCORES = ["window", "mass", "knorm", "keydiff", "recency", "random", "obcache", "roco"]
 ALLOCATORS = ["uniform", "head_adaptive", "global", "pyramid", "retrieval"]
 SELECTORS = ["topk", "two_stage", "mass", "important_recent"]
-NAMES = [n for n in registry.names("kvbench.policies") if n != "full"]
+NAMES = [n for n in registry.names("kvbench.policies") if policy(n).evicts]
 
 
 def parameters(p: Policy) -> set[str]:
@@ -155,6 +155,7 @@ def test_keywords_win_over_the_spelling_and_are_typed() -> None:
         ("full:bits=4:residual=-1", "residual 0 or more"),
         ("full:residual=8", "give bits=4 as well"),
         ("full:group_size=8:key_channels=0.6", "group_size .* give bits=4 as well"),
+        ("quest:key_channels=0.6", "quest rates blocks by whole keys"),
         ("full:key_channels=0", "share of the channels"),
         ("full:key_channels=1.5", "share of the channels"),
         ("full:key_channels=nan", "share of the channels"),

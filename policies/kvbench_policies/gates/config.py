@@ -1,7 +1,7 @@
 """The configuration of learned weights as JSON: architecture, base model and training.
 
 Equations and sizes: TRIM-KV (arXiv 2512.03324), DBTrimKV (arXiv 2605.09649), LocRet (arXiv
-2410.01805), KVzap (arXiv 2601.07891).
+2410.01805), KVzap (arXiv 2601.07891), SeerAttention-R (arXiv 2506.08889).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvbench import __version__
 from kvbench.errors import UserError
 from kvbench.plugin import ModelInfo
 
-Kind = Literal["trimkv", "dbtrimkv", "locret", "kvzap"]
+Kind = Literal["trimkv", "dbtrimkv", "locret", "kvzap", "seerattn_r"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 FORMAT = 1
 """Version of the file format; it rises when an older file would be read incorrectly."""
@@ -31,6 +31,7 @@ _OF_KIND: dict[str, dict[str, Any]] = {
     "dbtrimkv": {"tied": True, "bias": 18.0},
     "locret": {"input": "qkv", "hidden_dim": 1024, "bias": 0.0},
     "kvzap": {"bias": -4.0, "activation": "gelu"},
+    "seerattn_r": {},
 }
 _SHAPES = ("layers", "kv_heads", "query_heads", "head_dim", "d_model")
 
@@ -116,12 +117,16 @@ class GateConfig(LearnedConfig):
 
     Attributes:
         kind: `trimkv`: one readout per KV head; `dbtrimkv`: one readout for all layers and heads;
-            `locret`: predicts a logit instead of a retention; `kvzap`: the log of an attention.
+            `locret`: predicts a logit instead of a retention; `kvzap`: the log of an attention;
+            `seerattn_r`: rates blocks for a query. The last kind reads `gate_dim` and `block`; the
+            others do not read `block`.
         gate: `mlp` (one hidden layer) or `linear` (none).
         input: `hidden`: the input of the attention block, after its norm; `kv`: the layer's keys
             after RoPE and its values; `qkv`: its queries, keys and values before RoPE.
         hidden_dim: Width of the hidden layer.
-        gate_dim: Inputs of the tied readout per head (`p`); used only if `tied`.
+        gate_dim: Inputs of the tied readout per head (`p`), used only if `tied`; for `seerattn_r`
+            the width of a block's summary per KV head, which divides `head_dim`.
+        block: Entries of a block.
         tied: Whether all layers and heads share one readout.
         bias: Initial value of the readout's bias; `locret` has none.
         activation: Name of the hidden layer's activation in transformers.
@@ -134,6 +139,7 @@ class GateConfig(LearnedConfig):
     input: Literal["hidden", "kv", "qkv"] = "hidden"
     hidden_dim: int = 512
     gate_dim: int = 64
+    block: int = 64
     tied: bool = False
     bias: float = 8.0
     activation: str = "silu"
@@ -145,7 +151,12 @@ class GateConfig(LearnedConfig):
             if getattr(self, name) not in options:
                 raise UserError(f"unknown {name}={getattr(self, name)}; use {' or '.join(options)}")
         super().__post_init__()
-        self._check_sizes("hidden_dim", "gate_dim")
+        self._check_sizes("hidden_dim", "gate_dim", "block")
+        if self.is_of_blocks and (self.head_dim % self.gate_dim or self.gate_dim % 2):
+            raise UserError(
+                f"gate_dim={self.gate_dim} is invalid; use an even divisor of the head dim, "
+                f"{self.head_dim}"
+            )
         if not isinstance(self.tied, bool):
             raise UserError(f"tied={self.tied} is invalid; use true or false")
         if self.tied and not self.is_retention:
@@ -165,7 +176,7 @@ class GateConfig(LearnedConfig):
         """Make the configuration of a kind for a model, with the papers' sizes.
 
         Args:
-            kind: `trimkv`, `dbtrimkv`, `locret` or `kvzap`.
+            kind: One of `KINDS`.
             model: The model's shapes.
             **changes: Other attributes; `activation` should be the model's own (`activation_of`),
                 but for `kvzap`, whose own is GELU.
@@ -175,13 +186,20 @@ class GateConfig(LearnedConfig):
         """
         if kind not in KINDS:
             raise UserError(f"unknown kind={kind}; use {' or '.join(KINDS)}")
-        given = {**shapes_of(model), "base_model": model.name, **_OF_KIND[kind], **changes}
+        widths = {"gate_dim": model.head_dim} if kind == "seerattn_r" else {}
+        own = {**widths, **_OF_KIND[kind]}
+        given = {**shapes_of(model), "base_model": model.name, **own, **changes}
         return cls(kind=kind, **given)
 
     @property
     def is_retention(self) -> bool:
-        """Whether the gates give a log beta instead of a predicted logit or log attention."""
+        """Whether the gates give a log beta, not a logit, a log attention or a block's rating."""
         return self.kind in ("trimkv", "dbtrimkv")
+
+    @property
+    def is_of_blocks(self) -> bool:
+        """Whether the gates rate blocks for a query instead of tokens for good."""
+        return self.kind == "seerattn_r"
 
     @property
     def has_biases(self) -> bool:

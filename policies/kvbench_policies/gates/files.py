@@ -19,6 +19,7 @@ from kvbench.artifacts import Artifacts, MadeFor
 from kvbench.errors import UserError
 from kvbench.files import cannot, replacing
 from kvbench.plugin import ModelInfo
+from kvbench_policies.gates.block_gates import BlockGates
 from kvbench_policies.gates.config import GateConfig, parse
 from kvbench_policies.gates.convolutions import ConvolutionConfig, MergeConvolutions
 from kvbench_policies.gates.modules import RetentionGates
@@ -26,7 +27,7 @@ from kvbench_policies.gates.modules import RetentionGates
 CONFIG = "gates.json"
 WEIGHTS = "gates.safetensors"
 
-Gates = RetentionGates | MergeConvolutions
+Gates = RetentionGates | BlockGates | MergeConvolutions
 
 
 def save(gates: Gates, folder: str | Path, *, half: bool = False) -> Path:
@@ -90,7 +91,9 @@ def load(source: str | Path, model: ModelInfo | None = None) -> Gates:
 
 def build(config: GateConfig | ConvolutionConfig) -> Gates:
     """Make the module that a configuration describes, with new parameters."""
-    return RetentionGates(config) if isinstance(config, GateConfig) else MergeConvolutions(config)
+    if isinstance(config, ConvolutionConfig):
+        return MergeConvolutions(config)
+    return BlockGates(config) if config.is_of_blocks else RetentionGates(config)
 
 
 def read_config(path: Path) -> GateConfig | ConvolutionConfig:

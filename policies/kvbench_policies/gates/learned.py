@@ -1,4 +1,4 @@
-"""The base of scores that read learned gates, and the need that the engine observes for them."""
+"""What policies with learned gates have in common, and the need that the engine observes."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def _load(folder: Path, kind: str, model: ModelInfo) -> Gates:
     return gates
 
 
-_SORTS = (("trimkv", "dbtrimkv"), ("locret",), ("kvzap",), ("lococo",))
+_SORTS = (("trimkv", "dbtrimkv"), ("locret",), ("kvzap",), ("lococo",), ("seerattn_r",))
 
 
 def random_gates(kind: str, model: ModelInfo, folder: Path) -> Path:
@@ -73,7 +73,7 @@ def random_gates(kind: str, model: ModelInfo, folder: Path) -> Path:
     if not (path / CONFIG).is_file():
         config: GateConfig | ConvolutionConfig
         if kind in KINDS:
-            config = GateConfig.of(kind, model, hidden_dim=16, bias=0.0, base_model="")
+            config = GateConfig.of(kind, model, hidden_dim=16, bias=0.0, block=4, base_model="")
         else:
             config = ConvolutionConfig.of(model, slots=5, kernel_size=3, base_model="")
         with torch.random.fork_rng(devices=[]), torch.no_grad():

@@ -2,9 +2,10 @@
 
 Settings follow the papers where they give them: Bui, Sharma, Lamba, Mishra, Ying: Cache What
 Lasts, arXiv 2512.03324 (TRIM-KV); Bui, Nguyen, Cohan, Ying: Make Each Token Count, arXiv 2605.09649
-(DBTrimKV); Jégou, Jeblick: KVzap, arXiv 2601.07891. The number of steps and, for LocRet (arXiv
-2410.01805), the optimizer's settings are kvbench's own. Those of LoCoCo (arXiv 2406.05317) are from
-the authors' code, whose batches are 128 chunks on each of 8 GPUs.
+(DBTrimKV); Jégou, Jeblick: KVzap, arXiv 2601.07891; Gao, Guo, Cao and others: SeerAttention-R,
+arXiv 2506.08889. The number of steps and, for LocRet (arXiv 2410.01805), the optimizer's settings
+are kvbench's own. Those of LoCoCo (arXiv 2406.05317) are from the authors' code, whose batches are
+128 chunks on each of 8 GPUs.
 """
 
 from __future__ import annotations
@@ -21,20 +22,19 @@ from kvbench.training.method import Method
 from kvbench_policies.gates import files
 from kvbench_policies.gates.config import GateConfig, Kind, activation_of
 from kvbench_policies.gates.convolutions import ConvolutionConfig, MergeConvolutions
-from kvbench_policies.gates.modules import RetentionGates
 from kvbench_policies.kernels.capacity_loss.op import capacity_loss
 from kvbench_policies.kernels.retention_attention.op import retention_attention
 from kvbench_policies.lococo import compress, merged_into
 
-_CONFIGURED = ("gate", "input", "tied", "bias", "hidden_dim", "gate_dim", "gating")
+_CONFIGURED = ("gate", "input", "tied", "bias", "hidden_dim", "gate_dim", "block", "gating")
 
 
 def _build(kind: Kind) -> Any:
-    def make(info: ModelInfo, config: Any, settings: Mapping[str, Any]) -> RetentionGates:
+    def make(info: ModelInfo, config: Any, settings: Mapping[str, Any]) -> files.Gates:
         given = {key: settings[key] for key in _CONFIGURED if settings.get(key) is not None}
         if kind != "kvzap":  # whose activation is GELU, whatever the model's
             given["activation"] = activation_of(config)
-        return RetentionGates(GateConfig.of(kind, info, **given))
+        return files.build(GateConfig.of(kind, info, **given))
 
     return make
 
@@ -48,7 +48,7 @@ def _build_convolutions(
 
 
 def _save(gates: nn.Module, folder: Path, facts: Mapping[str, Any], half: bool) -> None:
-    assert isinstance(gates, RetentionGates | MergeConvolutions)
+    assert isinstance(gates, files.Gates)
     gates.config = dataclasses.replace(  # type: ignore[assignment]
         gates.config,
         base_model=facts["base_model"],
@@ -63,16 +63,9 @@ def _place(kind: str) -> Callable[[str], Path]:
 
 
 def _method(kind: Kind, defaults: Mapping[str, Any], **kwargs: Any) -> Method:
-    settings_of_kind = {
-        "gate": "mlp",
-        "tied": False,
-        "gating": "additive",
-        "gate_dim": 64,
-        **defaults,
-    }
     return Method(
         name=kind,
-        defaults=settings_of_kind,
+        defaults=defaults,
         build=_build(kind),
         save=_save,
         place=_place(kind),
@@ -80,9 +73,13 @@ def _method(kind: Kind, defaults: Mapping[str, Any], **kwargs: Any) -> Method:
     )
 
 
+_OF_TOKENS = {"gate": "mlp", "tied": False, "gating": "additive", "gate_dim": 64}
+
+
 TRIMKV = _method(
     "trimkv",
     {
+        **_OF_TOKENS,
         "lr": 2e-4,
         "schedule": "linear",
         "weight_decay": 0.01,
@@ -101,6 +98,7 @@ TRIMKV = _method(
 DBTRIMKV = _method(
     "dbtrimkv",
     {
+        **_OF_TOKENS,
         "lr": 2e-4,
         "schedule": "cosine",
         "weight_decay": 1e-6,
@@ -120,6 +118,7 @@ DBTRIMKV = _method(
 LOCRET = _method(
     "locret",
     {
+        **_OF_TOKENS,
         "lr": 2e-4,
         "schedule": "linear",
         "weight_decay": 0.01,
@@ -143,6 +142,7 @@ KVZAP = _method(
         "length": 1250,
         "accumulate": 1,
         "bias": -4.0,
+        **_OF_TOKENS,
         "hidden_dim": 512,
         "input": "hidden",
         "passes": 15,
@@ -172,4 +172,19 @@ LOCOCO = Method(
     save=_save,
     place=_place("lococo"),
     compress=compress,
+)
+
+SEERATTN_R = _method(
+    "seerattn_r",
+    {
+        "lr": 1e-3,
+        "schedule": "cosine",
+        "weight_decay": 0.0,
+        "warmup": 20,
+        "length": 32768,
+        "block": 64,
+        "gate_dim": None,  # the model's head dim
+    },
+    objective="match",
+    scope="head",
 )

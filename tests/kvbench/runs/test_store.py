@@ -380,13 +380,14 @@ def test_tables_without_the_columns_of_images_can_still_be_read(run: Path) -> No
         old = pq.read_table(run / name).to_pandas()
         assert (old[["visual_tokens", "held_visual"]] != 0).all(axis=None)
         old = old.drop(columns=["visual_tokens", "held_visual"]).assign(schema=2)
-        old = old.drop(columns="prompt_end", errors="ignore")
+        old = old.drop(columns=["prompt_end", "kv_bytes_read"], errors="ignore")
         old.astype({"schema": "int32"}).to_parquet(run / name)
     cells, samples = load_frames(run)
     for frame, schema in ((cells, CELLS_SCHEMA), (samples, SAMPLES_SCHEMA)):
         assert list(frame.columns) == schema.names
         assert (frame[["visual_tokens", "held_visual"]] == 0).all(axis=None)
-        assert (frame["schema"] == 3).all() and frame["schema"].dtype == "int32"
+        assert (frame["kv_bytes_read"] == frame["kv_bytes_live"]).all()
+        assert (frame["schema"] == 4).all() and frame["schema"].dtype == "int32"
     assert (samples["prompt_end"] == "").all()
 
 
@@ -397,5 +398,5 @@ def test_another_schema_is_refused(run: Path) -> None:
     pq.read_table(run / "cells.parquet").to_pandas().assign(schema=99).to_parquet(
         run / "cells.parquet"
     )
-    with pytest.raises(UserError, match="not written with schema 3"):
+    with pytest.raises(UserError, match="not written with schema 4"):
         load_frames(run)

@@ -208,6 +208,17 @@ def test_no_checkpoint_holds_weights_of_the_model(
         ("--policy lococo --keep-rate 1", "leaves none of --capacity 512 to merge into"),
         ("--policy lococo --mix 2", "--mix 2.0 is invalid; use a number from 0 to 1"),
         ("--policy lococo --length 512", "must be below --length 512, or nothing is ever cut"),
+        (
+            "--policy seerattn_r --capacity 5",
+            "--capacity does not apply to seerattn_r",
+        ),
+        (
+            "--policy seerattn_r --no-kl",
+            "--no-kl does not apply to seerattn_r; leave it out",
+        ),
+        ("--policy seerattn_r --length 100", "--length 100 holds no two blocks of 64 tokens"),
+        ("--policy seerattn_r --block 0", "--block 0 is too small; use 1 or more"),
+        ("--policy trimkv --block 16", "--block does not apply to trimkv"),
         ("--policy trimkv --data reference", "which .* does not know"),
         ("--policy trimkv --data nosuch.jsonl", "cannot read nosuch.jsonl"),
         ("--policy trimkv", "no recipe for trimkv gates .* name data, such as --data chats"),

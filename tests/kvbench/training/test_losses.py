@@ -119,6 +119,42 @@ def test_labels_are_the_largest_logit_from_later_answer_queries(block: int) -> N
                 assert float(labels[b, h, i]) == pytest.approx(expected, rel=1e-5)
 
 
+def _slow_shares(query: Tensor, key: Tensor, block: int, t: int) -> list[float]:
+    """Shares of the complete blocks before one query, `query` `[G, d]` and `key` `[T, d]`."""
+    weights = []
+    for q in query.double():
+        logits = [0.3 * float(q @ key[i].double()) for i in range(t + 1)]
+        top = sum(math.exp(x) for x in logits)
+        weights.append([math.exp(x) / top for x in logits])
+    largest = [
+        max(w[i] for w in weights for i in range(k * block, (k + 1) * block))
+        for k in range(t // block)
+    ]
+    return [x / sum(largest) for x in largest]
+
+
+@pytest.mark.parametrize("group", [1, 2, 4])
+@pytest.mark.parametrize(("block", "length"), [(1, 5), (3, 11), (4, 8)])
+def test_blocks_share_the_largest_attention(group: int, block: int, length: int) -> None:
+    query, key = _draw(2, group, length, 8), _draw(2, length, 8, seed=1)
+    share, earlier = losses.block_shares(query, key, block, 0.3)
+    logits = _draw(2, length, length // block, seed=2)
+    expected_sum = 0.0
+    for h in range(2):
+        for t in range(length):
+            expected = _slow_shares(query[h, :, t], key[h], block, t)
+            assert earlier[t].tolist() == [k < len(expected) for k in range(length // block)]
+            assert share[h, t, : len(expected)].tolist() == pytest.approx(expected, rel=1e-4)
+            assert not share[h, t, len(expected) :].any()
+            if expected:
+                own = [math.exp(float(x)) for x in logits[h, t, : len(expected)]]
+                expected_sum += sum(
+                    p * math.log(p / (x / sum(own))) for p, x in zip(expected, own, strict=True)
+                )
+    found = losses.divergence(logits, share, earlier)
+    assert float(found) == pytest.approx(expected_sum / 2, rel=1e-3)
+
+
 def test_regression_is_smooth_l1_and_the_square_between_neighbours() -> None:
     predicted, label = 2 * _draw(2, 3, 8), 2 * _draw(2, 3, 8, seed=1)
     label[..., 6:] = -math.inf

@@ -26,6 +26,7 @@ SETTINGS: dict[str, Any] = {
     "checkpointing": False,
     "hidden_dim": 16,
     "gate_dim": 8,
+    "block": 4,
 }
 
 
@@ -47,7 +48,7 @@ def _batch(rows: int = 1, length: int = 40) -> tuple[Tensor, Tensor]:
     return ids, supervised
 
 
-@pytest.mark.parametrize("policy", ["trimkv", "dbtrimkv", "locret"])
+@pytest.mark.parametrize("policy", ["trimkv", "dbtrimkv", "locret", "seerattn_r"])
 def test_only_gates_take_a_gradient(tiny_llama: nn.Module, policy: str) -> None:
     student = _student(tiny_llama, policy)
     before = {k: v.clone() for k, v in student.base.state_dict().items()}
@@ -99,7 +100,7 @@ def test_gated_attention_follows_the_equation(tiny_llama: nn.Module, gating: str
             )
 
 
-@pytest.mark.parametrize("policy", ["trimkv", "dbtrimkv", "locret"])
+@pytest.mark.parametrize("policy", ["trimkv", "dbtrimkv", "locret", "seerattn_r"])
 def test_left_padding_changes_nothing(tiny_llama: nn.Module, policy: str) -> None:
     student = _student(tiny_llama, policy, bias=2.0)
     ids, supervised = _batch()
@@ -121,6 +122,27 @@ def test_checkpointing_changes_no_gradient(tiny_llama: nn.Module) -> None:
         gradients.append([p.grad for p in student.gates.parameters()])
     for plain, again in zip(*gradients, strict=True):
         torch.testing.assert_close(plain, again)
+
+
+def test_gates_of_blocks_learn_where_attention_goes(tiny_llama: nn.Module) -> None:
+    student = _student(tiny_llama, "seerattn_r")
+    optimizer = torch.optim.AdamW(student.gates.parameters(), lr=0.02)
+    values = []
+    for _ in range(30):
+        loss = student(*_batch(2))["loss"]
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        values.append(float(loss.detach()))
+    assert values[-1] < 0.5 * values[0]
+
+
+def test_sequences_of_one_block_teach_nothing(tiny_llama: nn.Module) -> None:
+    student = _student(tiny_llama, "seerattn_r", block=64)
+    loss = student(*_batch())["loss"]
+    loss.backward()
+    assert float(loss) == 0.0
+    assert all(p.grad is not None and not p.grad.any() for p in student.gates.parameters())
 
 
 def test_terms_of_the_loss_can_be_left_out(tiny_llama: nn.Module) -> None:

@@ -1,0 +1,66 @@
+"""Quest: every query reads the pages whose keys can give it the largest logits.
+
+Tang, Zhao, Zhu, Xiao, Kasikci, Han: Quest: Query-Aware Sparsity for Efficient Long-Context LLM
+Inference, arXiv 2406.10774, section 3.2 and Algorithm 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvbench.parts import TopK, Uniform
+from kvbench.plugin import Blocks, ModelInfo, Policy, Reader
+from kvbench_policies.ranges import check_count
+
+
+@dataclass(frozen=True)
+class PageBound(Reader):
+    """`sum_c max(q_c low_c, q_c high_c)`, a bound on the products of a query with a page's keys.
+
+    `low` and `high` are the smallest and the largest values of every channel among the keys of a
+    page. The query heads of a KV head read the same pages: the largest of their bounds counts. The
+    paper has one query head per KV head, and reads everything in the first two layers; here the
+    budget holds in every layer.
+
+    Attributes:
+        page: Entries of a page.
+    """
+
+    name: ClassVar[str] = "quest"
+    page: int = 16
+
+    def __post_init__(self) -> None:
+        """Check the range."""
+        check_count("page", self.page, 1, "entries")
+
+    def block(self, model: ModelInfo) -> int:
+        """Entries of a page."""
+        return self.page
+
+    def summary(self, model: ModelInfo) -> int:
+        """The smallest and the largest value of every channel."""
+        return 2 * model.head_dim
+
+    def rate(self, v: Blocks) -> Tensor:
+        """Rate the pages, float32 `[H, n, K]`."""
+        low, high = (x.float().transpose(-1, -2)[:, None] for x in (v.key.amin(2), v.key.amax(2)))
+        query = v.query.float()
+        bound = query.clamp(min=0) @ high + query.clamp(max=0) @ low
+        return bound.amax(1)
+
+
+QUEST = Policy(
+    name="quest",
+    score=None,
+    allocate=Uniform(),
+    select=TopK(),
+    read=PageBound(),
+    summary="holds everything; each query reads the pages whose keys can match it best",
+    paper="arXiv 2406.10774, section 3.2 and Algorithm 1",
+    moments=("question",),
+    cost="no cut; for every query O(H_q T d / page), memory O(H T d / page); kvbench computes the "
+    "bounds anew for every query, in O(H T d)",
+)

@@ -1,0 +1,88 @@
+"""SeerAttention-R: learned gates choose the blocks that every query reads.
+
+Gao, Guo, Cao and others: SeerAttention-R: Sparse Attention Adaptation for Long Reasoning, arXiv
+2506.08889, sections 2.2 and 3. The paper reads 4096 entries in blocks of 64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from kvbench.parts import TopK, Uniform
+from kvbench.plugin import Blocks, ModelInfo, Policy, Reader
+from kvbench_policies.gates.block_gates import BlockGates
+from kvbench_policies.gates.config import Kind
+from kvbench_policies.gates.files import fingerprint
+from kvbench_policies.gates.loaded import loaded, random_gates
+
+
+@dataclass(frozen=True)
+class BlockGate(Reader):
+    """`q k / sqrt(d_gate)`: a linear map of the group's queries, and one of a block's pooled keys.
+
+    Both see queries and keys before RoPE, and RoPE turns what they return: a query by its own
+    position, a block by that of its first entry. Keys are pooled by maximum, minimum and mean. The
+    gates learned how large the largest attention weight of every block is. Their block size is part
+    of them.
+
+    The gates are those that `gates` names, otherwise those that ship with kvbench for the model,
+    otherwise the user's own, where `kvbench train gates` writes them.
+
+    Attributes:
+        gates: Folder, shipped name or hub id of gates, which are used as they are, or none.
+    """
+
+    name: ClassVar[str] = "seerattn_r"
+    kind: ClassVar[Kind] = "seerattn_r"
+    gates: str | None = None
+
+    def block(self, model: ModelInfo) -> int:
+        """Entries of a block."""
+        return self._held(model).block
+
+    def summary(self, model: ModelInfo) -> int:
+        """What the linear map makes of the pooled keys."""
+        return self._held(model).config.gate_dim
+
+    def rate(self, v: Blocks) -> Tensor:
+        """Rate the blocks, float32 `[H, n, K]`."""
+        return self._held(v.model, v.key.device, anew=v.layer == 0).rate(v)
+
+    def _held(
+        self, model: ModelInfo, device: torch.device | None = None, *, anew: bool = False
+    ) -> BlockGates:
+        where = torch.device("cpu") if device is None else device
+        gates = loaded(self.kind, self.gates, model, where, anew=anew)
+        assert isinstance(gates, BlockGates)
+        return gates
+
+    def fingerprint(self, model: str) -> str:
+        """Digest of the gates' files; it joins the hash of a cell.
+
+        Raises:
+            UserError: There are none.
+        """
+        return fingerprint(model, self.kind, self.gates)
+
+    def stand_in(self, model: ModelInfo, folder: Path) -> Self:
+        """Give a copy that reads random gates that fit a model (see `kvbench.plugin.Part`)."""
+        return self.replace(gates=str(random_gates(self.kind, model, folder)))
+
+
+SEERATTN_R = Policy(
+    name="seerattn_r",
+    score=None,
+    allocate=Uniform(),
+    select=TopK(),
+    read=BlockGate(),
+    summary="holds everything; a learned gate chooses the blocks that each query reads",
+    paper="arXiv 2506.08889, sections 2.2 and 3",
+    moments=("question",),
+    cost="no cut; for every query O(H_q d d_gate + H T d_gate / block), memory O(H T d_gate / "
+    "block); kvbench pools the keys anew for every query, in O(H T d)",
+)
