@@ -18,26 +18,40 @@ from kvbench.runs.runner import execute
 from tests.kvbench.runs.small import small_grid, stored
 
 
+class Listening(Silent):
+    """Keeps the messages of a run."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def message(self, text: str) -> None:
+        self.said.append(text)
+
+
+def test_a_run_on_ray_is_that_of_one_process(tmp_path: Path, undisturbed: Any) -> None:
+    pytest.importorskip("ray", reason="ray is not installed: pip install 'kvbench[ray]'")
+    listening = Listening()
+    execute(small_grid(tmp_path / "run", executor="ray", workers=1), listening)
+    assert any("Ray on this machine: 1 worker" in text for text in listening.said)
+    assert stored(tmp_path / "run") == stored(undisturbed.path)
+
+
+@pytest.mark.faults
 def test_a_killed_worker_changes_no_byte(tmp_path: Path, undisturbed: Any) -> None:
     pytest.importorskip("ray", reason="ray is not installed: pip install 'kvbench[ray]'")
 
-    class Killer(Silent):
+    class Killer(Listening):
         killed = 0
-        said: list[str] = []  # noqa: RUF012 - one instance
 
         def advance(self, n: int = 1) -> None:
             if not self.killed:
-                self.killed = workers_of(os.getpid())[0]
+                (self.killed,) = workers_of(os.getpid())
                 os.kill(self.killed, signal.SIGKILL)
-
-        def message(self, text: str) -> None:
-            self.said.append(text)
 
     # The only worker: at its first response there is a task left to do, so its loss is always seen.
     killer = Killer()
     execute(small_grid(tmp_path / "run", executor="ray", workers=1), killer)
     assert killer.killed and any("a Ray worker was lost" in text for text in killer.said)
-    assert any("Ray on this machine: 1 worker" in text for text in killer.said)
     assert stored(tmp_path / "run") == stored(undisturbed.path)
     lines = (tmp_path / "run" / "responses.jsonl").read_bytes().splitlines()
     assert len(lines) == len(stored(undisturbed.path))
