@@ -1,4 +1,4 @@
-"""Write the tables of results/smollm2 into the pages: `python docs/make_smollm2.py`.
+"""Write the tables of results/smollm2 and results/leaderboard into the pages: `python docs/make_smollm2.py`.
 
 With `--check` the pages are only compared with the results.
 """
@@ -13,11 +13,13 @@ from typing import Any
 import pandas as pd
 
 import kvbench
+from kvbench.published.figures import paper
 from kvbench.report.against import differences
 from kvbench.report.overall import group_means
 
 ROOT = Path(__file__).parents[1]
 RUN = ROOT / "results" / "smollm2"
+LEADERBOARD = ROOT / "results" / "leaderboard"
 BUDGETS = ("0.1", "0.2", "0.3", "0.5")
 MOMENTS = {"context": "before the question", "question": "after it"}
 PAIRS = (
@@ -36,10 +38,10 @@ SHOWN = (
     *("critical_headkv", "headkv", "dbtrimkv", "trimkv", "locret", "layer_defensivekv"),
     *("defensivekv", "keydiff", "tova", "snapkv", "critical_snapkv", "adakv", "criticalkv"),
     *("h2o", "d2o", "streaming_llm", "random"),
-    *("kvzip", "compactor", "chunkkv", "lagkv", "expected_attention"),
+    *("kvzip", "kvzap", "kvzap:window=16", "compactor", "chunkkv", "lagkv", "expected_attention"),
 )
 """The policies of the README; docs/smollm2.md has all of them."""
-LEARNED = ("trimkv", "dbtrimkv", "locret")
+LEARNED = ("trimkv", "dbtrimkv", "locret", "kvzap:window=16")
 HEURISTIC = "keydiff"
 """The learned gates are compared with it."""
 
@@ -120,6 +122,23 @@ def sizes(cells: pd.DataFrame) -> str:
     )
 
 
+def leaderboard() -> Iterator[str]:
+    """Means of our run beside those of kvpress' leaderboard, best ones there first."""
+    means = {
+        (r.policy, r.budget): r.score for r in group_means(*kvbench.load(LEADERBOARD)).itertuples()
+    }
+    printed: dict[tuple[str, str], dict[str, str]] = {}
+    for f in paper("kvpress").table("1").figures:
+        if f.policy != "full":
+            printed.setdefault((f.method, f.policy), {})[f.kept] = f.value
+    budgets = sorted({budget for _, budget in means} - {"full"}, key=float)
+    yield f"| press | policy | {' | '.join(budgets)} |"
+    yield f"| --- | --- |{' --: |' * len(budgets)}"
+    for (method, policy), theirs in printed.items():
+        cells = [f"{100 * means[policy, b]:.0f} / {theirs.get(b, '–')}" for b in budgets]
+        yield f"| {method} | `{policy}` | {' | '.join(cells)} |"
+
+
 def blocks() -> dict[str, str]:
     """Every generated block by its name."""
     cells, samples = kvbench.load(RUN)
@@ -132,6 +151,7 @@ def blocks() -> dict[str, str]:
         "context": precise(means, "context"),
         "question": precise(means, "question"),
         "pairs": pairs(cells, samples),
+        "leaderboard": leaderboard(),
     }
     return {name: "\n".join(lines) for name, lines in made.items()}
 
