@@ -1,6 +1,7 @@
-"""Write the tables of results/smollm2 and results/leaderboard into the pages: `python docs/make_smollm2.py`.
+"""Write the tables of SmolLM2 into the pages: `python docs/make_smollm2.py`.
 
-With `--check` the pages are only compared with the results.
+They come from results/smollm2 and results/leaderboard. With `--check` the pages are only compared
+with the results.
 """
 
 from __future__ import annotations
