@@ -174,7 +174,8 @@ class Segments:
     @classmethod
     def of(cls, length: int, n: int) -> Segments:
         """16 sequences with `n` new tokens each, in bfloat16."""
-        from kvbench.engine.layer import RaggedLayer, starts
+        from kvbench.engine.layer import RaggedLayer
+        from kvbench.engine.segments import starts
 
         batch, heads = (16, 8) if length > AGREE_AT else (2, 2)
         layer = RaggedLayer()

@@ -237,7 +237,7 @@ class Batch:
         pixels: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
         """Append tokens; return the logits after the last columns, `[rows, last, vocabulary]`."""
-        # If rows are cut as they grow, or read one by one, a repeated row waits: it is for nothing.
+        # If rows are cut as they grow, or read one by one, a repeated row gets no token.
         alone = self.cache.upkeep is not None or bool(self.cache.readings)
         spare = () if alone else tokens[-1]
         own = [*tokens, *[spare] * (self.slots - self.rows)]

@@ -19,6 +19,7 @@ from kvbench.engine.driver import engine
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.models import model_info
 from kvbench.engine.prefix import Prefix
+from kvbench.errors import UserError
 from kvbench.progress import Reporter
 from kvbench.view.rope import angles, turn_back
 
@@ -98,8 +99,7 @@ def query_moments(
         less one), float32 `[L, H_q, d, d]`; and the number of queries of a head.
 
     Raises:
-        UserError: The model has no rotary embedding.
-        ValueError: There are fewer than two queries.
+        UserError: The model has no rotary embedding, or there are fewer than two queries.
     """
     info = model_info(model)
     sums: list[Tensor | None] = [None] * info.layers
@@ -114,14 +114,17 @@ def query_moments(
             before = held[step.index]
             held[step.index] = new if before is None else before + new
 
+    count = sum(max(0, len(ids) - FIRST) for ids in prompts)
+    if count < 2:
+        raise UserError(
+            f"mean and covariance need two queries behind the first {FIRST} tokens of a prompt; "
+            "use longer prompts"
+        )
     with engine(model, keep):
         for ids in prompts:
             prefix = Prefix(model, ())
             prefix.extend(torch.tensor([ids], device=prefix.device))
             reporter.advance()
-    count = sum(max(0, len(ids) - FIRST) for ids in prompts)
-    if count < 2:
-        raise ValueError("mean and covariance need two queries")
     mean = torch.stack([total for total in sums if total is not None]) / count
     product = torch.stack([total for total in products if total is not None])
     covariance = (product - count * mean[..., :, None] * mean[..., None, :]) / (count - 1)

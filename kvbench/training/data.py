@@ -117,13 +117,21 @@ class Sequences(Dataset[Item]):
         return self._different(group * TOGETHER + place)
 
     def held_out(self, count: int) -> list[Item]:
-        """Up to `count` sequences that come after those of the training, if there are any."""
+        """Up to `count` sequences that come after those of the training, if there are any.
+
+        The next row of a file replaces one that does not fit, so a later sequence can be one of the
+        training; such sequences are left out.
+        """
         first = different(self.count, self.passes)
-        return [
+        later = [
             self._different(i)
             for i in range(first, first + count)
             if i // len(self.streams) < (self.streams[i % len(self.streams)].size or i + 1)
         ]
+        if not any(stream.size for stream in self.streams):  # made up, each of its own
+            return later
+        known = {tuple(self._different(i)["input_ids"]) for i in range(first)}
+        return [item for item in later if tuple(item["input_ids"]) not in known]
 
     def _different(self, number: int) -> Item:
         return self.streams[number % len(self.streams)].get(number // len(self.streams))

@@ -158,10 +158,13 @@ def _check_compression(settings: Mapping[str, Any]) -> None:
             f"--keep-rate {settings['keep_rate']} leaves none of --capacity "
             f"{settings['capacity']} to merge into; use a smaller --keep-rate"
         )
-    if max(settings["capacity"], settings["chunk"]) >= settings["length"]:
+    # A layer is cut before a chunk; the last token of a sequence is only a target.
+    longest = (settings["length"] - 2) // settings["chunk"] * settings["chunk"]
+    if settings["capacity"] >= longest:
         raise UserError(
-            f"--capacity {settings['capacity']} and --chunk {settings['chunk']} must be below "
-            f"--length {settings['length']}, or nothing is ever cut; use smaller ones"
+            f"at most {longest} tokens of --length {settings['length']} precede a --chunk of "
+            f"{settings['chunk']}, which must be more than --capacity {settings['capacity']}, or "
+            "nothing is ever cut; use smaller ones"
         )
 
 

@@ -229,8 +229,9 @@ class ExpectedAttention(Score):
         shape = (v.model.layers, v.model.query_heads, v.model.head_dim)
         shapes = {"query_mean": shape, "query_cov": (*shape, shape[-1])}
         found = STATISTICS.load(v.model.name, self._named, shapes)
-        joined = torch.cat([found["query_mean"][:, :, None], found["query_cov"]], 2)
-        return joined[v.layer].to(v.key.device).expand(len(v.length), -1, -1, -1)
+        mean, covariance = found["query_mean"][v.layer], found["query_cov"][v.layer]
+        joined = torch.cat([mean[:, None], covariance], 1)
+        return joined.to(v.key.device).expand(len(v.length), -1, -1, -1)
 
     def _length(self, v: View) -> Tensor:
         """Lengths of the values, float32 `[B, H, n]`."""

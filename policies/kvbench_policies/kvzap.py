@@ -3,7 +3,7 @@
 Jégou, Jeblick: KVzap: Fast, Adaptive, and Faithful KV Cache Pruning, arXiv 2601.07891, section 3.
 The paper keeps what exceeds a threshold that is the same for all layers and heads. How much that
 is depends on the text. Here the budget is given, and the best entries of the whole cache are kept:
-what a threshold keeps that lets just as many entries pass.
+exactly what a threshold would keep if it let the same number of entries pass.
 """
 
 from __future__ import annotations

@@ -59,6 +59,8 @@ class BlockGates(nn.Module):
         Raises:
             UserError: RoPE turns channels that `gate_dim` does not divide.
         """
+        if v.key.shape[2] != self.block:
+            raise UserError(f"blocks have {v.key.shape[2]} tokens, but the gates {self.block}")
         layer = self.layers[v.layer]
         with torch.autocast(v.query.device.type, enabled=False):
             cos, sin = angles(v.model, v.layer, v.query_position)

@@ -189,7 +189,7 @@ def test_moments_are_those_of_queries_before_rope() -> None:
         np.testing.assert_allclose(covariance[0, head], expected, atol=1e-3)
     assert mean.shape == (4, 4, 32)
     assert covariance.shape == (4, 4, 32, 32)
-    with pytest.raises(ValueError, match="two queries"):
+    with pytest.raises(UserError, match="need two queries"):
         query_moments(model, [[1, 2, 3, 4, 5]], Silent())
 
 

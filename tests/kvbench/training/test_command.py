@@ -207,7 +207,7 @@ def test_no_checkpoint_holds_weights_of_the_model(
         ("--policy lococo --kernel-size 4", "--kernel-size 4 is even; use an odd number"),
         ("--policy lococo --keep-rate 1", "leaves none of --capacity 512 to merge into"),
         ("--policy lococo --mix 2", "--mix 2.0 is invalid; use a number from 0 to 1"),
-        ("--policy lococo --length 512", "must be below --length 512, or nothing is ever cut"),
+        ("--policy lococo --length 512", "must be more than --capacity 512, or nothing"),
         (
             "--policy seerattn_r --capacity 5",
             "--capacity does not apply to seerattn_r",

@@ -13,7 +13,8 @@ import kvbench
 from kvbench.engine import attend as module
 from kvbench.engine.attend import attend
 from kvbench.engine.kernels.ragged_attention import ref
-from kvbench.engine.layer import RaggedLayer, starts
+from kvbench.engine.layer import RaggedLayer
+from kvbench.engine.segments import starts
 from tests.kernels import DEVICES, INTERPRETED, scaled
 from tests.kvbench.engine.conftest import batch, build
 
