@@ -52,7 +52,7 @@ regression: $(VENV)/.smollm2
 	done
 
 test: $(VENV)/.installed
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV)/bin/pytest -n auto --dist loadfile
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV)/bin/pytest -n auto --dist loadfile --no-loadscope-reorder
 
 # Runs that are harmed, on Ray as well, and 200 random kills: half an hour.
 faults: $(VENV)/.installed

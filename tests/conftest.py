@@ -41,6 +41,14 @@ CHAT_TEMPLATE = (
 )
 
 
+LONGEST = ("test_interpreter.py", "test_offline.py", "test_smollm2.py", "test_ray.py")
+"""Files with a test of half a minute: the others fill the workers beside them."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
 @pytest.fixture(scope="session")
 def bpe_tokenizer() -> PreTrainedTokenizerFast:
     """A byte-level BPE of 2000 ids, which puts BOS first, with a ChatML-like template."""

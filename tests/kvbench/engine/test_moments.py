@@ -17,7 +17,7 @@ from kvbench.spelling import policy
 from .conftest import batch, build, step
 
 SPECS = [
-    *(name for name in registry.names(registry.POLICIES) if name != "full"),
+    *(name for name in registry.names(registry.POLICIES) if kvbench.policy(name).evicts),
     "h2o:merge=ema",
     "snapkv:window=4:merge=value:allocate=pyramid",
     "keydiff:allocate=inverse_variance:scale=raw",
