@@ -1,6 +1,6 @@
 """Write the tables of SmolLM2 into the pages: `python docs/make_smollm2.py`.
 
-They come from results/smollm2 and results/leaderboard. With `--check` the pages are only compared
+They come from results/smollm2, smollm2-bytes and leaderboard. With `--check` the pages are only compared
 with the results.
 """
 
@@ -21,6 +21,7 @@ from kvbench.report.overall import group_means
 ROOT = Path(__file__).parents[1]
 RUN = ROOT / "results" / "smollm2"
 LEADERBOARD = ROOT / "results" / "leaderboard"
+BYTES = ROOT / "results" / "smollm2-bytes"
 BUDGETS = ("0.1", "0.2", "0.3", "0.5")
 MOMENTS = {"context": "before the question", "question": "after it"}
 PAIRS = (
@@ -140,6 +141,17 @@ def leaderboard() -> Iterator[str]:
         yield f"| {method} | `{policy}` | {' | '.join(cells)} |"
 
 
+def over_bytes() -> Iterator[str]:
+    """Means over the bytes that are held, the largest first."""
+    yield "| policy | budget | bytes | points |"
+    yield "| --- | --: | --: | --: |"
+    means = group_means(*kvbench.load(BYTES))
+    means["share"] = means["kv_bytes_live"] / means["kv_bytes_full"]
+    for r in means.sort_values("share", ascending=False).itertuples():
+        points = ranged(r.score, r.score_lo, r.score_hi)
+        yield f"| `{r.policy}` | {r.budget} | {100 * r.share:.1f}% | {points} |"
+
+
 def blocks() -> dict[str, str]:
     """Every generated block by its name."""
     cells, samples = kvbench.load(RUN)
@@ -153,6 +165,7 @@ def blocks() -> dict[str, str]:
         "question": precise(means, "question"),
         "pairs": pairs(cells, samples),
         "leaderboard": leaderboard(),
+        "bytes": over_bytes(),
     }
     return {name: "\n".join(lines) for name, lines in made.items()}
 
