@@ -1,7 +1,7 @@
 """Write the tables of SmolLM2 into the pages: `python docs/make_smollm2.py`.
 
-They come from results/smollm2, smollm2-bytes and leaderboard. With `--check` the pages are only compared
-with the results.
+They come from results/smollm2, results/smollm2-bytes and results/leaderboard. With `--check` the
+pages are only compared with the results.
 """
 
 from __future__ import annotations
