@@ -12,10 +12,10 @@ import traceback
 import typing
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Self
+from typing import Any
 
 import torch
 import transformers
@@ -26,7 +26,8 @@ from kvbench.budget import Budget
 from kvbench.engine.models import model_info
 from kvbench.engine.session import entries_read, kept
 from kvbench.errors import BudgetRefused, UserError
-from kvbench.plugin import Blocks, ModelInfo, Need, Part, Policy, Reader, Score, Scores, View
+from kvbench.plugin import Part, Policy
+from kvbench.probes import Failed, ReaderProbe, ScoreProbe
 from kvbench.spelling import KINDS, policy, spell
 
 _VOCABULARY = 96
@@ -48,91 +49,6 @@ class CheckResult:
     name: str
     ok: bool
     detail: str
-
-
-class _Failed(Exception):
-    """An invariant that does not hold."""
-
-
-@dataclass(frozen=True)
-class _Probe(Score):
-    """A score that watches another: are its values finite, do its inputs stay as they were?"""
-
-    inner: Score
-    found: list[str] = field(default_factory=list, compare=False)
-    shown: list[tuple[str, Tensor, Tensor]] = field(default_factory=list, compare=False)
-
-    def __post_init__(self) -> None:
-        # The engine reads these from the instance, which stands for its class here.
-        object.__setattr__(self, "extras", self.inner.extras)
-        object.__setattr__(self, "nonnegative", self.inner.nonnegative)
-
-    @property
-    def needs(self) -> frozenset[Need]:
-        return self.inner.needs
-
-    def stand_in(self, model: ModelInfo, folder: Path) -> Self:
-        return replace(self, inner=self.inner.stand_in(model, folder))
-
-    def score(self, v: View) -> Scores | Tensor:
-        self.settle()
-        inputs = {"key": v.key, "value": v.value, "col": v.col, "valid": v.valid}
-        inputs |= {"position": v.position, "length": v.length}
-        inputs |= {f"obs[{need}]": seen for need, seen in v.obs.items()}
-        self.shown[:] = [(name, x, x.clone()) for name, x in inputs.items()]
-        found = self.inner.score(v)
-        value = found.value if isinstance(found, Scores) else found
-        if not value.is_floating_point():
-            kind = str(value.dtype).removeprefix("torch.")
-            raise _Failed(
-                f"scores of layer {v.layer} are {kind}, not floating-point; convert them, for "
-                "example with .float()"
-            )
-        if value.shape != v.shape:
-            raise _Failed(f"scores have shape {list(value.shape)}, not [B, H, n] {list(v.shape)}")
-        bad = int((~value.isfinite() & v.valid).sum())
-        if bad:
-            self.found.append(
-                f"{bad} of {int(v.valid.sum())} scores of layer {v.layer} are not finite"
-            )
-            value = value.nan_to_num(0.0, 0.0, 0.0)
-        return replace(found, value=value) if isinstance(found, Scores) else value
-
-    def settle(self) -> None:
-        """Compare what the last view showed with what it was."""
-        self.found.extend(
-            f"{name} was changed in place" for name, x, was in self.shown if not torch.equal(x, was)
-        )
-        self.shown.clear()
-
-
-@dataclass(frozen=True)
-class _ReadProbe(Reader):
-    """A reader that watches another, as `_Probe` watches a score."""
-
-    inner: Reader
-    found: list[str] = field(default_factory=list, compare=False)
-
-    def stand_in(self, model: ModelInfo, folder: Path) -> Self:
-        return replace(self, inner=self.inner.stand_in(model, folder))
-
-    def block(self, model: ModelInfo) -> int:
-        return self.inner.block(model)
-
-    def rate(self, v: Blocks) -> Tensor:
-        self.inner.summary(v.model)
-        inputs = {"query": v.query, "key": v.key}
-        was = {name: x.clone() for name, x in inputs.items()}
-        rating = self.inner.rate(v)
-        changed = [name for name, x in inputs.items() if not x.equal(was[name])]
-        self.found.extend(f"{name} was changed in place" for name in changed)
-        if bad := int((~rating.isfinite()).sum()):
-            self.found.append(
-                f"{bad} of {rating.numel()} ratings of layer {v.layer} are not finite"
-            )
-        return rating.nan_to_num(0.0, 0.0, 0.0)
-
-    def settle(self) -> None: ...
 
 
 @functools.cache
@@ -209,7 +125,7 @@ def run_checks(spec: str) -> list[CheckResult]:
     for name, check in checks:
         try:
             results.append(CheckResult(name, True, check(p)))
-        except _Failed as failure:
+        except Failed as failure:
             results.append(CheckResult(name, False, str(failure)))
         except (Exception, SystemExit) as error:  # a plugin may raise anything
             results.append(CheckResult(name, False, _where(error)))
@@ -248,7 +164,7 @@ def _count(p: Policy, keep: Tensor, budget: str, lengths: list[int], what: str) 
         b = Budget.parse(budget).per_head(length) if p.has_budget else length
         expected, got = layers * heads * b, int(keep[:, row].sum())
         if got != expected:
-            raise _Failed(
+            raise Failed(
                 f"{what}, {length} tokens, budget {budget}: expected N = {layers} x {heads} x {b} "
                 f"= {expected} entries, got {got}"
             )
@@ -329,7 +245,7 @@ def _same(got: Tensor, expected: Tensor, what: str) -> None:
     if bool(wrong.any()):
         layer = int(wrong.flatten(1).any(1).nonzero()[0])
         token = int(wrong[layer].flatten(0, -2).any(0).nonzero()[0])
-        raise _Failed(
+        raise Failed(
             f"{what}: {int((got & wrong).sum())} entries are kept and "
             f"{int((expected & wrong).sum())} evicted otherwise than expected, first token {token} "
             f"in layer {layer}"
@@ -339,14 +255,20 @@ def _same(got: Tensor, expected: Tensor, what: str) -> None:
 def _clean(p: Policy) -> str:
     if not p.has_budget:
         return "nothing is scored"
-    probe: Any = _Probe(p.score) if p.score else _ReadProbe(p.read)  # type: ignore[arg-type]
-    watched = replace(p, base=None, **{"score" if p.score else "read": probe})
+    probe: Any
+    if p.score is not None:
+        probe = ScoreProbe(p.score)
+        watched = replace(p, base=None, score=probe)
+    else:
+        assert p.read is not None
+        probe = ReaderProbe(p.read)
+        watched = replace(p, base=None, read=probe)
     (ids, mask), budget = _padded(), _small(p)
     for name, model in _models().items():
         _keep(model, ids, watched, budget, mask)
         probe.settle()
         if probe.found:
-            raise _Failed(f"{name}: {probe.found[0]}")
+            raise Failed(f"{name}: {probe.found[0]}")
     return "in every layer, with padding"
 
 
@@ -371,7 +293,7 @@ def _in_bfloat16(model: nn.Module) -> nn.Module:
 
 def _parameters(p: Policy) -> str:
     if policy(str(p)) != p:
-        raise _Failed(f"{p} read again gives {policy(str(p))}")
+        raise Failed(f"{p} read again gives {policy(str(p))}")
     names = []
     for kind in KINDS:
         piece: Part | None = getattr(p, kind)
@@ -386,7 +308,7 @@ def _parameters(p: Policy) -> str:
 
 def _spelled_back(p: Policy, key: str, value: object, hint: object) -> None:
     if policy(p, **{key: spell(value)}) != p:
-        raise _Failed(
+        raise Failed(
             f"{key}={spell(value)}, its own default, is not read back as {value!r}; a parameter is "
             "an int, float, bool, str or a Literal"
         )
@@ -396,13 +318,13 @@ def _spelled_back(p: Policy, key: str, value: object, hint: object) -> None:
         except UserError:
             continue  # out of its range, and said in one line
         except Exception as error:
-            raise _Failed(
+            raise Failed(
                 f"{key}={spell(other)} raises {type(error).__name__}; raise UserError with one "
                 "line instead"
             ) from error
         again = policy(str(changed))
         if again != changed or str(again) == str(p):
-            raise _Failed(f"{key}={spell(other)} is spelled {changed}, which reads as {again}")
+            raise Failed(f"{key}={spell(other)} is spelled {changed}, which reads as {again}")
 
 
 def _others(value: object, hint: object) -> Iterator[object]:

@@ -26,7 +26,7 @@ PAGES = "registry named view plugin parts spelling artifacts benchmark"
 ROOMS = "data harness judge engine runs"
 ABOVE = (
     "report regression published layouts analysis bench recipes reference reference_vl "
-    "named_models profiles training checks cli"
+    "named_models profiles training probes checks cli"
 )
 LAYERS = [*GROUND.split(), *PAGES.split(), *ROOMS.split(), *ABOVE.split()]
 """Files and folders of `kvbench/`; each imports only from those before it."""

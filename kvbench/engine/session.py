@@ -262,6 +262,11 @@ def _attached(
         cache.close()
 
 
+def _check_ids(input_ids: Tensor) -> None:
+    if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.is_floating_point():
+        raise UserError("input_ids must be an integer tensor [batch, tokens]")
+
+
 @torch.no_grad()
 def kept(
     model: nn.Module,
@@ -289,8 +294,7 @@ def kept(
     Raises:
         ValueError: As `attach`.
     """
-    if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.is_floating_point():
-        raise UserError("input_ids must be an integer tensor [batch, tokens]")
+    _check_ids(input_ids)
     with attach(model, policy, budget, seed=seed) as cache:
         arguments: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
         decoder_of(model)(input_ids=input_ids, attention_mask=attention_mask, **arguments)
@@ -327,6 +331,7 @@ def entries_read(
     chosen = make_policy(policy)
     if chosen.read is None:
         raise UserError(f"{chosen} reads all that it holds; use kvbench.kept to see what that is")
+    _check_ids(input_ids)
     masks: dict[int, Tensor] = {}
 
     def watch(forward: Forward, layer: RaggedLayer, step: Step) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -67,7 +67,7 @@ class QuerySummary:
     noun: str
     option: str
     name: str
-    axes: Mapping[str, int]
+    axes: Mapping[str, int] = field(hash=False)
 
     @functools.cached_property
     def artifacts(self) -> Artifacts:
@@ -142,7 +142,7 @@ class QuerySummary:
         """
         folder = self.find(model, named)
         state = (folder / WEIGHTS).stat()
-        found = _read(self.name, folder, state.st_mtime_ns, state.st_size)
+        found = _read(self, folder, state.st_mtime_ns, state.st_size)
         for name, shape in shapes.items():
             if tuple(found[name].shape) != shape:
                 have, want = (
@@ -179,6 +179,5 @@ The names are those of kvpress, which computes them for ExpectedAttention (arXiv
 
 
 @functools.lru_cache(maxsize=16)
-def _read(name: str, folder: Path, changed: int, size: int) -> Tensors:
-    (sort,) = (each for each in (FILTERS, STATISTICS) if each.name == name)
+def _read(sort: QuerySummary, folder: Path, changed: int, size: int) -> Tensors:
     return sort.read(folder)[0]
