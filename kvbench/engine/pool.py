@@ -1,7 +1,7 @@
 """Continuous batching: a row that has ended makes room for the next response.
 
-The pool decodes one ragged batch. Its number of rows is constant, so that the shapes of all matrix
-products, and with them the bits of a response on a CPU, do not depend on what else is decoded.
+The pool decodes one ragged batch. The caller says which numbers of rows it may have: on a CPU those
+in which a row has the same bits, so that a response does not depend on what else is decoded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvbench.engine.clock import now
 from kvbench.engine.decode import Row
 from kvbench.engine.draw import choose
 from kvbench.engine.driver import forward
-from kvbench.engine.refill import absorb, among, place, vacancies, vacant, vacate
+from kvbench.engine.refill import absorb, among, extended, picked, place, vacancies, vacant, vacate
 
 _Owner = TypeVar("_Owner")
 
@@ -44,13 +44,19 @@ class Pooled(Generic[_Owner]):
     seconds: float = 0.0
 
 
+def least(counts: Sequence[int], wanted: int) -> int:
+    """The smallest of some ascending numbers of rows that is enough."""
+    return next(n for n in counts if n >= wanted)
+
+
 class Pool(Generic[_Owner]):
     """Decodes responses on caches that are not cut any more and have no sliding windows.
 
     Args:
         model: The model, inside `engine`.
-        slots: Rows of the batch.
-        intake: Rows of a forward that feeds questions.
+        counts: Numbers of rows that the batch may have, ascending.
+        asking: Numbers of rows that a forward that feeds questions may have, ascending. So many
+            responses as the last one says enter the batch together.
         width: Columns of a forward that feeds questions: the length of the longest.
         room: Whether this many responses, which hold these caches, may be decoded together.
     """
@@ -58,13 +64,13 @@ class Pool(Generic[_Owner]):
     def __init__(
         self,
         model: nn.Module,
-        slots: int,
-        intake: int,
+        counts: Sequence[int],
+        asking: Sequence[int],
         width: int,
         room: Callable[[int, list[RaggedCache]], bool],
     ) -> None:
         self.model = model
-        self.slots, self.intake, self.width = slots, intake, width
+        self.counts, self.asking, self.width = counts, asking, width
         self.room = room
         self.device = next(model.parameters()).device
         self.waiting: list[Pooled[_Owner]] = []
@@ -74,7 +80,7 @@ class Pool(Generic[_Owner]):
     def add(self, item: Pooled[_Owner]) -> Iterator[Pooled[_Owner]]:
         """Queue a response; yield those that end before the pool can take the next one."""
         self.waiting.append(item)
-        if len(self.waiting) == self.intake or not self._allows(len(self.waiting) + 1):
+        if len(self.waiting) == self.asking[-1] or not self._allows(len(self.waiting) + 1):
             yield from self._admit()
 
     def drain(self) -> Iterator[Pooled[_Owner]]:
@@ -82,6 +88,7 @@ class Pool(Generic[_Owner]):
         if self.waiting:
             yield from self._admit()
         while self.active:
+            self._shrink()
             yield from self._step()
 
     def _admit(self) -> Iterator[Pooled[_Owner]]:
@@ -89,10 +96,13 @@ class Pool(Generic[_Owner]):
         while self.active and not self._allows(len(self.active) + len(self.waiting)):
             yield from self._step()
         items, self.waiting = self.waiting, []
-        free = [slot for slot in range(self.slots) if slot not in self.active]
         caches = [item.cache for item in items if item.cache is not None]
+        rows = least(self.counts, len(self.active) + len(items))
         if self.cache is None:
-            self.cache = vacant(caches[0], self.slots)
+            self.cache = vacant(caches[0], rows)
+        elif self.cache.batch < rows:
+            self.cache = extended(self.cache, rows)
+        free = [slot for slot in range(self.cache.batch) if slot not in self.active]
         slots = vacancies(self.cache, free, caches)
         place(self.cache, slots, caches)
         for slot, item in zip(slots, items, strict=True):
@@ -106,18 +116,28 @@ class Pool(Generic[_Owner]):
     def _allows(self, rows: int) -> bool:
         held = [item.cache for item in self.waiting if item.cache is not None]
         held += [] if self.cache is None else [self.cache]
-        return rows <= self.slots and self.room(rows, held)
+        return rows <= self.counts[-1] and self.room(rows, held)
+
+    def _shrink(self) -> None:
+        """Leave out vacant rows: nothing will take them."""
+        assert self.cache is not None
+        rows = least(self.counts, len(self.active))
+        if rows < self.cache.batch:
+            slots = sorted(self.active)
+            self.cache = extended(picked(self.cache, slots), rows)
+            self.active = {slots.index(slot): item for slot, item in self.active.items()}
 
     def _ask(self, slots: Sequence[int]) -> None:
-        """Feed the questions in one forward; on a CPU its shape is always the same."""
+        """Feed the questions in one forward; on a CPU their width is always the same."""
         if not slots:
             return
         assert self.cache is not None
         began = now(self.device)
         rows, width = [*slots], self.width
         if self.device.type == "cpu":  # rows that hold least wait beside them
-            others = sorted(set(range(self.slots)) - set(slots), key=lambda s: s in self.active)
-            rows += others[: max(0, self.intake - len(rows))]
+            others = set(range(self.cache.batch)) - set(slots)
+            spare = least(self.asking, len(rows)) - len(rows)
+            rows += sorted(others, key=lambda s: s in self.active)[:spare]
         else:  # a GPU promises no bits
             width = max(len(self.active[slot].question) for slot in slots)
         asked = [self.active[slot].question for slot in slots]
@@ -150,11 +170,11 @@ class Pool(Generic[_Owner]):
         assert self.cache is not None
         began = now(self.device)
         slots = list(self.active)  # in the order in which they were queued
-        ids = torch.zeros(self.slots, 1, dtype=torch.long)
-        alive = torch.zeros(self.slots, 1, dtype=torch.bool)
+        ids = torch.zeros(self.cache.batch, 1, dtype=torch.long)
+        alive = torch.zeros(self.cache.batch, 1, dtype=torch.bool)
         for slot in slots:
             ids[slot], alive[slot] = self.active[slot].row.tokens[-1], True
-        mask = None if len(slots) == self.slots else alive.to(self.device)
+        mask = None if len(slots) == self.cache.batch else alive.to(self.device)
         logits = forward(self.model, self.cache, ids.to(self.device), mask)
         seconds = (now(self.device) - began) / len(slots)
         for item in self.active.values():

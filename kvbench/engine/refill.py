@@ -28,6 +28,24 @@ def vacant(like: RaggedCache, rows: int) -> RaggedCache:
     return out
 
 
+def extended(cache: RaggedCache, rows: int) -> RaggedCache:
+    """The same packed cache with vacant rows behind its own, which own no memory."""
+    assert cache.valid is not None and cache.shift is not None
+    more = rows - cache.batch
+    out = _derived(cache, lambda layer: _extended(layer, more))
+    out.valid, out.shift = pad(cache.valid, (0, 0, 0, more)), pad(cache.shift, (0, more))
+    out.padded = out.padded or more > 0
+    return out
+
+
+def picked(cache: RaggedCache, rows: Sequence[int]) -> RaggedCache:
+    """Some sequences of a packed cache, in ascending order; what the others own is freed."""
+    assert cache.valid is not None and cache.shift is not None
+    out = _derived(cache, lambda layer: _picked(layer, rows))
+    out.valid, out.shift = cache.valid[list(rows)], cache.shift[list(rows)]
+    return out
+
+
 def among(cache: RaggedCache, rows: Sequence[int], new: Sequence[int]) -> RaggedCache:
     """Some sequences of a packed cache, which share its memory, to feed tokens to them alone.
 
@@ -150,6 +168,34 @@ def _vacant(layer: RaggedLayer, rows: int) -> RaggedLayer:
     out.key, out.value, out.col = layer.key[:0], layer.value[:0], layer.col[:0]
     out.start, out.length, out.room = ([0] * (rows * layer.heads) for _ in range(3))
     out.forget_bounds()
+    return out
+
+
+def _extended(layer: RaggedLayer, more: int) -> RaggedLayer:
+    out = copy.copy(layer)
+    empty = [0] * (more * layer.heads)
+    out.batch = layer.batch + more
+    out.start = [*layer.start, *[len(layer.col)] * len(empty)]
+    out.length, out.room = [*layer.length, *empty], [*layer.room, *empty]
+    out.forget_bounds()
+    return out
+
+
+def _picked(layer: RaggedLayer, rows: Sequence[int]) -> RaggedLayer:
+    first, owned = layer.start[:: layer.heads], _owned(layer)
+    begin = starts([owned[row] for row in rows])
+    out = layer.among(rows)
+    out.start = [
+        s - first[rows[i // layer.heads]] + begin[i // layer.heads] for i, s in enumerate(out.start)
+    ]
+
+    def moved(x: Tensor) -> Tensor:
+        with torch.inference_mode(False):  # later forwards write to it in any mode
+            out = x.new_empty(sum(owned[row] for row in rows), *x.shape[1:])
+        return torch.cat([x[first[row] : first[row] + owned[row]] for row in rows], out=out)
+
+    assert layer.key is not None and layer.value is not None
+    out.key, out.value, out.col = moved(layer.key), moved(layer.value), moved(layer.col)
     return out
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from itertools import count, takewhile
 from pathlib import Path
 
 import torch
@@ -11,10 +12,15 @@ from torch import nn
 
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.models import devices_of, model_info
+from kvbench.engine.pool import least
+from kvbench.engine.steady import LEAST, Steady
 from kvbench.engine.threads import available_cores
 
-MOST = 32
+MOST = 64
 """Rows of a batch where memory allows them."""
+
+_FIXED = 32
+"""Rows on a CPU where a batch must always have equally many."""
 
 _SPARE = 3
 """Whole caches that are held beside the batch: the prefilled context, and copies of its parts."""
@@ -34,8 +40,10 @@ _CGROUP_LIMITS = (
 class Batching:
     """Plans the batches of one model.
 
-    On a CPU every batch of a task has the same number of rows, whatever is in them: the shapes of
-    all matrix products, and so the bits of a response, must not depend on what else is decoded.
+    A batch has as many rows as a step of a ladder, 8, 16, 32 and so on, which grows with what it
+    holds. On a CPU the bits of a response must not depend on what else is decoded: where matrix
+    products of these sizes do not agree (`Steady`), every batch of a task has the same number of
+    rows, whatever is in them.
 
     Args:
         model: The model on its devices.
@@ -53,7 +61,9 @@ class Batching:
         entry = 2 * info.head_dim * weight.element_size() + 4  # its column
         self._token_bytes = info.layers * info.kv_heads * entry
         self._most = MOST if self.cpu or batch_size == "auto" else int(batch_size)
-        self.rows = self._most
+        self._steady = Steady(model) if self.cpu else None
+        self.counts: tuple[int, ...] = (self._most,)
+        self.asking: tuple[int, ...] = self.counts
 
     def _available(self) -> int:
         """Bytes that caches may take by default."""
@@ -65,33 +75,46 @@ class Batching:
             memory = min(memory, int(text)) if text.isdecimal() else memory
         return int(_CPU_SHARE * memory * min(1, torch.get_num_threads() / available_cores()))
 
-    def fit(self, tokens: int) -> None:
-        """Plan the batches of a task whose longest prompt and answer have so many tokens.
+    def fit(self, tokens: int, widths: Iterable[int]) -> None:
+        """Plan the batches of a task.
 
         Half as many caches as the batch has rows wait to enter it.
+
+        Args:
+            tokens: Tokens of its longest prompt and answer.
+            widths: Numbers of tokens that a row is fed at once, other than 1.
         """
         whole = max(1, tokens) * self._token_bytes
-        rows = int((self._memory / whole - _SPARE) / 1.5)
-        self.rows = max(1, min(rows, self._most))
+        rows = max(1, min(int((self._memory / whole - _SPARE) / 1.5), self._most))
+        self.counts = _ladder(rows)
+        self.asking = _ladder(max(1, rows // 2))
+        if self._steady is None:
+            return
+        steady = self._steady
+        fed = {n * width for n in {*self.counts, *self.asking} for width in widths if width}
+        if not (all(steady.at(n, head=True) for n in self.counts) and all(map(steady.at, fed))):
+            rows = min(rows, _FIXED)
+            self.counts, self.asking = (rows,), (max(1, rows // 2),)
+
+    @property
+    def rows(self) -> int:
+        """The most rows of a batch."""
+        return self.counts[-1]
 
     def halve(self) -> bool:
         """Plan half as many rows from here on, after memory ran out; False if there is only one."""
         if self.rows == 1:
             return False
-        self._most = self.rows = self.rows // 2
+        self._most = self.rows // 2
+        self.counts, self.asking = (self._most,), (max(1, self._most // 2),)
         for gpu in self._gpus:
             with torch.cuda.device(gpu):
                 torch.cuda.empty_cache()
         return True
 
-    @property
-    def intake(self) -> int:
-        """Responses that enter a batch together."""
-        return max(1, self.rows // 2)
-
     def slots(self, rows: int) -> int:
         """Rows of a batch in which `rows` responses are decoded."""
-        return self.rows if self.cpu else rows
+        return least(self.counts, rows) if self.cpu else rows
 
     def has_room(self, rows: int, waiting: Iterable[RaggedCache]) -> bool:
         """Whether a batch of `rows` can grow, given all caches that wait to be decoded."""
@@ -105,3 +128,9 @@ class Batching:
         # Layers, and so their caches, can be spread over several GPUs.
         free = len(self._gpus) * min(torch.cuda.mem_get_info(gpu)[0] for gpu in self._gpus)
         return 2 * taken <= min(free, self._memory) - taken
+
+
+def _ladder(rows: int) -> tuple[int, ...]:
+    """Numbers of rows that a batch of at most `rows` may have, ascending."""
+    steps = takewhile(lambda n: n < rows, (LEAST << i for i in count()))
+    return (*steps, rows)

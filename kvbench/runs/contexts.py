@@ -13,7 +13,7 @@ from torch import Tensor
 from kvbench.benchmark import Medium
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.clock import now
-from kvbench.engine.decode import Batch
+from kvbench.engine.decode import BLOCK, Batch
 from kvbench.engine.driver import forward
 from kvbench.engine.evict import restore
 from kvbench.engine.pool import Pooled
@@ -71,7 +71,11 @@ class _Contexts:
         # bits of a response must not depend on what was resumed.
         self.reserve = max(len(p.question_ids) + p.limit for p in prompts)
         self.width = max(len(p.question_ids) for p in prompts)
-        worker.batching.fit(max(len(p.context_ids) for p in prompts) + self.reserve)
+        given = any(p.given_ids for p in prompts)
+        worker.batching.fit(
+            max(len(p.context_ids) for p in prompts) + self.reserve,
+            [self.width, *([BLOCK] if given else [])],
+        )
         self.pool = worker.pool(self.width)
 
     def answer(self, cells: Sequence[Cell]) -> None:

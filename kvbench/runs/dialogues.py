@@ -52,9 +52,9 @@ def answer_dialogues(worker: Worker, prompts: Sequence[Prompt], cells: Sequence[
         cells: Cells at moment `turns`.
     """
     done = worker.store.keys()
-    worker.batching.fit(max(len(p.ids) + p.limit for p in prompts))
     lanes: dict[str, list[Dialogue]] = {}
     width = max(_longest(worker, list(g)) for _, g in groupby(prompts, _name))
+    worker.batching.fit(max(len(p.ids) + p.limit for p in prompts), [width])
     for _, group in groupby(prompts, lambda p: p.request.dialogue):
         repeats = [list(g) for _, g in groupby(group, _name)]
         wanted = [

@@ -203,7 +203,7 @@ class Worker:
         def room(rows: int, held: list[RaggedCache]) -> bool:
             return batching.has_room(rows - 1, held)
 
-        return Pool(self.model, batching.rows, batching.intake, width, room)
+        return Pool(self.model, batching.counts, batching.asking, width, room)
 
     def done(self, responses: Sequence[Response]) -> None:
         """Store responses."""

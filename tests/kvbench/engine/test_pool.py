@@ -23,7 +23,8 @@ from kvbench.plugin import Policy
 from .conftest import batch, build
 
 CELLS = [("snapkv:window=8", "0.5"), ("adakv:window=8", "0.2"), ("h2o", "1"), ("full", "full")]
-SLOTS, INTAKE = 5, 2
+FIXED, LADDER = ([5], [2]), ([8, 9, 12], [4, 6])
+"""Rows that a batch and a forward of questions may have."""
 
 
 class Words:
@@ -69,8 +70,8 @@ def items(model: Any, asked: bool, drawn: bool = False) -> list[Pooled[int]]:
     return made
 
 
-def pool(model: Any, room: int = SLOTS) -> Pool[int]:
-    return Pool(model, SLOTS, INTAKE, 5, lambda rows, _: rows <= room)
+def pool(model: Any, room: int = 12, rows: tuple[list[int], list[int]] = FIXED) -> Pool[int]:
+    return Pool(model, *rows, 5, lambda count, _: count <= room)
 
 
 def answers(made: Pool[int], waiting: list[Pooled[int]]) -> dict[int, list[int]]:
@@ -82,12 +83,15 @@ def answers(made: Pool[int], waiting: list[Pooled[int]]) -> dict[int, list[int]]
 
 
 @pytest.mark.parametrize("asked", [False, True])
-@pytest.mark.parametrize("room", [1, 3, SLOTS])
-def test_a_response_does_not_depend_on_its_neighbours(model: Any, asked: bool, room: int) -> None:
-    together = answers(pool(model, room), items(model, asked))
+@pytest.mark.parametrize("room", [1, 3, 12])
+@pytest.mark.parametrize("rows", [FIXED, LADDER])
+def test_a_response_does_not_depend_on_its_neighbours(
+    model: Any, asked: bool, room: int, rows: tuple[list[int], list[int]]
+) -> None:
+    together = answers(pool(model, room, rows), items(model, asked))
     alone: dict[int, list[int]] = {}
     for item in items(model, asked):
-        alone |= answers(pool(model), [item])
+        alone |= answers(pool(model, rows=rows), [item])
     assert together == alone
     assert len({len(tokens) for tokens in together.values()}) > 5  # rows were refilled
 
@@ -121,6 +125,19 @@ def test_memory_is_used_again(model: Any) -> None:
     assert made.cache.allocated_bytes() == before
     for layer in made.cache.ragged:
         assert all(a <= b for a, b in pairwise(layer.start))
+
+
+def test_a_batch_that_empties_frees_its_rows(model: Any) -> None:
+    made = pool(model, rows=LADDER)
+    queue = items(model, False)
+    sizes: list[tuple[int, int]] = []
+    for item in queue:
+        list(made.add(item))
+    assert made.cache is not None and made.cache.batch == 12
+    for _ in made.drain():
+        sizes.append((made.cache.batch, made.cache.allocated_bytes()))
+    assert {rows for rows, _ in sizes} == {12, 9, 8}
+    assert sizes[-1][1] < sizes[0][1]
 
 
 def test_columns_do_not_pile_up(model: Any) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvbench.engine.models import model_info
+from kvbench.engine.steady import Steady
 from kvbench.runs import batching
 from kvbench.runs.batching import MOST, Batching
 
@@ -21,29 +22,44 @@ def token_bytes(model: Any) -> int:
 def test_rows_are_what_fits_beside_the_caches_that_wait(tiny_llama: Any) -> None:
     whole = 100 * token_bytes(tiny_llama)
     plan = Batching(tiny_llama, "auto", 12 * whole)
-    plan.fit(100)
-    assert (plan.rows, plan.intake) == (6, 3), "6 in the batch, 3 that wait, 3 beside them"
-    plan.fit(10)
+    plan.fit(100, [5])
+    assert (plan.counts, plan.asking) == ((6,), (3,)), "6 in the batch, 3 that wait, 3 beside them"
+    plan.fit(10, [5])
     assert plan.rows == MOST
-    plan.fit(10_000)
-    assert plan.rows == plan.intake == 1
+    plan.fit(10_000, [5])
+    assert plan.counts == plan.asking == (1,)
 
 
-def test_the_number_of_rows_on_a_cpu_is_that_of_the_task(tiny_llama: Any) -> None:
+def test_rows_follow_what_is_decoded_where_bits_do_not_depend_on_them(
+    tiny_llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Steady, "at", lambda self, rows, head=False: True)
     plan = Batching(tiny_llama, 3, 10**9)
-    plan.fit(100)
-    assert plan.slots(2) == MOST, "shapes, and so bits, do not depend on what is decoded"
+    plan.fit(100, [5])
+    assert (plan.counts, plan.asking) == ((8, 16, 32, 64), (8, 16, 32))
+    assert [plan.slots(n) for n in (1, 8, 9, 64)] == [8, 8, 16, 64]
     assert plan.has_room(2, []) and not plan.has_room(3, [])
+
+
+@pytest.mark.parametrize("unsteady", [16, 8 * 7])
+def test_a_batch_always_has_equally_many_rows_where_bits_depend_on_them(
+    tiny_llama: Any, monkeypatch: pytest.MonkeyPatch, unsteady: int
+) -> None:
+    monkeypatch.setattr(Steady, "at", lambda self, rows, head=False: rows != unsteady)
+    plan = Batching(tiny_llama, "auto", 10**9)
+    plan.fit(100, [7])
+    assert (plan.counts, plan.asking) == ((32,), (16,))
+    assert plan.slots(2) == 32
 
 
 def test_rows_are_halved_for_good(tiny_llama: Any) -> None:
     plan = Batching(tiny_llama, "auto", 10**9)
-    plan.fit(10)
+    plan.fit(10, [5])
     sizes = [plan.rows]
     while plan.halve():
-        plan.fit(10)
+        plan.fit(10, [5])
         sizes.append(plan.rows)
-    assert sizes == [32, 16, 8, 4, 2, 1]
+    assert sizes == [MOST >> i for i in range(7)]
 
 
 def test_a_containers_limit_and_the_cores_in_use_count(
@@ -62,5 +78,5 @@ def test_a_containers_limit_and_the_cores_in_use_count(
         limit.write_text(text)
         monkeypatch.setattr(batching, "available_cores", lambda cores=cores: cores)
         plan = Batching(tiny_llama, "auto", None)
-        plan.fit(100)
+        plan.fit(100, [5])
         assert plan.rows == rows

@@ -1,0 +1,48 @@
+"""Which sizes of matrix products give a row the same bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from kvbench.engine.steady import LEAST, Steady
+
+from .conftest import build
+
+
+class Halved(nn.Linear):
+    """Rounds differently from 100 rows on."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) < 100:
+            return nn.functional.linear(x, self.weight)
+        half = x.shape[1] // 2
+        first = nn.functional.linear(x[:, :half], self.weight[:, :half])
+        return first + nn.functional.linear(x[:, half:], self.weight[:, half:])
+
+
+def test_it_finds_the_size_from_which_a_layer_rounds_differently(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = build("llama")
+    before = Steady(model)
+    assert before.at(LEAST, head=True) and not before.at(LEAST - 1)
+    monkeypatch.setattr(nn.Linear, "forward", Halved.forward)
+    steady = Steady(model)
+    assert steady.at(LEAST) and steady.at(2 * LEAST)
+    assert not steady.at(104)
+
+
+def test_matrices_outside_of_linear_layers_are_not_steady() -> None:
+    model = build("llama")
+    assert Steady(model).at(LEAST)
+    model.model.layers[0].experts = nn.ParameterList([torch.zeros(2, 3, 4)])
+    assert not Steady(model).at(LEAST)
+
+
+def test_other_kinds_of_linear_layers_are_not_steady() -> None:
+    model = build("llama")
+    layer = model.model.layers[0].mlp.down_proj
+    model.model.layers[0].mlp.down_proj = Halved(layer.in_features, layer.out_features)
+    assert not Steady(model).at(LEAST)
