@@ -120,6 +120,8 @@ def test_both_ways_to_attend_agree(llama: Any) -> None:
             loop, _ = attend(query, layer, first, 0.3)
             rectangle, _ = _attend_padded(query, layer, first, 0.3, (), None)
             assert torch.allclose(loop, rectangle, atol=1e-5)
+            part, _ = attend(query[1:], layer.sequence(1), first, 0.3)  # shares the memory
+            assert torch.equal(part, loop[1:])
             found = []
             for way in (attend, _attend_padded):
                 explicit, mass = way(query, layer, first, 0.3, (1, 2), None)
