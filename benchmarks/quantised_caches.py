@@ -7,7 +7,8 @@ behind the context, as a share of the full cache's; the mean divergence `KL(full
 answer's tokens in nats; and in how many answers the cache's most likely token is the full cache's
 throughout, so that the greedy answer is the same.
 
-hqq and optimum-quanto are installed in an environment of their own, which needs no kvbench:
+kvbench itself needs `pip install 'kvbench[quantizers]'`, for `quantizer=`. The other side has an
+environment of its own, which needs no kvbench:
 
     python3 -m venv .venv-hqq
     .venv-hqq/bin/pip install torch==2.13.0 transformers==5.23.0 hqq optimum-quanto
@@ -43,7 +44,12 @@ TASKS = ("niah_single_2", "niah_multikey_1", "vt")
 SAMPLES = 3
 ANSWER = 16
 """Tokens of an answer."""
-OURS = ["full:bits=4", "full:bits=2", "full:bits=4:residual=0", "full:bits=2:residual=0"]
+OURS = [
+    f"full:bits={bits}{residual}{how}"
+    for how in ("", ":quantizer=hqq", ":quantizer=quanto")
+    for residual in ("", ":residual=0")
+    for bits in (4, 2)
+]
 AXES = {"hqq": ((1, 1), (0, 1)), "quanto": ((0, 0), (-1, 0))}
 """Axes of keys and values: groups of channels for both; groups of entries for keys."""
 GROUP = 32

@@ -309,6 +309,7 @@ class Policy:
         group_size: Entries of a head, and channels, that are quantised together.
         residual: Newest entries of a head that are neither quantised nor pruned.
         key_channels: The share of its channels that a key keeps, more than 0, at most 1: all.
+        quantizer: What makes the codes of a quantised cache: `kivi`, `hqq` or `quanto`.
         moments: The moments for which its paper defines it; it runs at all of them.
         cost: Time and extra memory of a cut, per layer, in one line.
         group: Its group, whose name stands for all its policies; "" for none.
@@ -330,6 +331,7 @@ class Policy:
     group_size: int = 32
     residual: int = 32
     key_channels: float = 1.0
+    quantizer: str = "kivi"
     moments: tuple[Moment, ...] = field(default=("context", "question"), compare=False)
     cost: str = field(default="", compare=False)
     group: str = field(default="", compare=False)

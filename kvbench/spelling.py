@@ -34,6 +34,7 @@ _OF_POLICY: dict[str, Any] = {
     "group_size": int,
     "residual": int,
     "key_channels": float,
+    "quantizer": Literal["kivi", "hqq", "quanto"],
 }
 """Parameters of the policy itself, by name."""
 _GENERIC: dict[str, type[Part]] = {"allocate.uniform": Uniform, "select.topk": TopK}
@@ -253,6 +254,10 @@ def _check_own(p: Policy, changes: dict[str, Any]) -> None:
         raise UserError(f"{p.name} rates blocks by whole keys; leave key_channels out")
     if "group_size" in changes and p.bits is None:
         raise UserError("group_size belongs to a quantised cache; give bits=4 as well")
+    if "quantizer" in changes and p.bits is None:
+        raise UserError("quantizer belongs to a quantised cache; give bits=4 as well")
+    if p.quantizer == "quanto" and p.bits == 8:
+        raise UserError("quanto has no groups of 8-bit codes; use bits=4, or quantizer=hqq")
     if "residual" in changes and not p.recodes:
         raise UserError(
             "residual belongs to quantised caches and pruned keys; give bits=4 as well, or "

@@ -60,6 +60,8 @@ HEAVY = {
     "nltk",
     "openai",
     "ray",  # optional
+    "hqq",  # optional
+    "optimum",  # optional
     "resource",
     "rouge_score",
     "torch",

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils._pytree import tree_map_only
 
+from kvbench.engine.block_quantizers import QUANTIZERS, Codes
 from kvbench.engine.channels import order_dtype
 from kvbench.engine.segments import runs
 from kvbench.plugin import Policy
@@ -39,19 +40,22 @@ class Coding:
         group_size: Entries, and channels, that share a scale and a zero.
         residual: Newest entries of a head that stay as they are.
         key_channels: The share of a key's channels that is stored.
+        quantizer: What makes codes of blocks, by its name in `QUANTIZERS`.
     """
 
     bits: int | None
     group_size: int
     residual: int
     key_channels: float = 1.0
+    quantizer: str = "kivi"
 
     @classmethod
     def of(cls, policy: Policy) -> Self | None:
         """The coding of a policy's caches; None if entries are stored as they are."""
         if not policy.recodes:
             return None
-        return cls(policy.bits, policy.group_size, policy.residual, policy.key_channels)
+        own = (policy.bits, policy.group_size, policy.residual, policy.key_channels)
+        return cls(*own, policy.quantizer)
 
     @property
     def entries(self) -> int:
@@ -96,10 +100,11 @@ class Coding:
         layer.coded = [self.coded(n) for n in layer.length]
         rows = runs(layer.start, layer.coded, layer.key.device)
         live, dim = layer.rows(), layer.dim
-        kind = Kind(self.bits, self.entries, 1, self.width(dim))
+        how = (self.entries, self.quantizer)
+        kind = Kind(self.bits, self.entries, 1, self.width(dim), *how)
         layer.key = _encoded(kind, layer.key, live, rows)
         if self.bits is not None:
-            kind = Kind(self.bits, 1, self.channels(dim), dim)
+            kind = Kind(self.bits, 1, self.channels(dim), dim, *how)
             layer.value = _encoded(kind, layer.value, live, rows)
 
     def decoded(self, layer: RaggedLayer) -> RaggedLayer:
@@ -143,12 +148,16 @@ class Kind(NamedTuple):
         bits: Bits of a code; None: numbers are not quantised.
         entries, channels: Rows and channels of a block, which shares a scale and a zero.
         width: First channels of a row that are stored; the others are zero.
+        together: Rows of one head that become codes at the same time.
+        quantizer: What makes codes of blocks, by its name in `QUANTIZERS`.
     """
 
     bits: int | None
     entries: int
     channels: int
     width: int
+    together: int
+    quantizer: str
 
 
 def _code_bytes(channels: int, bits: int) -> int:
@@ -179,8 +188,8 @@ class Coded(Tensor):
     """Keys or values `[rows, d]` as codes; to everything that reads it, a tensor of decoded rows.
 
     A row is empty (it decodes to zeros), exact, or part of a group of rows whose blocks share a
-    scale and a zero: `x = zero + code * scale`. Without bits a group is one row, and its numbers
-    are the zeros of blocks of one number each.
+    scale and a zero; what they mean is up to the quantizer. Without bits a group is one row, and
+    its numbers are the zeros of blocks of one number each.
 
     Attributes:
         kind: Bits, blocks and width of the rows that are not exact.
@@ -233,15 +242,15 @@ class Coded(Tensor):
     # -- reading ----------------------------------------------------------------------------------
     def decode(self) -> Tensor:
         """All rows as numbers, `[rows, d]`."""
-        bits, _, channels, width = self.kind
+        bits, channels, width = self.kind.bits, self.kind.channels, self.kind.width
         group = self.place.clamp(min=0).long()
         numbers = self.zero[group]
         if bits is not None:
             shift = torch.arange(0, 8, bits, dtype=torch.uint8, device=self.code.device)
             code = (self.code[..., None] >> shift & (1 << bits) - 1).flatten(1)[:, :width]
-            blocks = code.float().unflatten(1, (-1, channels))
-            out = blocks * self.scale[group].float()[..., None] + numbers.float()[..., None]
-            numbers = out.flatten(1).to(self.exact.dtype)
+            scale, zero = self.scale[group].flatten(), numbers.flatten()
+            blocks = Codes(code.reshape(-1, channels), scale, zero)
+            numbers = QUANTIZERS[self.kind.quantizer].decode(blocks).view(len(group), width)
         numbers = pad(numbers, (0, self.exact.shape[1] - width))
         rows = (self.place < 0).nonzero()[:, 0]
         numbers[rows] = self.exact[-1 - self.place[rows].long()]
@@ -291,31 +300,35 @@ class Coded(Tensor):
     @_writing
     def freeze(self, rows: Tensor) -> None:
         """Encode exact rows, int64 `[m]`, group by group; `m` is a multiple of `entries`."""
-        bits, entries, channels, width = self.kind
+        bits, entries, width = self.kind.bits, self.kind.entries, self.kind.width
         x = self.exact[-1 - self.place[rows].long()][:, :width]
         first = len(self.zero)
         if bits is None:
             self.zero = torch.cat([self.zero, x])
             self.scale = self.zero[:, :0]
         else:
-            self._quantise(rows, x.float().view(-1, entries, width // channels, channels), bits)
+            self._quantise(rows, x, bits)
         group = torch.arange(first, len(self.zero), dtype=torch.int32, device=rows.device)
         self.place[rows] = group.repeat_interleave(entries)
         self._tidy()
 
-    def _quantise(self, rows: Tensor, blocks: Tensor, bits: int) -> None:
-        """Store the codes, scales and zeros of `blocks`, `[groups, entries, blocks, channels]`."""
-        low, high = blocks.amin((1, 3)), blocks.amax((1, 3))
-        most = (1 << bits) - 1
-        scale = ((high - low) / most).to(self.scale.dtype)
-        zero = low.to(self.zero.dtype)
-        step = scale.float()[:, None, :, None]
-        code = (blocks - zero.float()[:, None, :, None]) / torch.where(step > 0, step, 1.0)
-        code = code.round().clamp(0, most).to(torch.uint8).view(len(rows), -1)
+    def _quantise(self, rows: Tensor, x: Tensor, bits: int) -> None:
+        """Store the codes, scales and zeros of rows `[m, width]`."""
+        _, entries, channels, width, together, name = self.kind
+        quantizer, per_row = QUANTIZERS[name], width // channels
+        # Rows of a group side by side, then [group, block of channels, entry, channel].
+        blocks = x.reshape(-1, entries, per_row, channels).transpose(1, 2)
+        blocks = blocks.reshape(-1, entries * channels).contiguous()  # one layout: the same bits
+        # What a head holds must not depend on what else is cached.
+        calls = blocks.split(together // entries * per_row) if quantizer.joint else [blocks]
+        found = [quantizer.encode(call, bits) for call in calls]
+        code, scale, zero = (torch.cat(made) for made in zip(*found, strict=True))
+        code = code.view(-1, per_row, entries, channels).transpose(1, 2).reshape(len(rows), -1)
         code = pad(code, (0, -code.shape[1] % (8 // bits))).unflatten(1, (-1, 8 // bits))
         shift = torch.arange(0, 8, bits, dtype=torch.uint8, device=code.device)
         self.code[rows] = (code << shift).sum(-1, dtype=torch.uint8)
-        self.scale, self.zero = torch.cat([self.scale, scale]), torch.cat([self.zero, zero])
+        self.scale = torch.cat([self.scale, scale.view(-1, per_row)])
+        self.zero = torch.cat([self.zero, zero.view(-1, per_row)])
 
     def _tidy(self) -> None:
         """Forget groups and exact rows that no row refers to any more."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from kvbench.budget import Budget
 from kvbench.engine.attachment import Forward, Step
+from kvbench.engine.block_quantizers import check_quantizer
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.decide import Cut
 from kvbench.engine.draw import row_seeds
@@ -250,6 +251,7 @@ def _attached(
         raise UserError(f"unknown compress={compress!r}; use auto or manual")
     if moment in ("decode", "chunked") and limit.absolute is None and chosen.has_budget:
         raise UserError(f"moment {moment} needs a budget in tokens such as 512, not {limit}")
+    check_quantizer(chosen)
     auto = compress == "auto" and moment != "turns"
     cache = AttachedCache(model, chosen, limit, moment, auto, seed)
     try:

@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from kvbench import registry
 from kvbench.budget import Budget
+from kvbench.engine.block_quantizers import quantizer_packages
 from kvbench.files import digest_of
 from kvbench.moments import Moment, Timing
 from kvbench.plugin import Policy
@@ -206,7 +207,8 @@ def versions(policy: Policy, files: str = "", packages: Sequence[str] = ()) -> d
         Versions by name, in the order of the names.
     """
     always = ("kvbench", "torch", "transformers", "lm_eval")
-    known: dict[str, object] = {name: _installed(name) for name in (*always, *packages)}
+    every = (*always, *packages, *quantizer_packages(policy))
+    known: dict[str, object] = {name: _installed(name) for name in every}
     known["policy"] = policy.origin
     for kind, part in exchanged_parts(policy).items():
         if part is not None and (name := f"{kind}.{part.name}") in registry.names(registry.PARTS):

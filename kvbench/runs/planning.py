@@ -14,6 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 from kvbench.benchmark import Benchmark
 from kvbench.decoding import Thinking
+from kvbench.engine.block_quantizers import check_quantizer
 from kvbench.engine.gguf import gguf_packages
 from kvbench.engine.loading import load_config, load_tokenizer, pick_device, pick_dtype
 from kvbench.engine.models import is_vision
@@ -196,12 +197,13 @@ class _Planner:
         A policy that only `all` includes is left out if the model has no files for it.
 
         Raises:
-            UserError: A policy that is named has no files for the model.
+            UserError: A policy that is named has no files for the model, or needs a package.
         """
         source = resolve_model(model)
         files = {}
         for policy in dict.fromkeys(variant.policy for variant in self.variants):
             try:
+                check_quantizer(policy)
                 files[policy] = policy.fingerprint(source)
             except UserError as missing:
                 if str(policy) in self.grid.named_policies:
