@@ -1,8 +1,8 @@
 """Gates that rate blocks of a cache for a query, in float32.
 
 Gao, Guo, Cao and others: SeerAttention-R: Sparse Attention Adaptation for Long Reasoning, arXiv
-2506.08889, section 2.2, Eq. 1. The authors' training script also puts an RMS norm behind each of
-the two linear maps; Eq. 1 has none, and neither have these gates.
+2506.08889, section 2.2, Eq. 1. The authors' code can also put an RMS norm behind each of the two
+linear maps; Eq. 1 has none, and neither have gates that kvbench trains.
 """
 
 from __future__ import annotations
@@ -19,13 +19,34 @@ from kvbench_policies.gates.config import GateConfig
 
 
 class _Layer(nn.Module):
-    """One layer's linear maps, one per KV head: queries of the group, and pooled keys."""
+    """One layer's linear maps, one per KV head: queries of the group, and pooled keys.
+
+    With `config.norm` an RMS norm follows each of them, the same for all KV heads.
+    """
 
     def __init__(self, config: GateConfig) -> None:
         super().__init__()
         group, dim = config.query_heads // config.kv_heads, config.head_dim
         self.query = nn.Parameter(_drawn(config.kv_heads, group * dim, config.gate_dim))
         self.key = nn.Parameter(_drawn(config.kv_heads, 3 * dim, config.gate_dim))
+        if config.norm:
+            self.query_norm = nn.Parameter(torch.ones(config.gate_dim))
+            self.key_norm = nn.Parameter(torch.ones(config.gate_dim))
+
+    def queries(self, query: Tensor) -> Tensor:
+        """Map queries `[H, n, G d]` to `[H, n, gate_dim]`."""
+        out = query @ self.query
+        return _normed(out, self.query_norm) if hasattr(self, "query_norm") else out
+
+    def keys(self, pooled: Tensor) -> Tensor:
+        """Map pooled keys `[H, K, 3 d]` to `[H, K, gate_dim]`."""
+        out = pooled @ self.key
+        return _normed(out, self.key_norm) if hasattr(self, "key_norm") else out
+
+
+def _normed(x: Tensor, weight: Tensor) -> Tensor:
+    """RMS norm over the last axis, with the authors' epsilon."""
+    return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
 
 
 def _drawn(heads: int, width: int, out: int) -> Tensor:
@@ -68,8 +89,8 @@ class BlockGates(nn.Module):
             query = turn_back(v.query.float(), cos, sin).transpose(1, 2).flatten(2)
             key = turn_back(v.key.float(), at, across)
             pooled = torch.cat([key.amax(2), key.amin(2), key.mean(2)], -1)
-            query = turn(query @ layer.query, *self._narrow(cos, sin))
-            pooled = turn(pooled @ layer.key, *self._narrow(at[:, 0], across[:, 0]))
+            query = turn(layer.queries(query), *self._narrow(cos, sin))
+            pooled = turn(layer.keys(pooled), *self._narrow(at[:, 0], across[:, 0]))
             return query @ pooled.transpose(-1, -2) / math.sqrt(self.config.gate_dim)
 
     def _narrow(self, *angles: Tensor) -> list[Tensor]:

@@ -127,6 +127,7 @@ class GateConfig(LearnedConfig):
         gate_dim: Inputs of the tied readout per head (`p`), used only if `tied`; for `seerattn_r`
             the width of a block's summary per KV head, which divides `head_dim`.
         block: Entries of a block.
+        norm: Whether an RMS norm follows each of the two linear maps of `seerattn_r`.
         tied: Whether all layers and heads share one readout.
         bias: Initial value of the readout's bias; `locret` has none.
         activation: Name of the hidden layer's activation in transformers.
@@ -140,6 +141,7 @@ class GateConfig(LearnedConfig):
     hidden_dim: int = 512
     gate_dim: int = 64
     block: int = 64
+    norm: bool = False
     tied: bool = False
     bias: float = 8.0
     activation: str = "silu"
@@ -157,8 +159,9 @@ class GateConfig(LearnedConfig):
                 f"gate_dim={self.gate_dim} is invalid; use an even divisor of the head dim, "
                 f"{self.head_dim}"
             )
-        if not isinstance(self.tied, bool):
-            raise UserError(f"tied={self.tied} is invalid; use true or false")
+        for name in ("tied", "norm"):
+            if not isinstance(getattr(self, name), bool):
+                raise UserError(f"{name}={getattr(self, name)} is invalid; use true or false")
         if self.tied and not self.is_retention:
             raise UserError(
                 f"tied=true is invalid: the gates of {self.kind} have no readout to tie"

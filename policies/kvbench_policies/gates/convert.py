@@ -1,9 +1,10 @@
-"""Converts public checkpoints: gates of TRIM-KV, alone or in a model, and surrogates of KVzap.
+"""Converts public checkpoints: gates of TRIM-KV and SeerAttention-R, and surrogates of KVzap.
 
     python -m kvbench_policies.gates.convert SOURCE FOLDER --model MODEL
 
 SOURCE is a safetensors file or a folder of them. Pickled checkpoints (.bin, .pt, .pth) are refused,
-because unpickling runs code. The tensors of every layer are
+because unpickling runs code; only the `attn_gate_weights.pth` of SeerAttention-R is read, as plain
+tensors (see `kvbench_policies.gates.published_blocks`). The tensors of every layer are
 
     ...layers.<index>....retention_gate.linear1.weight   [512, d_model], optionally with a bias
     ...layers.<index>....retention_gate.linear2.weight   [H, 512], optionally with a bias
@@ -21,6 +22,7 @@ Without `linear1` the gate is linear. Other tensors are ignored.
 from __future__ import annotations
 
 import argparse
+import pickle
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -38,10 +40,17 @@ from kvbench.errors import UserError
 from kvbench.named import model_digest
 from kvbench.plugin import ModelInfo
 from kvbench_policies.gates.config import GateConfig, activation_of
-from kvbench_policies.gates.files import save
+from kvbench_policies.gates.files import Gates, save
 from kvbench_policies.gates.modules import RetentionGates
+from kvbench_policies.gates.published_blocks import (
+    WEIGHTS,
+    convert_blocks,
+    is_of_blocks,
+    read_settings,
+)
 
 _NAME = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:.*\.)?retention_gate\.(.+)$")
+_BLOCKS = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:.*\.)?attn_gate\.(attngate_.+)$")
 _SURROGATE = re.compile(r"^layers\.(\d+)\.((?:[02]\.)?(?:weight|bias))$")
 _SURROGATE_PARTS = {
     "0.weight": "linear1.weight",
@@ -58,31 +67,50 @@ def read_checkpoint(source: str | Path) -> dict[int, dict[str, Tensor]]:
     """Read the gates' tensors of a checkpoint, by layer and then by name, in float32.
 
     Args:
-        source: A safetensors file, or a folder of them.
+        source: A safetensors file, or a folder of them; or `attn_gate_weights.pth`, or its folder.
 
     Raises:
         UserError: It cannot be read, is a pickle, or has no such gates.
     """
     path = Path(source).expanduser()
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    if path.is_file() and path.suffix != ".safetensors":
+    if not files and (path / WEIGHTS).is_file():
+        files = [path / WEIGHTS]
+    if path.is_file() and path.suffix != ".safetensors" and path.name != WEIGHTS:
         raise UserError(f"{path} is not a safetensors file; pickles are not read")
     if not files or not files[0].is_file():
         raise UserError(f"{path} has no safetensors file; pickles are not read")
     tensors_by_layer: dict[int, dict[str, Tensor]] = {}
     for file in files:
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (it is no mapping)
-                    if match := _NAME.search(name) or _SURROGATE.search(name):
-                        tensors_by_layer.setdefault(int(match[1]), {})[match[2]] = (
-                            tensors.get_tensor(name).float()
-                        )
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"cannot read {file}: {str(error).splitlines()[0]}") from None
+        for name, tensor in _tensors(file).items():
+            match = _NAME.search(name) or _BLOCKS.search(name) or _SURROGATE.search(name)
+            if match:
+                tensors_by_layer.setdefault(int(match[1]), {})[match[2]] = tensor.float()
     if not tensors_by_layer:
-        raise UserError(f"{path} has no tensor of a retention_gate or of a surrogate of KVzap")
+        raise UserError(
+            f"{path} has no tensor of a retention_gate, an attn_gate or a surrogate of KVzap"
+        )
     return dict(sorted(tensors_by_layer.items()))
+
+
+def _tensors(file: Path) -> dict[str, Tensor]:
+    """The tensors of a file, by name.
+
+    Raises:
+        UserError: It cannot be read, or holds something else.
+    """
+    try:
+        if file.name == WEIGHTS:
+            found = torch.load(file, map_location="cpu", weights_only=True)
+            if not all(isinstance(x, Tensor) for x in dict(found).values()):
+                raise UserError(f"{file} holds more than tensors")
+            return dict(found)
+        with safe_open(file, framework="pt") as tensors:
+            return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot read {file}: {str(error).splitlines()[0]}") from None
+    except (pickle.UnpicklingError, RuntimeError, EOFError, TypeError):
+        raise UserError(f"{file} is not a file of plain tensors") from None
 
 
 def convert(
@@ -105,11 +133,7 @@ def convert(
     Raises:
         UserError: A tensor does not belong to gates of the model; the message names it.
     """
-    if len(layers) != model.layers:
-        raise UserError(
-            f"the checkpoint has gates for {len(layers)} layers, but model {model.name} has "
-            f"{model.layers} with full attention"
-        )
+    _check_layers(layers, model)
     first = next(iter(layers.values()))
     is_surrogate = any(name.endswith("weight") and name in _SURROGATE_PARTS for name in first)
     if is_surrogate:
@@ -139,6 +163,14 @@ def convert(
             state[f"layers.{place}.{name}"] = tensor
     gates.load_state_dict(state)
     return gates.eval().requires_grad_(False)
+
+
+def _check_layers(layers: Mapping[int, Mapping[str, Tensor]], model: ModelInfo) -> None:
+    if len(layers) != model.layers:
+        raise UserError(
+            f"the checkpoint has gates for {len(layers)} layers, but model {model.name} has "
+            f"{model.layers} with full attention"
+        )
 
 
 def _merged(tensors: Mapping[str, Tensor], config: GateConfig, layer: int) -> dict[str, Tensor]:
@@ -173,9 +205,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Convert a checkpoint; the exit code is 2 if that is not possible."""
     parser = argparse.ArgumentParser(
         prog="python -m kvbench_policies.gates.convert",
-        description="Make kvbench gates from a checkpoint of TRIM-KV or KVzap (safetensors).",
+        description="Make kvbench gates from a checkpoint of TRIM-KV, KVzap or SeerAttention-R.",
     )
-    parser.add_argument("source", help="a safetensors file, or a folder of them")
+    parser.add_argument("source", help="the file of the weights, or its folder")
     parser.add_argument("folder", help="folder for gates.json and gates.safetensors")
     parser.add_argument("--model", required=True, help="reference, a local folder or a hub id")
     options = parser.parse_args(arguments)
@@ -188,7 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def convert_for(source: str, model: str) -> RetentionGates:
+def convert_for(source: str, model: str) -> Gates:
     """Make gates from a checkpoint for a named model, without loading the model's weights.
 
     Raises:
@@ -197,14 +229,15 @@ def convert_for(source: str, model: str) -> RetentionGates:
     config = load_config(model)
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config)
-    revision = model_digest(model) or str(getattr(config, "_commit_hash", None) or "")
-    return convert(
-        read_checkpoint(source),
-        model_info(empty),
-        activation=activation_of(decoder_of(empty).config),
-        base_revision=revision,
-        training={"converted_from": Path(source).name},
-    )
+    layers, info = read_checkpoint(source), model_info(empty)
+    facts: dict[str, Any] = {
+        "base_revision": model_digest(model) or str(getattr(config, "_commit_hash", None) or ""),
+        "training": {"converted_from": Path(source).name},
+    }
+    if is_of_blocks(layers):
+        _check_layers(layers, info)
+        return convert_blocks(layers, info, read_settings(source), **facts)
+    return convert(layers, info, activation=activation_of(decoder_of(empty).config), **facts)
 
 
 if __name__ == "__main__":
