@@ -76,7 +76,10 @@ all entries and the summaries that a reader keeps of complete blocks; `kv_bytes_
 entries that a decode step reads, and all summaries. A share of the context stays what it is while
 the answer grows, as the papers' token budgets do. At `turns` every turn after the first reads its
 share of the tokens seen before it. Both papers read everything during the prefill: their moment is
-`question`.
+`question`. With `dense_layers=2` queries read everything in the first two layers, as Quest's
+authors have it. Theirs come on top of the budget; here the other layers pay for them, so that a
+query reads no more in all than without. A budget that leaves the others less than an entry per head
+is refused: the cell fails, and says which budget is enough.
 
 **Quantised caches.** `bits=2`, `bits=4` and `bits=8` quantise what a policy keeps, as soon as it is
 kept: `full:bits=4` is the whole cache in 4 bits, `snapkv:bits=4` eviction and quantisation

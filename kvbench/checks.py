@@ -261,7 +261,7 @@ def _clean(p: Policy) -> str:
         watched = replace(p, base=None, score=probe)
     else:
         assert p.read is not None
-        probe = ReaderProbe(p.read)
+        probe = ReaderProbe(p.read, dense_layers=p.read.dense_layers)
         watched = replace(p, base=None, read=probe)
     (ids, mask), budget = _padded(), _small(p)
     for name, model in _models().items():

@@ -273,7 +273,21 @@ class Reader(Part):
     or all if there are fewer: the block of the newest entry, then the blocks of the best ratings,
     the newer of two equals first. Of a block that the budget only reaches into, it reads the newest
     entries.
+
+    What dense layers read beyond `b` is taken from the others, which share the rest evenly, the
+    first ones getting one more where it does not divide: over all layers a query still reads `b`
+    entries per (layer, KV head).
+
+    Attributes:
+        dense_layers: First full-attention layers in which a query reads all entries.
     """
+
+    dense_layers: int = field(default=0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        """Check the range; a reader with a check of its own calls this one as well."""
+        if self.dense_layers < 0:
+            raise UserError(f"dense_layers={self.dense_layers} is invalid; use 0 or more layers")
 
     def block(self, model: ModelInfo) -> int:
         """Entries of a block."""

@@ -184,8 +184,8 @@ class RaggedCache(Cache):
     def _summary_bytes(self, row: int | None) -> int:
         """Bytes that a reader keeps beside the entries of one sequence or of all."""
         return sum(
-            how.summary_bytes(layer.length[r * layer.heads :][: layer.heads], layer.number_bytes)
-            for layer in self.ragged
+            how.summary_bytes(i, layer.length[r * layer.heads :][: layer.heads], layer.number_bytes)
+            for i, layer in enumerate(self.ragged)
             for r, how in enumerate(self.readings)
             if row in (r, None) and layer.packed
         )

@@ -132,6 +132,8 @@ def read_few(cache: RaggedCache, policy: Policy, info: ModelInfo, budget: Sequen
     cache.readings = readings(policy, info, budget)
     if cache.readings:
         held = [cache.live_entries(row) for row in range(cache.batch)]
+        for how, n in zip(cache.readings, held, strict=True):
+            how.check(n // (info.layers * info.kv_heads))
         cache.budget_entries = [
             min(how.total, n) for how, n in zip(cache.readings, held, strict=True)
         ]

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvbench.engine.layer import RaggedLayer
-from kvbench.errors import BudgetError
+from kvbench.errors import BudgetError, BudgetRefused
 from kvbench.plugin import Blocks, Policy, Reader
 from kvbench.view import ModelInfo
 
@@ -25,7 +25,7 @@ class Reading:
     Attributes:
         reader: Rates the blocks.
         info: The model.
-        entries: Entries that a query reads of each (layer, KV head).
+        entries: Entries that a query reads of each (layer, KV head), on average over the layers.
     """
 
     reader: Reader
@@ -42,14 +42,53 @@ class Reading:
         """Entries that a query reads over all layers and KV heads."""
         return self.entries * self.info.layers * self.info.kv_heads
 
-    def summary_bytes(self, lengths: Sequence[int], number: int) -> int:
-        """Bytes of the summaries of complete blocks.
+    def is_dense(self, index: int) -> bool:
+        """Whether queries read everything in a layer, by its index among full-attention layers."""
+        return index < self.reader.dense_layers
+
+    def check(self, held: int) -> None:
+        """Check that the budget is enough for a query that sees so many entries of every head.
+
+        Raises:
+            BudgetRefused: Dense layers leave less than an entry per head to one of the others.
+        """
+        dense = min(self.reader.dense_layers, self.info.layers)
+        others, total = self.info.layers - dense, self.entries * self.info.layers
+        needed = dense * held + others
+        if dense and held > self.entries and needed > total:
+            raise BudgetRefused(
+                f"{self.reader.name}:dense_layers={self.reader.dense_layers} reads {dense * held} "
+                f"entries per KV head in its dense layers and at least {others} in the others, but "
+                f"the budget allows {total}; use a budget of {-(-needed // self.info.layers)} "
+                "entries per head or more"
+            )
+
+    def shares(self, index: int, seen: Tensor) -> Tensor:
+        """Entries that queries read of each KV head of a layer, int64 `[n]`.
 
         Args:
-            lengths: Entries that each head of a layer holds.
+            index: Index of the layer among the full-attention layers.
+            seen: Entries that each query may read, int64 `[n]`.
+        """
+        dense = self.reader.dense_layers
+        if self.is_dense(index):
+            return seen
+        if not dense:
+            return seen.clamp(max=self.entries)
+        left = self.entries * self.info.layers - dense * seen
+        others = self.info.layers - dense
+        share = left // others + (left % others > index - dense)
+        return torch.where(seen > self.entries, share, seen)
+
+    def summary_bytes(self, index: int, lengths: Sequence[int], number: int) -> int:
+        """Bytes of the summaries of complete blocks; dense layers need none.
+
+        Args:
+            index: Index of the layer among the full-attention layers.
+            lengths: Entries that each head of the layer holds.
             number: Bytes of one number.
         """
-        if not any(lengths):
+        if not any(lengths) or self.is_dense(index):
             return 0
         return sum(n // self.block for n in lengths) * self.reader.summary(self.info) * number
 
@@ -109,11 +148,12 @@ def _attend_row(
     column = torch.arange(first, first + n, dtype=torch.int32, device=col.device)
     seen = (col <= column[:, None]).sum(-1)  # entries that each query may read
     grouped = query.reshape(heads, -1, n, d)
-    if held <= how.entries:
+    how.check(held)
+    if held <= how.entries or how.is_dense(index):
         mask = (torch.arange(held, device=col.device) < seen[:, None]).expand(heads, -1, -1)
     else:
         rating = _rated(how, index, grouped, key, seen)
-        mask = read_entries(rating, seen, how.block, how.entries, held)
+        mask = read_entries(rating, seen, how.block, how.shares(index, seen), held)
     if n == 1:  # every head reads equally many entries, so that they can be gathered
         few = mask[:, 0].nonzero()[:, 1].view(heads, -1, 1).expand(-1, -1, d)
         key, value, seen_mask = key.gather(1, few), value.gather(1, few), None
@@ -127,14 +167,14 @@ def _attend_row(
     return out[0].view(-1, n, d), mask
 
 
-def read_entries(rating: Tensor, seen: Tensor, block: int, entries: int, held: int) -> Tensor:
-    """Choose the entries that queries read: exactly `entries`, or all that a query may read.
+def read_entries(rating: Tensor, seen: Tensor, block: int, entries: Tensor, held: int) -> Tensor:
+    """Choose the entries that queries read.
 
     Args:
         rating: Ratings of the complete blocks, float32 `[H, n, K]`.
         seen: Entries that each query may read, which are the first of all, int64 `[n]`.
         block: Entries of a block.
-        entries: The budget.
+        entries: How many of them it reads, int64 `[n]`.
         held: Entries that are held, `m`.
 
     Returns:
@@ -149,7 +189,7 @@ def read_entries(rating: Tensor, seen: Tensor, block: int, entries: int, held: i
     # Flipped, so that a stable sort leaves the newer of two equal blocks in front.
     order = last - 1 - value.flip(-1).sort(dim=-1, descending=True, stable=True).indices
     sorted_length = length.expand_as(value).gather(-1, order)
-    left = (entries - sorted_length.cumsum(-1) + sorted_length).clamp(min=0)
+    left = (entries[:, None] - sorted_length.cumsum(-1) + sorted_length).clamp(min=0)
     share = torch.empty_like(order).scatter_(-1, order, sorted_length.minimum(left))
     entry = torch.arange(held, device=seen.device)
     place, own = entry % block, entry // block

@@ -22,18 +22,20 @@ class PageBound(Reader):
 
     `low` and `high` are the smallest and the largest values of every channel among the keys of a
     page. The query heads of a KV head read the same pages: the largest of their bounds counts. The
-    paper has one query head per KV head, and reads everything in the first two layers; here the
-    budget holds in every layer.
+    paper has one query head per KV head, and reads everything in the first two layers on top of its
+    budget; with `dense_layers=2` they do so here, and the other layers pay for it.
 
     Attributes:
         page: Entries of a page.
+        dense_layers: First layers in which a query reads all entries.
     """
 
     name: ClassVar[str] = "quest"
     page: int = 16
 
     def __post_init__(self) -> None:
-        """Check the range."""
+        """Check the ranges."""
+        super().__post_init__()
         check_count("page", self.page, 1, "entries")
 
     def block(self, model: ModelInfo) -> int:

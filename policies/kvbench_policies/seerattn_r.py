@@ -35,6 +35,7 @@ class BlockGate(Reader):
 
     Attributes:
         gates: Folder, shipped name or hub id of gates, which are used as they are, or none.
+        dense_layers: First layers in which a query reads all entries.
     """
 
     name: ClassVar[str] = "seerattn_r"

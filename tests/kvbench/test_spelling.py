@@ -160,6 +160,7 @@ def test_keywords_win_over_the_spelling_and_are_typed() -> None:
         ("full:quantizer=hqq", "give bits=4 as well"),
         ("full:bits=8:quantizer=quanto", "quanto has no groups of 8-bit codes"),
         ("full:bits=4:quantizer=awq", "choose from kivi, hqq, quanto"),
+        ("quest:dense_layers=-1", "use 0 or more layers"),
         ("quest:key_channels=0.6", "quest rates blocks by whole keys"),
         ("full:key_channels=0", "share of the channels"),
         ("full:key_channels=1.5", "share of the channels"),

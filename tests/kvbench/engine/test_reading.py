@@ -13,7 +13,7 @@ from transformers import DynamicCache
 import kvbench
 from kvbench.engine.reading import Reading, read_entries
 from kvbench.engine.session import entries_read
-from kvbench.errors import BudgetError, UserError
+from kvbench.errors import BudgetError, BudgetRefused, UserError
 from kvbench.parts import TopK, Uniform
 from kvbench.plugin import Blocks, ModelInfo, Policy, Reader
 
@@ -37,8 +37,18 @@ class Drawn(Reader):
         return torch.einsum("hgnd,hkd->hnk", v.query.float(), v.key.float().sum(2))
 
 
-def drawn(size: int = 4) -> Policy:
-    return Policy("drawn", None, Uniform(), TopK(), read=Drawn(size))
+def drawn(size: int = 4, dense: int = 0) -> Policy:
+    return Policy("drawn", None, Uniform(), TopK(), read=Drawn(size, dense_layers=dense))
+
+
+def slow_shares(layers: int, dense: int, entries: int, seen: int) -> list[int]:
+    """Entries that a query reads of a head in every layer, handed out one by one."""
+    if seen <= entries:
+        return [seen] * layers
+    shares = [seen] * dense + [0] * (layers - dense)
+    for i in range(layers * entries - dense * seen):
+        shares[dense + i % (layers - dense)] += 1
+    return shares
 
 
 def slow_choice(rating: list[float], seen: int, block: int, entries: int) -> set[int]:
@@ -62,7 +72,7 @@ def test_exactly_the_budget_is_chosen(block: int, entries: int) -> None:
     g = torch.Generator().manual_seed(block)
     held, seen = 30, torch.tensor([30, 0, 1, 7, 16, 17, 29])
     rating = torch.randint(0, 4, (2, len(seen), held // block), generator=g).float()  # with ties
-    mask = read_entries(rating, seen, block, entries, held)
+    mask = read_entries(rating, seen, block, torch.full_like(seen, entries), held)
     for head in range(2):
         for n, count in enumerate(seen.tolist()):
             expected = slow_choice(rating[head, n].tolist(), count, block, entries)
@@ -70,7 +80,34 @@ def test_exactly_the_budget_is_chosen(block: int, entries: int) -> None:
             assert len(expected) == min(entries, count)
 
 
-def slow_run(model: Any, ids: Tensor, context: int, entries: int) -> Tensor:
+@pytest.mark.parametrize("dense", [0, 1, 2])
+@pytest.mark.parametrize("entries", [9, 10, 11, 12, 40])
+def test_dense_layers_are_paid_by_the_others(dense: int, entries: int) -> None:
+    info = ModelInfo("m", 5, 2, 4, 8, 16, lambda layer: torch.empty(0))
+    how = Reading(Drawn(dense_layers=dense), info, entries)
+    seen = torch.arange(20)
+    found = torch.stack([how.shares(i, seen) for i in range(5)])
+    for n in range(20):
+        try:
+            how.check(n)
+        except BudgetRefused:
+            assert dense * n + 5 - dense > 5 * entries
+            assert n > entries
+            continue
+        assert found[:, n].tolist() == slow_shares(5, dense, entries, n)
+        assert int(found[:, n].sum()) == 5 * min(n, entries)
+        assert int(found[:, n].min()) >= min(n, 1)
+
+
+def test_a_budget_below_the_dense_layers_is_refused(llama: Any) -> None:
+    ids = batch(1, 30, [0])[0]
+    with pytest.raises(BudgetRefused, match="use a budget of 21 entries per head or more"):
+        entries_read(llama, ids, drawn(dense=2), 15)
+    # One token later its dense layers see 31 entries.
+    assert entries_read(llama, ids, drawn(dense=2), 21)
+
+
+def slow_run(model: Any, ids: Tensor, context: int, entries: int, dense: int = 0) -> Tensor:
     """Logits after the context of one sequence, every query reading alone on a full cache."""
     cache, logits = DynamicCache(config=model.config), []
     mask = torch.ones_like(ids)
@@ -90,7 +127,9 @@ def slow_run(model: Any, ids: Tensor, context: int, entries: int) -> Tensor:
                         float((own @ keys[h, k * 4 : k * 4 + 4].float().sum(0)).sum())
                         for k in range(keys.shape[1] // 4)
                     ]
-                    for entry in slow_choice(rating, keys.shape[1], 4, entries):
+                    layers = len(model.model.layers)
+                    share = slow_shares(layers, dense, entries, keys.shape[1])[module.layer_idx]
+                    for entry in slow_choice(rating, keys.shape[1], 4, share):
                         if entry < keep.shape[-1]:
                             keep[0, h, entry] = True
                 _KEPT[module.layer_idx] = keep
@@ -120,11 +159,13 @@ def projected(model: Any, module: Any, kwargs: Any) -> tuple[Tensor, Tensor]:
     return out[0], out[1]
 
 
-@pytest.mark.parametrize("entries", [1, 6, 13, 100])
-def test_attention_reads_what_a_slow_loop_reads(llama: Any, entries: int) -> None:
+@pytest.mark.parametrize(
+    ("entries", "dense"), [(1, 0), (6, 0), (13, 0), (100, 0), (17, 1), (32, 2), (100, 3)]
+)
+def test_attention_reads_what_a_slow_loop_reads(llama: Any, entries: int, dense: int) -> None:
     ids, mask = batch(3, 46, [0, 7, 15])
     context, question = 33, 9  # the question in one forward, then token by token
-    with torch.no_grad(), kvbench.attach(llama, drawn(), entries) as cache:
+    with torch.no_grad(), kvbench.attach(llama, drawn(dense=dense), entries) as cache:
         step(llama, cache, ids[:, :context], mask, 0)
         parts = [step(llama, cache, ids[:, context : context + question], mask, context)]
         for first in range(context + question, 46):
@@ -133,7 +174,7 @@ def test_attention_reads_what_a_slow_loop_reads(llama: Any, entries: int) -> Non
         got = torch.cat(parts, 1)
     for row, pad in enumerate([0, 7, 15]):
         with torch.no_grad():
-            expected = slow_run(llama, ids[row : row + 1, pad:], context - pad, entries)
+            expected = slow_run(llama, ids[row : row + 1, pad:], context - pad, entries, dense)
         torch.testing.assert_close(got[row : row + 1], expected, atol=2e-4, rtol=2e-4)
 
 
@@ -174,6 +215,11 @@ def test_bytes_are_those_of_entries_and_summaries(llama: Any) -> None:
         assert cache.live_bytes(0) == number * (2 * 32 + 8)  # 8 blocks of 4
         assert cache.read_bytes(0) == number * (2 * 8 + 8)
         assert cache.allocated_bytes(0) > cache.live_bytes(0) > cache.full_bytes(0)
+    with torch.no_grad(), kvbench.attach(llama, drawn(dense=1), "0.5") as cache:
+        step(llama, cache, ids, mask, 0)
+        assert cache.budget_entries == [layers * heads * 16]
+        assert cache.live_bytes(0) == number * 2 * 32 + number * 8 * 2 // 3  # two have summaries
+        assert cache.read_bytes(0) == number * 2 * 16 + number * 8 * 2 // 3
     with torch.no_grad(), kvbench.attach(llama, "full", "full") as cache:
         step(llama, cache, ids, mask, 0)
         assert cache.read_bytes(0) == cache.live_bytes(0) == cache.full_bytes(0)
@@ -214,5 +260,6 @@ def test_what_reads_everything_has_no_reader_to_ask(llama: Any) -> None:
 def test_summaries_are_of_complete_blocks() -> None:
     info = ModelInfo("m", 1, 2, 4, 8, 16, lambda layer: torch.empty(0))
     how = Reading(Drawn(4), info, 3)
-    assert how.summary_bytes([7, 8], 2) == (1 + 2) * 8 * 2
+    assert how.summary_bytes(0, [7, 8], 2) == (1 + 2) * 8 * 2
+    assert Reading(Drawn(4, dense_layers=1), info, 3).summary_bytes(0, [7, 8], 2) == 0
     assert how.total == 6
