@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,8 @@ import pandas as pd
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from kvbench.report.frames import Results, pick, unit_scale
+from kvbench.report.frames import Results, pick, readers, unit_scale
+from kvbench.report.front import HELD, READ, Memory
 from kvbench.report.pareto import ByteAxis, draw_panel, front_of
 from kvbench.report.style import (
     COLUMN,
@@ -37,7 +38,9 @@ def draw_fronts(results: Results, folder: Path) -> list[Drawn]:
 
     Per model: `mean-<group>` for the mean over a group of several tasks, `overview-<group>` with
     the mean and all tasks as small multiples, and `pareto-<task>` for each task. Where there are
-    several lengths, moments or seeds, the first and the last have a panel for each.
+    several lengths, moments or seeds, the first and the last have a panel for each. Where a policy
+    reads less than it holds, each has a second one over the bytes read, `mean-<group>-read` and so
+    on.
 
     Args:
         results: What to draw.
@@ -58,7 +61,7 @@ def draw_fronts(results: Results, folder: Path) -> list[Drawn]:
                     mean = mean_of(int(overall["tasks"].max()))
                     title = f"{short(group)}, {mean}{_metric(cells)} · {short(model)}"
                     stem = folder / f"mean-{slug(group)}{end}"
-                    drawn.append(_one_figure(results, model, overall, title, stem))
+                    drawn += _figures(results, model, overall, title, stem)
                 if len(tasks) > 1:
                     drawn += _overviews(results, model, group, folder, end)
                 for task in tasks:
@@ -66,8 +69,18 @@ def draw_fronts(results: Results, folder: Path) -> list[Drawn]:
                     if _drawable(rows):
                         title = f"{short(task)}{_metric(rows)} · {short(model)}"
                         stem = folder / f"pareto-{slug(task)}{end}"
-                        drawn.append(_one_figure(results, model, rows, title, stem, task))
+                        drawn += _figures(results, model, rows, title, stem, task)
     return drawn
+
+
+def _memories(rows: pd.DataFrame) -> list[Memory]:
+    """What the fronts of some cells are drawn over: bytes read only if they are not all held."""
+    return [HELD, *[READ] * bool(readers(rows))]
+
+
+def _over(memory: Memory) -> tuple[str, str]:
+    """Ends of a figure's title and of its files' stem; empty for bytes held."""
+    return ("", "") if memory is HELD else (f", over bytes {memory.verb}", f"-{memory.verb}")
 
 
 def _rows(frame: pd.DataFrame, model: str, group: str) -> pd.DataFrame:
@@ -89,19 +102,33 @@ def _metric(cells: pd.DataFrame) -> str:
     return f", {short(metrics[0])}" if len(metrics) == 1 else ""
 
 
-def _one_figure(
+def _figures(
     results: Results, model: str, rows: pd.DataFrame, title: str, stem: Path, task: str = ""
+) -> list[Drawn]:
+    """The figures of one task or mean."""
+    return [_one_figure(results, model, rows, title, stem, task, m) for m in _memories(rows)]
+
+
+def _one_figure(
+    results: Results,
+    model: str,
+    rows: pd.DataFrame,
+    title: str,
+    stem: Path,
+    task: str,
+    memory: Memory,
 ) -> Drawn:
-    """A figure of one task or mean: one column wide, or a grid of panels over the page."""
+    """A figure over one count of bytes: one column wide, or a grid of panels over the page."""
     panels = [(v, pick(rows, v)) for v in results.variants(model)]
     panels = [(v, part) for v, part in panels if _drawable(part)]
     looks_of = looks(results.policies)
-    pale = _pale(part for _, part in panels)
+    pale = _pale((part for _, part in panels), memory)
     unit = unit_scale(rows)
     lengths = len({v.length for v, _ in panels})
     columns = lengths if 1 < lengths <= 3 else min(len(panels), 3)
     several = len(panels) > 1
-    x = ByteAxis.of(pd.concat([_compressed(part)["share"] for _, part in panels]))
+    x = ByteAxis.of(pd.concat([_compressed(part) for _, part in panels]), memory)
+    title, stem = title + _over(memory)[0], stem.with_name(stem.name + _over(memory)[1])
     handles, labels = _legend(rows, looks_of, pale, named=not pale or several)
     if _silent(rows):
         title += " (the full cache is not above chance)"
@@ -154,7 +181,11 @@ def _overviews(results: Results, model: str, group: str, folder: Path, end: str)
             title += f"{_metric(here)} · {short(model)}"
             suffix = f"-{slug(variant.label.replace(', ', '-').replace(' ', '-'))}"
             stem = f"overview-{slug(group)}{suffix if variant.label else ''}{end}"
-            drawn.append(_overview(panels, here, title, looks(results.policies), folder / stem))
+            looks_of = looks(results.policies)
+            drawn += [
+                _overview(panels, here, title, looks_of, folder / stem, memory)
+                for memory in _memories(here)
+            ]
     return drawn
 
 
@@ -164,11 +195,14 @@ def _overview(
     title: str,
     looks_of: Any,
     stem: Path,
+    memory: Memory,
 ) -> Drawn:
     unit = unit_scale(cells)
     columns = min(5 if len(panels) > 8 else 4, len(panels))
-    x = ByteAxis.of(pd.concat([_compressed(rows)["share"] for _, rows in panels]))
-    pale = _pale([panels[0][1]] if panels[0][0] == "mean" else (rows for _, rows in panels))
+    x = ByteAxis.of(pd.concat([_compressed(rows) for _, rows in panels]), memory)
+    title, stem = title + _over(memory)[0], stem.with_name(stem.name + _over(memory)[1])
+    drawn = [panels[0][1]] if panels[0][0] == "mean" else [rows for _, rows in panels]
+    pale = _pale(drawn, memory)
     handles, labels = _legend(cells, looks_of, pale, named=True)
     silent = {name for name, rows in panels if name != "mean" and _silent(rows)}
     if silent:
@@ -213,13 +247,13 @@ def _compressed(rows: pd.DataFrame) -> pd.DataFrame:
     return rows[rows["policy"] != "full"]
 
 
-def _pale(panels: Any) -> list[str]:
+def _pale(panels: Iterable[pd.DataFrame], memory: Memory) -> list[str]:
     """Policies to grey: with more than there are colours, all that are on no front."""
     points = [_compressed(rows).reset_index(drop=True) for rows in panels]
     policies = list(dict.fromkeys(p for part in points for p in part["policy"].astype(str)))
     if len(policies) <= MOST_COLOURS:
         return []
-    best = {policy for part in points for policy in part["policy"].iloc[front_of(part)]}
+    best = {policy for part in points for policy in part["policy"].iloc[front_of(part, memory)]}
     return [policy for policy in policies if policy not in best]
 
 

@@ -1,9 +1,31 @@
-"""The Pareto front of score against KV bytes held."""
+"""The Pareto front of score against KV bytes held, or read."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
+
+
+class Memory(NamedTuple):
+    """A count of KV bytes that scores are held against.
+
+    Attributes:
+        share: The column of its share of the full cache's bytes.
+        bytes: The column of the bytes.
+        verb: What is done to them.
+        label: What an axis of the shares is called.
+    """
+
+    share: str
+    bytes: str
+    verb: str
+    label: str
+
+
+HELD = Memory("share", "kv_bytes_live", "held", "KV cache held, % of full")
+READ = Memory("read_share", "kv_bytes_read", "read", "KV cache read per step, % of full")
 
 
 def front(cost: npt.ArrayLike, value: npt.ArrayLike) -> npt.NDArray[np.bool_]:

@@ -19,7 +19,7 @@ from kvbench.report.frames import (
     silent_tasks,
     unit_scale,
 )
-from kvbench.report.front import front
+from kvbench.report.front import HELD, READ, Memory, front
 from kvbench.report.numbers import Kind, score_kind
 from kvbench.report.overall import CONFIG
 from kvbench.report.table import Cell, Column, Compared, Interval, Name, Phrase
@@ -172,14 +172,22 @@ class Panel:
 
         return self.column(_score_column(frame, title), frame, cell_of, None)
 
-    def optimal(self) -> Filled:
-        """A star for the settings whose means are Pareto-optimal."""
+    def optimal(self) -> list[Filled]:
+        """Stars for the settings whose means are Pareto-optimal, over bytes held and bytes read.
+
+        If all that is held is read, there is one column.
+        """
+        if not readers(self.cells):
+            return [self._optimal(HELD, "Pareto-optimal")]
+        return [self._optimal(memory, f"Pareto-optimal ({memory.verb})") for memory in (HELD, READ)]
+
+    def _optimal(self, memory: Memory, title: str) -> Filled:
         means = self.overall
         points = means[means["policy"] != "full"]
         sign = 1.0 if means["higher_is_better"].iloc[0] else -1.0
-        best = set(points.index[front(points["kv_bytes_live"], sign * points["score"])])
+        best = set(points.index[front(points[memory.bytes], sign * points["score"])])
         marked = means.assign(best=[index in best for index in means.index])
-        head = Column("Pareto-optimal", align="right")
+        head = Column(title, align="right")
         return self.column(head, marked, lambda row: "★" if row["best"] else "", "")
 
 

@@ -1,4 +1,4 @@
-"""A panel of score against KV bytes held: points, intervals, and the Pareto front."""
+"""A panel of score against KV bytes: points, intervals, and the Pareto front."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import Bbox
 
-from kvbench.report.front import front
+from kvbench.report.front import HELD, Memory, front
 from kvbench.report.numbers import size
 from kvbench.report.style import FRONT, GREY, GREY_BAND, PALE, marked
 from kvbench.report.text import short
@@ -44,16 +44,18 @@ class ByteAxis:
         log: Whether it is logarithmic.
         low: Left end.
         high: Right end.
+        memory: Which bytes it counts.
     """
 
     log: bool
     low: float
     high: float
+    memory: Memory = HELD
 
     @classmethod
-    def of(cls, share: npt.ArrayLike) -> ByteAxis:
-        """The axis that shows all of these shares."""
-        x = np.asarray(share, dtype=np.float64)
+    def of(cls, rows: pd.DataFrame, memory: Memory = HELD) -> ByteAxis:
+        """The axis that shows all of these cells."""
+        x = rows[memory.share].to_numpy(dtype=np.float64)
         log = bool(x.min() > 0 and x.max() / x.min() > _LOG_FROM * 1.02)
         u = np.log10(x) if log else x
         span = float(u.max() - u.min())
@@ -61,12 +63,12 @@ class ByteAxis:
         if span < (0.01 if log else 0.02 * float(u.max())):  # one budget, but for a policy's extras
             pad = 0.15 if log else 0.15 * float(u.max())
         low, high = float(u.min()) - pad, float(u.max()) + pad
-        return cls(log, 10**low, 10**high) if log else cls(log, low, high)
+        return cls(log, 10**low, 10**high, memory) if log else cls(log, low, high, memory)
 
     @property
     def label(self) -> str:
         """What the axis is called."""
-        return "KV cache held, % of full" + ", log scale" * self.log
+        return self.memory.label + ", log scale" * self.log
 
 
 def draw_panel(
@@ -84,8 +86,8 @@ def draw_panel(
 ) -> None:
     """Draw score against the share of the full cache's bytes, with 95% intervals.
 
-    Every point stands exactly at the bytes that it holds. Where error bars would cover each other
-    they are set side by side, and a marker that others cover is drawn larger than those.
+    Every point stands exactly at the bytes that the axis counts. Where error bars would cover each
+    other they are set side by side, and a marker that others cover is drawn larger than those.
 
     Args:
         ax: Where to draw.
@@ -111,8 +113,8 @@ def draw_panel(
         ax.axhspan(float(bounds[0]), float(bounds[1]), color=GREY_BAND, lw=0, zorder=0)
         ax.axhline(scale * mark["score"], color=GREY, lw=0.9, ls=(0, (4, 2)), zorder=1)
     score = scale * points["score"].to_numpy(dtype=np.float64)
-    share = points["share"].to_numpy(dtype=np.float64)
-    best = front_of(points)
+    share = points[x.memory.share].to_numpy(dtype=np.float64)
+    best = front_of(points, x.memory)
     ax.step(
         [*share[best], x.high], [*score[best], score[best[-1]]], where="post", zorder=2, **FRONT
     )
@@ -129,13 +131,13 @@ def draw_panel(
     ax.set_axisbelow(True)
 
 
-def front_of(points: pd.DataFrame) -> npt.NDArray[np.intp]:
+def front_of(points: pd.DataFrame, memory: Memory = HELD) -> npt.NDArray[np.intp]:
     """Positions of the Pareto-optimal rows of a panel, from the cheapest on."""
     score = points["score"].to_numpy(dtype=np.float64)
     # Where a lower score is better, the front runs along the lowest points.
     worth = score if points["higher_is_better"].iloc[0] else -score
-    best = np.flatnonzero(front(points["kv_bytes_live"], worth))
-    share = points["share"].to_numpy(dtype=np.float64)
+    best = np.flatnonzero(front(points[memory.bytes], worth))
+    share = points[memory.share].to_numpy(dtype=np.float64)
     return best[np.argsort(share[best], kind="stable")]
 
 

@@ -93,7 +93,7 @@ def _panel_tables(panel: Panel, results: Results) -> Iterator[tuple[str, Table]]
             panel.held_bytes(),
             panel.scores(overall, "mean", bounds=True, failed="incomplete"),
             panel.gaps(overall),
-            panel.optimal(),
+            *panel.optimal(),
         ]
         mean = mean_of(int(overall["tasks"].max())).capitalize()
         yield f"mean-{group}", beside(f"{mean}.", columns)

@@ -22,9 +22,9 @@ function swatch(policy) {
 }
 
 // The points that no other beats: none is cheaper and as good, or better and as cheap.
-function front(points) {
+function front(points, memory) {
   const worth = (row) => (row.higher ? row.score : -row.score);
-  const ordered = [...points].sort((a, b) => a.kv_bytes_live - b.kv_bytes_live || worth(b) - worth(a));
+  const ordered = [...points].sort((a, b) => a[memory.bytes] - b[memory.bytes] || worth(b) - worth(a));
   const best = [];
   for (const row of ordered) if (!best.length || worth(row) > worth(best[best.length - 1])) best.push(row);
   return best;
@@ -38,7 +38,9 @@ function told(row) {
   ];
   if (row.diff !== null)
     lines.push(`to full ${score(row.diff, row.unit, true)} ${interval(row.diff_lo, row.diff_hi, row.unit, true)}`);
-  lines.push(`KV held ${percent(row.share)}, ${bytes(row.kv_bytes_live)}`, `${row.samples} samples`);
+  lines.push(`KV held ${percent(row.share)}, ${bytes(row.kv_bytes_live)}`);
+  if (readsFew) lines.push(`KV read ${percent(row.read_share)}, ${bytes(row.kv_bytes_read)}`);
+  lines.push(`${row.samples} samples`);
   return lines.join("\n");
 }
 
@@ -47,7 +49,8 @@ function paretoChart(rows, width) {
   const points = rows.filter((row) => row.policy !== "full" && row.score !== null && shown(row));
   if (!points.length) return element("p", { class: "note" }, "Nothing to draw: no setting that is shown has a score.");
   const scale = rows[0].unit ? 100 : 1;
-  const share = (row) => 100 * row.share;
+  const memory = MEMORY[state.memory];
+  const share = (row) => 100 * row[memory.share];
   const at = (name) => (row) => scale * row[name];
   const ends = (full ? [full, ...points] : points).flatMap((row) => [row.score, row.score_lo, row.score_hi])
     .filter((value) => value !== null).map((value) => scale * value);
@@ -59,16 +62,16 @@ function paretoChart(rows, width) {
   const policies = distinct(points.map((row) => row.policy));
   const [low, high] = d3.extent(ends);
   const room = 0.04 * (high - low || 1);
-  const best = front(points);
+  const best = front(points, memory);
   const marks = [Plot.ruleY([low - room], { stroke: "var(--soft)" })];
   if (full) {
     marks.push(Plot.rect([full], { y1: at("score_lo"), y2: at("score_hi"), fill: "var(--soft)", fillOpacity: 0.13 }));
     marks.push(Plot.ruleY([full], { y: at("score"), stroke: "var(--soft)", strokeDasharray: "5,3" }));
   }
-  marks.push(Plot.line([...best, { ...best[best.length - 1], share: domain[1] / 100 }],
+  marks.push(Plot.line([...best, { ...best[best.length - 1], [memory.share]: domain[1] / 100 }],
     { x: share, y: at("score"), curve: "step-after", stroke: "currentColor", strokeDasharray: "1.5,3" }));
   policies.forEach((policy, index) => {
-    const mine = points.filter((row) => row.policy === policy).sort((a, b) => a.share - b.share);
+    const mine = points.filter((row) => row.policy === policy).sort((a, b) => share(a) - share(b));
     const aside = (index - (policies.length - 1) / 2) * Math.min(4, 24 / policies.length); // bars side by side
     const stroke = colour(policy);
     marks.push(Plot.line(mine, { x: share, y: at("score"), stroke, strokeOpacity: 0.5 }));
@@ -80,12 +83,12 @@ function paretoChart(rows, width) {
   }
   marks.push(Plot.tip(points, Plot.pointer({
     x: share, y: at("score"), fill: "var(--panel)", stroke: "var(--soft)", fontSize: 12, lineHeight: 1.25,
-    title: (row) => points.filter((other) => other.share === row.share && other.score === row.score).slice(0, 4).map(told).join("\n\n"),
+    title: (row) => points.filter((other) => share(other) === share(row) && other.score === row.score).slice(0, 4).map(told).join("\n\n"),
   })));
   return Plot.plot({
     width, height: Math.min(460, Math.max(260, 0.55 * width)), marginLeft: 46, marginRight: 16, marginBottom: 40,
     style: { background: "none", fontSize: "12px" },
-    x: { type: log ? "log" : "linear", domain, ticks: ticks.length > 1 ? ticks : 4, tickFormat: (v) => String(v), label: `KV cache held, % of full${log ? ", log scale" : ""}`, labelAnchor: "center", labelArrow: "none" },
+    x: { type: log ? "log" : "linear", domain, ticks: ticks.length > 1 ? ticks : 4, tickFormat: (v) => String(v), label: `${memory.label}, % of full${log ? ", log scale" : ""}`, labelAnchor: "center", labelArrow: "none" },
     y: { domain: [low - room, high + room], grid: true, ticks: 5, label: rows[0].higher ? "score" : "score, lower is better", labelArrow: "none" },
     marks,
   });

@@ -51,6 +51,7 @@ function memoryNote(panels, context) {
 
 function drawCharts() {
   const holder = byId("charts");
+  byId("charts-title").textContent = `Score against ${MEMORY[state.memory].label}`;
   const found = views();
   holder.classList.toggle("single", found.length === 1);
   holder.replaceChildren(...found.map((rows) => {
@@ -129,6 +130,7 @@ function drawTable() {
     { title: "budget", value: (row) => (row.budget === "full" ? Infinity : +row.budget), cell: by("budget") },
     number("KV held", "share", percent),
     number("bytes held", "kv_bytes_live", bytes),
+    ...(readsFew ? [number("KV read", "read_share", percent)] : []),
     { title: "score", value: by("score"), kind: (row) => (row.error ? "bad" : ""), cell: (row) => (row.error ? element("span", { title: row.error }, "failed") : score(row.score, row.unit)) },
     { title: "95% interval", value: by("score_lo"), cell: (row) => interval(row.score_lo, row.score_hi, row.unit) },
     { title: "to full", value: by("diff"), kind: side, cell: (row) => (row.policy === "full" ? DASH : score(row.diff, row.unit, true)) },

@@ -20,7 +20,15 @@ const state = {
   policies: new Set(data.policies.map((policy) => policy.name)),
   budgets: new Set(budgets),
   sort: { column: 0, down: false },
+  memory: "held",
 };
+
+// What scores are drawn against; bytes read only where a policy reads less than it holds.
+const MEMORY = {
+  held: { share: "share", bytes: "kv_bytes_live", label: "KV cache held" },
+  read: { share: "read_share", bytes: "kv_bytes_read", label: "KV cache read per step" },
+};
+const readsFew = data.rows.some((row) => row.policy !== "full" && row.score !== null && row.kv_bytes_read < row.kv_bytes_live);
 
 const shown = (row) => row.policy === "full" || (state.policies.has(row.policy) && state.budgets.has(row.budget));
 
@@ -107,6 +115,7 @@ function controls(redraw) {
     const values = distinct(data.rows.map((row) => row[name]));
     boxes.push(select(name, name, [[ALL, "all"], ...values.map((v) => [String(v), nameOf(name, v)])], redraw));
   }
+  if (readsFew) boxes.push(select("front over", "memory", Object.entries(MEMORY).map(([name, { label }]) => [name, label]), redraw));
   fill("selects", ...boxes);
   chips("policies", "all policies", data.policies.map((p) => p.name), state.policies, (name) => [swatch(name)], redraw);
   chips("budgets", "all budgets", budgets, state.budgets, () => [], redraw);

@@ -16,9 +16,11 @@ from kvbench.errors import UserError
 from kvbench.report import figures, heatmap
 from kvbench.report.figures import draw_fronts
 from kvbench.report.frames import prepare
-from kvbench.report.front import front
+from kvbench.report.front import HELD, READ, front
 from kvbench.report.pareto import ByteAxis, draw_panel
 from kvbench.report.style import PALE, house_style, looks, save, sheet
+
+from .conftest import reading_few
 
 POLICIES = ["random", "streaming_llm", "keydiff", "snapkv", "adakv", "criticalkv"]
 
@@ -147,13 +149,13 @@ def test_no_text_lies_on_another_with_panels_and_a_wide_axis(drawn, run_frames, 
     assert len(panels) == 4
 
 
-def panel(rows, **options):
+def panel(rows, memory=HELD, **options):
     page = sheet(
         1, 1, title="t", width=3.5, panel=2.0, x_label="x", y_label="y"
     )  # fmt: skip
     shape = {"unit": True, "limits": (-3.0, 103.0), "width": 2.9, "bytes_axis": False}
     with house_style():
-        axis = ByteAxis.of(rows.loc[rows["policy"] != "full", "share"])
+        axis = ByteAxis.of(rows[rows["policy"] != "full"], memory)
         draw_panel(page.axes[0, 0], rows, looks(POLICIES), axis, **shape, **options)
     return page.axes[0, 0]
 
@@ -193,6 +195,39 @@ def test_front_runs_through_the_bytes_that_are_held(run_frames):
     assert step.get_xdata()[:-1].tolist() == best["share"].tolist()
     assert step.get_ydata()[:-1] == pytest.approx(100 * best["score"].to_numpy())
     assert marks(ax) == set(zip(points["share"], 100 * points["score"], strict=True))
+
+
+def test_a_front_over_bytes_read_runs_through_them(run_frames):
+    cells, samples = run_frames(POLICIES, ("0.1", "0.4"), ["vt"])
+    rows = prepare(reading_few(cells, "criticalkv"), samples).cells
+    points = rows[rows["policy"] != "full"]
+    ax = panel(rows, READ)
+    assert marks(ax) == set(zip(points["read_share"], 100 * points["score"], strict=True))
+    step = next(line for line in ax.lines if line.get_drawstyle() == "steps-post")
+    best = points[oracle(points["kv_bytes_read"], points["score"])].sort_values("read_share")
+    assert step.get_xdata()[:-1].tolist() == best["read_share"].tolist()
+    assert "criticalkv" in set(best["policy"])
+    held = points[oracle(points["kv_bytes_live"], points["score"])]
+    assert set(zip(held["policy"], held["budget"], strict=True)) != set(
+        zip(best["policy"], best["budget"], strict=True)
+    )
+
+
+def test_fronts_over_bytes_read_are_drawn_where_they_differ(drawn, run_frames, tmp_path):
+    cells, samples = run_frames(["snapkv", "adakv"], ("0.2", "0.4"), ["vt", "cwe"])
+    draw_fronts(prepare(cells, samples), tmp_path)
+    assert set(drawn) == {"mean-ruler", "overview-ruler", "pareto-vt", "pareto-cwe"}
+    drawn.clear()
+    few = reading_few(cells, "adakv")
+    few = few.where(few["task"] != "cwe", cells)  # all that is held is read on this task
+    draw_fronts(prepare(few, samples), tmp_path)
+    assert set(drawn) == {
+        *("mean-ruler", "overview-ruler", "pareto-vt", "pareto-cwe"),
+        *("mean-ruler-read", "overview-ruler-read", "pareto-vt-read"),
+    }
+    texts = [t.get_text() for t in drawn["pareto-vt-read"].texts]
+    assert "vt, string_match · reference, over bytes read" in texts
+    assert any(t.startswith("KV cache read per step, % of full") for t in texts)
 
 
 def test_letters_that_the_font_lacks_raise_no_warnings(run_frames, tmp_path):

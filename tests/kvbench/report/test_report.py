@@ -25,6 +25,8 @@ from kvbench.report.frames import prepare
 from kvbench.report.numbers import Kind, interval, number, size
 from kvbench.report.text import code, md, plain, short, slug, span
 
+from .conftest import reading_few
+
 NASTY = "a|b<script>alert(1)</script>[red]*_`x`"
 
 
@@ -358,3 +360,18 @@ def test_numbers_and_names_as_text():
     assert slug("niah_single_1") == "niah_single_1"
     assert slug("./mine.jsonl") != slug("mine.jsonl")
     assert re.fullmatch(r"[a-z0-9._-]+", slug("../../ETC/pass wd"))
+
+
+def test_stars_of_bytes_read_have_a_column_of_their_own(run_frames, tmp_path):
+    cells, samples = run_frames(["snapkv", "criticalkv"], ("0.1", "0.4"), ["vt", "cwe"])
+    for frame, heads in (
+        (cells, ["Pareto-optimal"]),
+        (reading_few(cells, "criticalkv"), ["Pareto-optimal (held)", "Pareto-optimal (read)"]),
+    ):
+        render(frame, samples, tmp_path)
+        table = pd.read_csv(tmp_path / "tables" / "mean-ruler.csv", keep_default_na=False)
+        assert [head for head in table.columns if "areto" in head] == heads
+    starred = table[table["Pareto-optimal (read)"] == "★"]
+    held = table[table["Pareto-optimal (held)"] == "★"]
+    assert ("criticalkv", "0.1") in set(zip(starred["policy"], starred["budget"], strict=True))
+    assert ("criticalkv", "0.1") not in set(zip(held["policy"], held["budget"], strict=True))

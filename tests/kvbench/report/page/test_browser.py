@@ -10,7 +10,7 @@ import pytest
 from kvbench.report.choosing import Aim
 from kvbench.report.page import write_page
 
-from ..conftest import make_run
+from ..conftest import make_run, reading_few
 from .browser import Browser, installed
 from .conftest import HOSTILE
 
@@ -192,3 +192,19 @@ def test_a_phone_need_not_scroll_sideways(page: Path) -> None:
         browser.until(f"{_CHARTS}.length > 0")
         assert browser.run("document.documentElement.scrollWidth") == 390
         assert browser.run(f"{_CHARTS}[0].getBoundingClientRect().width") < 390
+
+
+def test_the_front_can_be_drawn_over_bytes_read(browser: Browser, tmp_path: Path) -> None:
+    assert browser.run("document.getElementById('select-memory') === null")
+    cells, samples = make_run(["snapkv", "criticalkv"], ("0.1", "0.4"), samples=12)
+    with Browser() as other:
+        other.open(write_page(reading_few(cells, "criticalkv"), samples, tmp_path, Aim.of(5, 1, 1)))
+        title = "document.getElementById('charts-title').textContent"
+        assert other.run(title) == "Score against KV cache held"
+        choose(other, "select-memory", "read")
+        assert other.run(title) == "Score against KV cache read per step"
+        other.run("dispatchEvent(new Event('beforeprint'))")  # draws what is below the window
+        labels = "[...document.querySelectorAll('#charts svg text')].map(e => e.textContent)"
+        assert any("KV cache read per step, % of full" in text for text in other.run(labels))
+        heads = "[...document.querySelectorAll('#cells th')].map(e => e.textContent)"
+        assert "KV read" in other.run(heads)
