@@ -316,9 +316,9 @@ class Coded(Tensor):
         """Store the codes, scales and zeros of rows `[m, width]`."""
         _, entries, channels, width, together, name = self.kind
         quantizer, per_row = QUANTIZERS[name], width // channels
-        # Rows of a group side by side, then [group, block of channels, entry, channel].
         blocks = x.reshape(-1, entries, per_row, channels).transpose(1, 2)
-        blocks = blocks.reshape(-1, entries * channels).contiguous()  # one layout: the same bits
+        # Contiguous whatever their number is: a sum over other strides can have other bits.
+        blocks = blocks.reshape(-1, entries * channels).contiguous()
         # What a head holds must not depend on what else is cached.
         calls = blocks.split(together // entries * per_row) if quantizer.joint else [blocks]
         found = [quantizer.encode(call, bits) for call in calls]

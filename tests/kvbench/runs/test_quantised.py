@@ -30,6 +30,7 @@ DECODE = {
     "samples": 2,
     "device": "cpu",
 }
+HQQ = {**GRID, "policy": f"full:bits=2{SMALL}:quantizer=hqq,snapkv:bits=4{SMALL}:quantizer=hqq"}
 KEY = ["policy", "sample_id", "question_id"]
 
 
@@ -45,8 +46,10 @@ def texts(made: Run) -> dict[Any, str]:
     return dict(zip(frame.index, frame["response"], strict=True))
 
 
-@pytest.mark.parametrize("grid", [GRID, DECODE], ids=["context", "decode"])
+@pytest.mark.parametrize("grid", [GRID, DECODE, HQQ], ids=["context", "decode", "hqq"])
 def test_responses_do_not_depend_on_the_batch(grid: dict[str, Any], tmp_path: Path) -> None:
+    if grid is HQQ:
+        pytest.importorskip("hqq", reason="hqq is not installed: pip install 'kvbench[quantizers]'")
     made = kvbench.run({**grid, "out": str(tmp_path / "all")})
     assert list(made.cells["status"].unique()) == ["ok"]
     alone = kvbench.run({**grid, "out": str(tmp_path / "alone"), "batch_size": 1, "full": False})
