@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.kvpress_agreement import cases, random_models
+from benchmarks.kvpress_cases import cases, random_models
 from benchmarks.two_sides import KVPRESS, both_sides, cases_of
 
 SHARES = ("0.75", "0.6", "0.5")
@@ -30,8 +30,7 @@ EVICTION = (None, 0.4)
 def prepared(folder: Path) -> list[dict[str, Any]]:
     """Every model with a prompt of every length."""
     models = random_models(folder)
-    none = dict.fromkeys(models, "")
-    return cases(models, none, none, [])
+    return cases(models, {name: {} for name in models}, [])
 
 
 def evictions(case: dict[str, Any]) -> list[int]:

@@ -1,6 +1,6 @@
 """kvpress' side of `benchmarks/kvpress_agreement.py`: runs in its environment, knows no kvbench.
 
-    python kvpress_side.py FOLDER
+    python -m benchmarks.kvpress_side FOLDER
 
 reads `cases.json` from the folder and writes what every press keeps to `kvpress.npz`.
 """
@@ -9,74 +9,67 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from logging import ERROR, getLogger
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
+from kvpress import KeyRerotationPress
+from transformers import AutoModelForCausalLM, DynamicCache
 
-CHUNKS = 8
-"""Chunks of non-causal attention are this many windows long."""
+from benchmarks.kvpress_presses import Run, run_of
+from benchmarks.kvpress_rows import BASES, ROWS, Case, Row, budgets, forwards, presses_in
+
 NEEDS_WEIGHTS = ("observed_attention",)
-"""Presses that read the attention weights, which only eager attention returns."""
+"""Rows whose press reads the attention weights, which only eager attention returns."""
 
 
-def press_of(name: str, case: dict[str, Any], dim: int) -> tuple[Any, Any]:
-    """The press of a policy, and the one in it that scores."""
-    import kvpress
+class Silent:
+    """A tokenizer without words: KVzip then replays the context alone, as kvbench does."""
 
-    window, kernel = case["window"], case["kernel"]
-    chunk = {"chunk_size": CHUNKS * window}
-    plain = {
-        "streaming_llm": lambda: kvpress.StreamingLLMPress(),
-        "knorm": lambda: kvpress.KnormPress(),
-        "keydiff": lambda: kvpress.KeyDiffPress(),
-        "lagkv": lambda: kvpress.LagKVPress(lag_size=window),
-        "expected_attention": lambda: kvpress.ExpectedAttentionPress(),
-        "expected_attention measured": lambda: with_statistics(
-            kvpress.ExpectedAttentionStatsPress(), case["statistics"]
-        ),
-        "observed_attention": lambda: kvpress.ObservedAttentionPress(),
-        "tova": lambda: kvpress.TOVAPress(),
-        "curdkv": lambda: kvpress.CURPress(),
-        "leverage": lambda: kvpress.LeverageScorePress(sketch_dimension=dim),
-        "non_causal": lambda: kvpress.NonCausalAttnPress(**chunk),
-        "compactor": lambda: kvpress.CompactorPress(blending=0.35, sketch_dimension=dim, **chunk),
-        "qfilters": lambda: with_filters(kvpress.QFilterPress(), case["filters"]),
-    }
-    if name in plain:
-        press = plain[name]()
-        return press, press
-    inner = kvpress.SnapKVPress(window_size=window, kernel_size=kernel)
-    outer = {
-        "snapkv": lambda p: p,
-        "adakv": kvpress.AdaKVPress,
-        "critical_snapkv": kvpress.CriticalKVPress,
-        "criticalkv": kvpress.CriticalAdaKVPress,
-        "criticalkv floor": lambda p: kvpress.CriticalAdaKVPress(
-            p, alpha_safeguard=0.5, first_stage_ratio=0.25
-        ),
-    }
-    return outer[name](inner), inner
+    chat_template = None
+
+    @classmethod
+    def from_pretrained(cls, name: str) -> Silent:
+        """Stand in for `AutoTokenizer.from_pretrained`."""
+        return cls()
+
+    def encode(self, text: str, **options: Any) -> torch.Tensor:
+        """Encode nothing, `[1, 0]`."""
+        return torch.zeros(1, 0, dtype=torch.long)
 
 
-def with_filters(press: Any, folder: str) -> Any:
-    """Give a press Q-filters from a folder instead of the hub."""
-    from safetensors.torch import load_file
+class RecordingCache(DynamicCache):
+    """A cache that remembers every key and value that it was ever given."""
 
-    press.q_filters = load_file(Path(folder) / "model.safetensors")["q_filters"]
-    press.post_init_from_model = lambda model: None
-    return press
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self.moved: dict[int, torch.Tensor] = {}
 
+    def update(self, key_states: Any, value_states: Any, layer_idx: int, *more: Any) -> Any:
+        """Note what is added, and add it."""
+        self.given.setdefault(layer_idx, []).append((key_states.clone(), value_states.clone()))
+        return super().update(key_states, value_states, layer_idx, *more)
 
-def with_statistics(press: Any, folder: str) -> Any:
-    """Give a press mean and covariance of queries from a folder instead of the hub."""
-    from safetensors.torch import load_file
+    def all_entries(self, layer: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the first tokens, `[H, T, d]` each."""
+        key, value = zip(*self.given[layer], strict=True)
+        return torch.cat(key, 2)[0, :, :tokens], torch.cat(value, 2)[0, :, :tokens]
 
-    held = load_file(Path(folder) / "model.safetensors")
-    press.mu, press.cov = held["query_mean"], held["query_cov"]
-    return press
+    def moving(self) -> Callable[..., torch.Tensor]:
+        """`KeyRerotationPress.rerotate_keys` that notes which keys it moves together."""
+        original = KeyRerotationPress.rerotate_keys
+
+        def rerotate_keys(module: Any, indices: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+            self.moved[module.layer_idx] = indices
+            return original(module, indices, keys)
+
+        return staticmethod(rerotate_keys)
 
 
 def identity(*shape: int, **options: Any) -> torch.Tensor:
@@ -93,17 +86,106 @@ def which(full: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
     return same.any(1)
 
 
+@contextmanager
+def noted(run: Run) -> Iterator[list[np.ndarray]]:
+    """Note the scores of a press, float32 `[H, T]` for every layer."""
+    scores: list[np.ndarray] = []
+    if run.scorer is None:
+        yield scores
+        return
+    name = "compress_post" if hasattr(run.scorer, "compress_post") else "score"
+    original = getattr(run.scorer, name)
+
+    def watching(*arguments: Any) -> Any:
+        if name == "compress_post":  # KVzip: all layers at once, before sinks are lifted
+            scores.extend(run.scorer.score_val[:, 0].float().numpy().copy())
+            return original(*arguments)
+        found: torch.Tensor = original(*arguments)
+        scores.append(found[0].float().numpy().copy())  # AdaKV writes into them afterwards
+        return found
+
+    setattr(run.scorer, name, watching)
+    try:
+        yield scores
+    finally:
+        setattr(run.scorer, name, original)
+
+
+def watched(row: Row, run: Run, model: Any, case: Case, budget: float) -> dict[str, np.ndarray]:
+    """Run a press; give what it kept, bool `[L, H, T]`, and its scores, float32 `[L, H, T]`."""
+    if run.settle is not None:
+        with noted(run) as scores:
+            forward(row, run, model, case, budget)
+        run.settle(np.stack(scores) if scores else None)
+    with noted(run) as scores:
+        cache = forward(row, run, model, case, budget)
+    tokens = forwards(row, case, budget)[-1][1] if row.moment != "chunked" else len(case["ids"])
+    kept = []
+    for index, layer in enumerate(model.model.layers):
+        full, held = list(cache.all_entries(index, tokens)), cache.layers[index]
+        left = [held.keys[0], held.values[0]]
+        if row.match == "rotated":
+            stays = torch.zeros(full[0].shape[:2], dtype=torch.bool)
+            stays.scatter_(1, cache.moved[index][0], True)
+        elif row.match == "keys":
+            stays = which(full[0], left[0])
+        else:
+            stays = which(torch.cat(full, -1), torch.cat(left, -1))
+        if layer.self_attn.masked_key_indices is not None:
+            _, head, token = layer.self_attn.masked_key_indices
+            stays[head, token] = False
+        kept.append(stays.numpy())
+    found = {"kept": np.stack(kept)}
+    if row.match == "rotated":
+        found["keys"] = np.stack([layer.keys[0].numpy() for layer in cache.layers])
+    if scores:
+        found["scores"] = np.stack(scores)
+    elif "KnormPress" in row.press:  # it scored what it held at the time; norms do not change
+        keys = [cache.all_entries(index, tokens)[0] for index in range(len(kept))]
+        found["norms"] = torch.stack(keys).norm(dim=-1).numpy()
+    return found
+
+
+def forward(row: Row, run: Run, model: Any, case: Case, budget: float) -> RecordingCache:
+    """Feed the case's tokens to a model with a press."""
+    cache = RecordingCache()
+    ids = torch.tensor([case["ids"]])
+    for layer in model.model.layers:
+        layer.self_attn.masked_key_indices = None
+    steps = forwards(row, case, budget)
+    if row.moment == "chunked":  # kvpress computes the prompt at once
+        steps = [(0, ids.shape[1])]
+    with run.press(model), mock.patch.object(KeyRerotationPress, "rerotate_keys", cache.moving()):
+        for start, end in steps:
+            place = torch.arange(start, end)[None]
+            part = ids[:, start:end]
+            if row.moment == "question":
+                part, place = delimited(part, case), None
+            model(part, past_key_values=cache, position_ids=place, logits_to_keep=1)
+    return cache
+
+
+def delimited(ids: torch.Tensor, case: Case) -> torch.Tensor:
+    """Put the delimiter before the question, which is as long as the case's window."""
+    size = case["window"]
+    between = torch.tensor([[case["delimiter"]]])
+    return torch.cat([ids[:, :-size], between, ids[:, -size:]], 1)
+
+
 @torch.no_grad()
 def kvpress_side(folder: Path) -> None:
-    """Write what kvpress keeps, bool `[L, H, T]`, and its scores, to `kvpress.npz`."""
+    """Write what kvpress keeps and its scores to `kvpress.npz`."""
     from importlib.metadata import version
 
-    from transformers import AutoModelForCausalLM, DynamicCache
+    import kvpress
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    getLogger("kvpress").setLevel(ERROR)  # KVzip says at every press that it takes long
+    exported = sorted(presses_in(" ".join(kvpress.__all__)) - {*BASES})
     out: dict[str, Any] = {
-        "versions": np.array([f"{p} {version(p)}" for p in ("kvpress", "transformers", "torch")])
+        "versions": np.array([f"{p} {version(p)}" for p in ("kvpress", "transformers", "torch")]),
+        "exported": np.array(exported),
     }
     models: dict[str, Any] = {}
     for number, case in enumerate(json.loads((folder / "cases.json").read_text())):
@@ -112,46 +194,19 @@ def kvpress_side(folder: Path) -> None:
                 case["folder"], dtype=torch.float32, attn_implementation="sdpa"
             ).eval()
         model = models[case["folder"]]
-        ids = torch.tensor([case["ids"]])
+        head_dim = model.model.layers[0].self_attn.head_dim
         for name in case["presses"]:
+            row = ROWS[name]
             model.set_attn_implementation("eager" if name in NEEDS_WEIGHTS else "sdpa")
-            for budget in case["budgets"]:
-                press, inner = press_of(name, case, model.model.layers[0].self_attn.head_dim)
-                inner.compression_ratio = 1 - (budget + 0.5) / ids.shape[1]
-                with mock.patch("torch.randn", identity):
-                    kept, scores = watched(press, inner, model, ids, DynamicCache())
-                out[f"{number}/{name}/{budget}/kept"] = kept
-                out[f"{number}/{name}/{budget}/scores"] = scores
+            for budget in budgets(row, case):
+                with (
+                    mock.patch("torch.randn", identity),
+                    mock.patch("kvpress.presses.kvzip_press.AutoTokenizer", Silent),
+                ):
+                    found = watched(row, run_of(name, case, budget, head_dim), model, case, budget)
+                for what, array in found.items():
+                    out[f"{number}/{name}/{budget}/{what}"] = array
     np.savez(folder / "kvpress.npz", **out)
-
-
-def watched(press: Any, inner: Any, model: Any, ids: torch.Tensor, cache: Any) -> tuple[Any, Any]:
-    """Run a press; give what it kept, bool `[L, H, T]`, and its scores, float32 `[L, H, T]`."""
-    compress, score = press.compress, inner.score
-    kept: list[np.ndarray] = []
-    scores: list[np.ndarray] = []
-
-    def scoring(*arguments: Any) -> torch.Tensor:
-        found: torch.Tensor = score(*arguments)
-        scores.append(found[0].float().numpy().copy())  # AdaKV writes into them afterwards
-        return found
-
-    def compressing(module: Any, hidden: Any, key: Any, value: Any, *rest: Any) -> Any:
-        module.masked_key_indices = None
-        left = compress(module, hidden, key, value, *rest)
-        if module.masked_key_indices is None:
-            kept.append(which(torch.cat([key, value], -1)[0], torch.cat(left, -1)[0]).numpy())
-        else:
-            _, head, token = module.masked_key_indices
-            stays = torch.ones(key.shape[1:3], dtype=torch.bool)
-            stays[head, token] = False
-            kept.append(stays.numpy())
-        return left
-
-    press.compress, inner.score = compressing, scoring
-    with press(model):
-        model(ids, past_key_values=cache, logits_to_keep=1)
-    return np.stack(kept), np.stack(scores)
 
 
 if __name__ == "__main__":
