@@ -145,8 +145,8 @@ ROWS: dict[str, Row] = {
         "SimLayerKVPress",
         "simlayerkv:sinks={sinks}:recent={recent}:window=1",
         unit="layers",
-        reason="kvpress leaves out the newest token's attention to itself, and measures one more "
-        "recent token than it keeps",
+        reason="kvpress leaves out the newest token's attention to itself, which counts in the "
+        "authors' code, and measures one more recent token than it keeps",
     ),
     "chunkkv knorm": Row(
         "ChunkKVPress(KnormPress)", f"knorm:select=chunk:chunk_length={CHUNK}", counts=True
