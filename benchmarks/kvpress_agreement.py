@@ -76,7 +76,7 @@ from benchmarks.two_sides import KVPRESS, environment
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "from-kvpress.md"
 BEGIN, END = (f"<!-- {edge}: kvpress_agreement.py -->\n" for edge in ("begin", "end"))
-PLACES = {"w": "w", "k": "k", "c": "c", "sinks": "4", "recent": "r", "profile": "FILE"}
+PLACES = {"w": "w", "h": "w/2", "k": "k", "c": "c", "sinks": "4", "recent": "r", "profile": "FILE"}
 """How the table spells what differs from case to case; all others are folders."""
 
 
@@ -140,7 +140,8 @@ def markdown(done: dict[str, list[Cell]], versions: str) -> str:
         row = ROWS[name]
         spelling = row.spelling.format_map(Places())
         here = f"`{spelling}`{_notes(row)}"
-        lines.append(f"| `{row.press}` | {here} | {len(cells)} | {verdict(row, cells)} |")
+        press = f"`{row.press}`" + (f" mended: {row.mended}" if row.mended else "")
+        lines.append(f"| {press} | {here} | {len(cells)} | {verdict(row, cells)} |")
     lines += [f"| `{press}` | | | {reason} |" for press, reason in NOT_RUN.items()]
     return "\n".join(lines) + "\n"
 

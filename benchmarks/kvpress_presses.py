@@ -10,6 +10,7 @@ from typing import Any
 
 import kvpress
 import numpy as np
+import torch
 from kvpress.presses.kvzap_press import KVzapModel
 from safetensors.torch import load_file
 
@@ -151,6 +152,13 @@ def run_of(name: str, case: Case, budget: float, head_dim: int) -> Run:
         "merging": lambda: scored(snap(), kvpress.MergingPress),
         "decoding": lambda: Run(decoding(kvpress.KnormPress())),
         "decoding keydiff": lambda: Run(decoding(kvpress.KeyDiffPress())),
+        "decoding snapkv": lambda: Run(
+            # It needs more decoded tokens than its window.
+            decoding(kvpress.SnapKVPress(window_size=window // 2, kernel_size=case["kernel"]))
+        ),
+        "decoding snapkv mended": lambda: Run(
+            decoding(InOrder(window_size=window // 2, kernel_size=case["kernel"]))
+        ),
         "prefill_decoding": lambda: unscored(
             kvpress.KeyDiffPress(),
             lambda press: kvpress.PrefillDecodingPress(press, decoding(kvpress.KeyDiffPress())),
@@ -198,6 +206,25 @@ def with_curves(press: Any, case: Case, ratio: float, sink: int) -> Any:
     keep = np.clip((1 - ratio) * worth / worth.mean(), 0, 1)
     outer._budget_curves = np.broadcast_to(1 - keep, (99, *worth.shape)).copy()
     return outer
+
+
+class InOrder(kvpress.SnapKVPress):
+    """SnapKV for decoding: queries at their own positions, and entries that stay in order."""
+
+    def score(
+        self, module: Any, hidden_states: Any, keys: Any, values: Any, attentions: Any, kwargs: Any
+    ) -> Any:
+        """Score with the positions of all tokens of the window instead of the newest one's."""
+        place = kwargs["position_ids"] - torch.arange(self.window_size - 1, -1, -1)
+        turned = {"position_embeddings": module.rotary_emb(hidden_states, place)}
+        return super().score(module, hidden_states, keys, values, attentions, kwargs | turned)
+
+    def compress(self, module: Any, hidden_states: Any, keys: Any, *more: Any) -> Any:
+        """Keep the order of the text instead of that of the scores."""
+        left, values = super().compress(module, hidden_states, keys, *more)
+        same = (left[:, :, :, None] == keys[:, :, None]).all(-1)
+        order = same.int().argmax(-1).argsort(-1)[..., None].expand_as(left)
+        return left.gather(2, order), values.gather(2, order)
 
 
 def pyramid(case: Case) -> Any:

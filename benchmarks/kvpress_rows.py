@@ -31,8 +31,8 @@ class Row:
 
     Attributes:
         press: The press, as a user of kvpress writes it.
-        spelling: The policy here. `{w}`, `{k}` and `{c}` are the case's window, kernel and chunk;
-            other names are those of `Case`.
+        spelling: The policy here. `{w}`, `{h}`, `{k}` and `{c}` are the case's window, half of it,
+            its kernel and its chunk; other names are those of `Case`.
         moment: When kvbench cuts. `decode_at_budget`: the prompt is as long as the budget.
         counts: Whether kvpress decides how many entries every head keeps, and only the choice of
             entries is compared.
@@ -40,6 +40,7 @@ class Row:
         match: By what kvpress' entries are found again: keys and values, keys alone if it changes
             values, or `rotated` if it moves keys to adjacent positions.
         first_layer: Whether the first layer must agree although the others need not.
+        mended: What is changed in the press, which must then keep the same.
         reason: Why the sides may keep different entries; "" if they must keep the same.
     """
 
@@ -50,6 +51,7 @@ class Row:
     unit: Literal["entries", "heads", "layers"] = "entries"
     match: Literal["both", "keys", "rotated"] = "both"
     first_layer: bool = False
+    mended: str = ""
     reason: str = ""
 
     @property
@@ -185,6 +187,19 @@ ROWS: dict[str, Row] = {
     "decoding keydiff": Row(
         "DecodingPress(KeyDiffPress)", "keydiff:buffer={w}", moment="decode_at_budget"
     ),
+    "decoding snapkv": Row(
+        "DecodingPress(SnapKVPress)",
+        "snapkv:window={h}:kernel={k}:pool=avg:buffer={w}",
+        moment="decode_at_budget",
+        reason="kvpress turns all queries of the window to the newest position and, after a cut, "
+        "pools over entries in the order of their scores",
+    ),
+    "decoding snapkv mended": Row(
+        "DecodingPress(SnapKVPress)",
+        "snapkv:window={h}:kernel={k}:pool=avg:buffer={w}",
+        moment="decode_at_budget",
+        mended="own positions, order of the text",
+    ),
     "prefill_decoding": Row(
         "PrefillDecodingPress(KeyDiffPress, DecodingPress(KeyDiffPress))",
         "keydiff:buffer={w}",
@@ -229,7 +244,8 @@ def compared() -> set[str]:
 
 def spelled(row: Row, case: Case) -> str:
     """The policy of a row."""
-    short = {"w": case["window"], "k": case["kernel"], "c": CHUNKS * case["window"]}
+    window = case["window"]
+    short = {"w": window, "h": window // 2, "k": case["kernel"], "c": CHUNKS * window}
     return row.spelling.format(**short, **{k: v for k, v in case.items() if k not in short})
 
 

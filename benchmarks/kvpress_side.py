@@ -148,6 +148,7 @@ def watched(row: Row, run: Run, model: Any, case: Case, budget: float) -> dict[s
 
 def forward(row: Row, run: Run, model: Any, case: Case, budget: float) -> RecordingCache:
     """Feed the case's tokens to a model with a press."""
+    torch.manual_seed(0)  # CaM draws which values it merges
     cache = RecordingCache()
     ids = torch.tensor([case["ids"]])
     for layer in model.model.layers:
