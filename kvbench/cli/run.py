@@ -359,12 +359,11 @@ def report(
     from kvbench.report.terminal import RunTable
     from kvbench.report.text import slug
     from kvbench.report.write import write_report
-    from kvbench.runs.load import load_frames
+    from kvbench.runs.load import load_frames, responses_of
 
     if quiet:
         warnings.simplefilter("ignore")
-    # Only the page shows responses, and millions of them take gigabytes.
-    cells, samples = load_frames(runs, None if html else COLUMNS, coded=not html)
+    cells, samples = load_frames(runs, COLUMNS, coded=True)
     grouped = Samples(samples)
     results = prepare(cells, grouped)
     bases = [name for text in against or [] for name in text.split(",") if name]
@@ -380,7 +379,7 @@ def report(
     if html:
         from kvbench.report.page import write_page
 
-        written.append(write_page(cells, samples, folder, aim))
+        written.append(write_page(results, responses_of(runs), folder, aim))
     for base, found in held:
         if shown:
             for table in pairs.tables(found, base):

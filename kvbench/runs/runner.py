@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -101,7 +101,9 @@ def execute(grid: Grid, reporter: Reporter | None = None, *, fresh: bool = False
     with RunStore(grid.path, fresh=fresh) as store:
         _check_same_grid(grid)
         store.save_grid(grid.to_dict())
-        counted = [Unfinished(stage, len(_pending(stage, store))) for stage in planned.stages]
+        counted = [
+            Unfinished(stage, sum(1 for _ in _pending(stage, store))) for stage in planned.stages
+        ]
         work = [unfinished for unfinished in counted if unfinished.missing]
         jobs = [job for stage in planned.stages for job in stage.jobs]
         if work:  # a judge that cannot answer costs seconds here, and hours later
@@ -114,16 +116,16 @@ def execute(grid: Grid, reporter: Reporter | None = None, *, fresh: bool = False
     return Run(grid.path, cells, failed, planned.left_out, _samples=samples)
 
 
-def _pending(stage: Stage, store: RunStore | None) -> list[tuple[Job, Cell, Prompt]]:
-    """The responses that are missing."""
+def _pending(stage: Stage, store: RunStore | None) -> Iterator[tuple[Job, Cell, Prompt]]:
+    """The responses that are missing, one at a time: those of a large grid take gigabytes."""
     done = store.keys() if store is not None else set()
-    return [
+    return (
         (job, cell, prompt)
         for job in stage.jobs
         for cell in job.cells
         for prompt in job.prompts
         if key_of(cell, prompt) not in done
-    ]
+    )
 
 
 def _check_same_grid(grid: Grid) -> None:
@@ -161,7 +163,7 @@ def describe(grid: Grid, say: Say, *, fresh: bool = False) -> list[str]:
         for stage in planned.stages:
             cells = sum(len(job.cells) for job in stage.jobs)
             total = sum(len(job.cells) * len(job.prompts) for job in stage.jobs)
-            todo = _pending(stage, store)
+            todo = list(_pending(stage, store))
             tasks = ", ".join(dict.fromkeys(job.task.name for job in stage.jobs))
             lines.append(f"{stage.model}: {cells} cells over {tasks}")
             lines.append(f"  {total} responses, {len(todo)} still to generate")
