@@ -58,11 +58,15 @@ class Run:
         return samples
 
 
-def run(grid: Grid | Mapping[str, Any] | str | Path, *, progress: bool = True) -> Run:
+def run(
+    grid: Grid | Mapping[str, Any] | str | Path, *, progress: bool = True, extend: bool = False
+) -> Run:
     """Run a grid, or continue it where an earlier call stopped.
 
     Args:
         grid: A `Grid`, its dictionary, or the path of its YAML file.
+        extend: Whether the folder may hold a smaller grid, with fewer policies, budgets, models,
+            tasks, moments or lengths. Its responses are kept.
         progress: Whether to show the progress, and why tasks are left out, on stderr. The reasons
             are also in `Run.left_out`.
 
@@ -79,18 +83,21 @@ def run(grid: Grid | Mapping[str, Any] | str | Path, *, progress: bool = True) -
         )
     reporter = terminal_reporter(console(stderr=True)) if progress else Silent()
     try:
-        return execute(grid, reporter)
+        return execute(grid, reporter, extend=extend)
     finally:
         reporter.stop()
 
 
-def execute(grid: Grid, reporter: Reporter | None = None, *, fresh: bool = False) -> Run:
+def execute(
+    grid: Grid, reporter: Reporter | None = None, *, fresh: bool = False, extend: bool = False
+) -> Run:
     """Carry out a grid.
 
     Args:
         grid: What to run.
         reporter: Told of the progress; None reports nothing.
         fresh: Whether to discard what an earlier run left in the same folder.
+        extend: Whether the folder may hold a smaller grid; see `run`.
 
     Raises:
         UserError: Something in the grid is unknown or out of range, and nothing was run; or the
@@ -99,7 +106,7 @@ def execute(grid: Grid, reporter: Reporter | None = None, *, fresh: bool = False
     reporter = Silent() if reporter is None else reporter
     planned = plan(grid, reporter.message)
     with RunStore(grid.path, fresh=fresh) as store:
-        _check_same_grid(grid)
+        _check_same_grid(grid, extend=extend)
         store.save_grid(grid.to_dict())
         counted = [
             Unfinished(stage, sum(1 for _ in _pending(stage, store))) for stage in planned.stages
@@ -128,14 +135,23 @@ def _pending(stage: Stage, store: RunStore | None) -> Iterator[tuple[Job, Cell, 
     )
 
 
-def _check_same_grid(grid: Grid) -> None:
-    """Refuse the folder of another grid, whose tables would be lost."""
+def _check_same_grid(grid: Grid, *, extend: bool) -> None:
+    """Refuse the folder of another grid, whose tables would be lost.
+
+    It is called with the folder locked, so that no other run can change its grid meanwhile.
+    """
     file = grid.path / GRID
-    if file.exists() and Grid.from_yaml(file).digest != grid.digest:
-        raise UserError(
-            f"{grid.path} holds the results of another grid ({file}); choose another --out, or "
-            "discard them with --fresh"
-        )
+    if not file.exists() or (held := Grid.from_yaml(file)).digest == grid.digest:
+        return
+    names = grid.lacks(held) if extend else grid.differs(held)
+    if not names:
+        return
+    lists = all(isinstance(getattr(grid, name), tuple) for name in names)
+    more = "add to it with --extend, " if lists and not extend else ""
+    raise UserError(
+        f"{grid.path} holds the results of another grid ({file}), with other {', '.join(names)}; "
+        f"{more}choose another --out, or discard them with --fresh"
+    )
 
 
 # --- dry run --------------------------------------------------------------------------------------
