@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,16 +15,14 @@ import pyarrow.parquet as pq
 from kvbench.errors import UserError
 from kvbench.progress import Reporter, Silent, duration
 from kvbench.progress import reporter as terminal_reporter
-from kvbench.runs.answers import Prompt, key_of
-from kvbench.runs.cell import Cell
-from kvbench.runs.executors.base import Executor, Unfinished, answer, worker_of
+from kvbench.runs.estimate import estimate, missing_of
+from kvbench.runs.executors.base import Executor, Unfinished
 from kvbench.runs.executors.local import run_here
 from kvbench.runs.executors.ray import run_on_ray
 from kvbench.runs.grid import Grid
-from kvbench.runs.planning import Job, Say, Stage, plan
+from kvbench.runs.planning import Say, plan
 from kvbench.runs.results import scored
 from kvbench.runs.store import GRID, RunStore
-from kvbench.runs.worker import loaded_model
 from kvbench.terminal import console
 
 _EXECUTORS: dict[str, Executor] = {"local": run_here, "ray": run_on_ray}
@@ -108,8 +105,10 @@ def execute(
     with RunStore(grid.path, fresh=fresh) as store:
         _check_same_grid(grid, extend=extend)
         store.save_grid(grid.to_dict())
+        done = store.keys()
         counted = [
-            Unfinished(stage, sum(1 for _ in _pending(stage, store))) for stage in planned.stages
+            Unfinished(stage, sum(m.responses for m in missing_of(stage, done)))
+            for stage in planned.stages
         ]
         work = [unfinished for unfinished in counted if unfinished.missing]
         jobs = [job for stage in planned.stages for job in stage.jobs]
@@ -121,18 +120,6 @@ def execute(
         samples = store.samples()
     failed = {str(r.cell): str(r.error) for r in cells.itertuples() if r.status != "ok"}
     return Run(grid.path, cells, failed, planned.left_out, _samples=samples)
-
-
-def _pending(stage: Stage, store: RunStore | None) -> Iterator[tuple[Job, Cell, Prompt]]:
-    """The responses that are missing, one at a time: those of a large grid take gigabytes."""
-    done = store.keys() if store is not None else set()
-    return (
-        (job, cell, prompt)
-        for job in stage.jobs
-        for cell in job.cells
-        for prompt in job.prompts
-        if key_of(cell, prompt) not in done
-    )
 
 
 def _check_same_grid(grid: Grid, *, extend: bool) -> None:
@@ -160,7 +147,7 @@ def _check_same_grid(grid: Grid, *, extend: bool) -> None:
 def describe(grid: Grid, say: Say, *, fresh: bool = False) -> list[str]:
     """What `--dry-run` shows: cells, samples, what exists already, and an estimate.
 
-    The estimate runs one missing context, with all its cells, on the real model.
+    The estimate runs some of the missing contexts, with all their cells, on the real model.
 
     Args:
         grid: What would be run.
@@ -179,13 +166,14 @@ def describe(grid: Grid, say: Say, *, fresh: bool = False) -> list[str]:
         for stage in planned.stages:
             cells = sum(len(job.cells) for job in stage.jobs)
             total = sum(len(job.cells) * len(job.prompts) for job in stage.jobs)
-            todo = list(_pending(stage, store))
+            missing = missing_of(stage, store.keys() if store is not None else set())
+            todo = sum(m.responses for m in missing)
             tasks = ", ".join(dict.fromkeys(job.task.name for job in stage.jobs))
             lines.append(f"{stage.model}: {cells} cells over {tasks}")
-            lines.append(f"  {total} responses, {len(todo)} still to generate")
-            if todo:
+            lines.append(f"  {total} responses, {todo} still to generate")
+            if missing:
                 each = " for one worker" if grid.executor == "ray" else ""
-                lines.append(f"  estimate: {duration(_estimate(stage, grid, todo, say))}{each}")
+                lines.append(f"  estimate: {duration(estimate(stage, grid, missing, say))}{each}")
     finally:
         if store is not None:
             store.close()
@@ -203,24 +191,3 @@ def _check_writable(path: Path) -> None:
         raise UserError(f"cannot write {path}: {nearest_folder} is a file, not a folder")
     if not os.access(nearest_folder, os.W_OK):
         raise UserError(f"cannot write {path}: permission denied in {nearest_folder}")
-
-
-def _estimate(
-    stage: Stage, grid: Grid, todo: Sequence[tuple[Job, Cell, Prompt]], say: Say
-) -> float:
-    """Seconds for the missing responses, scaled up from one context with all its cells."""
-    job, _, prompt = todo[len(todo) // 2]
-    contexts = {(j.task.name, j.task.length, p.context_ids) for j, _, p in todo}
-    tokens = sum(len(ids) for _, _, ids in contexts)
-    steps = sum(p.limit for _, _, p in todo)
-    with tempfile.TemporaryDirectory() as folder, loaded_model(stage, grid, say) as model:
-        for i in range(2):  # the first pass warms up
-            with RunStore(Path(folder) / str(i)) as scratch:
-                worker = worker_of(model, stage, grid, scratch, Silent())
-                answer(worker, [prompt], job.cells)
-                responses = scratch.responses()
-    prefill = responses[0].prefill_s / max(1, len(prompt.context_ids))
-    compress = sum(r.compress_s for r in responses) / len(responses)
-    generated = sum(max(1, r.generated_tokens) for r in responses)
-    decode = sum(r.decode_s for r in responses) / generated
-    return prefill * tokens + compress * len(todo) + decode * steps
