@@ -22,6 +22,9 @@ REPEATED = tuple(
 )
 """Columns of texts that many samples share."""
 
+_PART = 1 << 13
+"""Rows that are decoded at a time where only some are kept."""
+
 
 def load(
     paths: str | Path | Iterable[str | Path],
@@ -166,6 +169,16 @@ def _any_of(column: str, values: Collection[str]) -> pc.Expression:
     return pc.field(column).isin(pa.array(sorted(values), pa.string()))
 
 
+def _chosen(
+    file: pq.ParquetFile, columns: Sequence[str], rows: Sequence[pc.Expression]
+) -> pa.Table:
+    """The rows that satisfy all conditions, read in parts: the texts of all can take gigabytes."""
+    condition = functools.reduce(operator.and_, rows)
+    batches = file.iter_batches(_PART, columns=columns)
+    parts = [pa.Table.from_batches([batch]).filter(condition) for batch in batches]
+    return pa.concat_tables([p for p in parts if len(p)] or parts[:1] or [file.read(columns)])
+
+
 def _table(
     folder: Path,
     name: str,
@@ -191,8 +204,8 @@ def _table(
         present = pq.read_schema(path).names
         equal = [source for pair in COPIED.values() for source in pair.values()]
         read = [c for c in dict.fromkeys([*columns, *equal, "schema"]) if c in present]
-        chosen = functools.reduce(operator.and_, rows) if rows else None
-        table = pq.read_table(path, columns=read, read_dictionary=list(coded), filters=chosen)
+        with pq.ParquetFile(path, read_dictionary=list(coded)) as file:
+            table = _chosen(file, read, rows) if rows else file.read(read)
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path}: {str(error).splitlines()[0]}") from None
     version = set(table["schema"].unique().to_pylist()) if "schema" in read else {None}

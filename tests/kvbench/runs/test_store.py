@@ -380,6 +380,11 @@ def test_cells_and_samples_can_be_chosen(tmp_path: Path) -> None:
     assert [len(frame) for frame in kvbench.load(folders, where={"task": "other"})] == [0, 0]
     with pytest.raises(UserError, match=r"cells have no column 'polcy'.*policy"):
         kvbench.load(folders, where={"polcy": "snapkv"})
+    for coded in (True, False):
+        found = load_frames(folders[0], coded=coded, where={"policy": "random"})
+        assert [len(frame) for frame in found] == [0, 0]
+        _, samples = load_frames(folders, coded=coded, where={"policy": "random"})
+        assert samples["cell"].tolist() == ["random"] * 4
     cells, samples = load_frames(folders, sample_ids=["s3", "s1", "s9"])
     assert len(cells) == 3
     assert samples["sample_id"].tolist() == ["s1", "s3"] * 3
