@@ -99,6 +99,8 @@ def load_frames(
     ]
     table = pa.concat_tables(tables).unify_dictionaries()
     del tables
+    if coded:  # rows are looked up cell by cell, and each time a text column in parts is copied
+        table = table.combine_chunks()
     samples = table.to_pandas(split_blocks=True, self_destruct=True)
     return cells.drop(columns="_run").reset_index(drop=True), samples
 
