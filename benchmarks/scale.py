@@ -11,7 +11,9 @@ Then every step is run as a user would run it, each in a process of its own:
 - `resume`: `kvbench run --dry-run` reads all responses and finds that none is missing;
 - `score`: `kvbench run` reads and scores all responses and writes both tables;
 - `load`: `kvbench.load` of the cells and of the scores of all samples;
-- `report`, `table`, `compare`: the commands; the run is compared with itself.
+- `report`, `view`, `table`, `compare`: the commands; `view` writes the page that `report --html`
+  writes, and the run is compared with itself;
+- `load all`: `kvbench.load` of all columns, which takes gigabytes: only if `--steps` names it.
 
 Memory is the peak RSS of the process, as the kernel counts it. Steps that are named by `--steps`
 run on a folder that an earlier call has kept.
@@ -42,6 +44,8 @@ LARGE = {"policies": 30, "budgets": 10, "models": 5, "tasks": 60, "samples": 500
 """The grid of a large paper."""
 BATCH = 4096
 """Responses that are appended at a time."""
+ONLY_NAMED = ("load all",)
+"""Steps that a large run may have no memory for."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +199,14 @@ def commands(folder: Path, shape: Shape) -> dict[str, list[str]]:
             f"import sys, kvbench; kvbench.load(sys.argv[1], columns={columns})",
             str(folder),
         ],
+        "load all": [
+            sys.executable,
+            "-c",
+            "import sys, kvbench; kvbench.load(sys.argv[1])",
+            str(folder),
+        ],
         "report": [*kvbench, "report", str(folder), "--quiet"],
+        "view": [*kvbench, "view", str(folder), "--no-open"],
         "table": [*kvbench, "table", str(folder)],
         "compare": [*kvbench, "compare", str(folder), str(folder)],
     }
@@ -288,7 +299,7 @@ def main() -> None:
     parser.add_argument("--budgets", type=int, default=10)
     parser.add_argument("--samples", type=int, default=500, help="at most, of a task and length")
     parser.add_argument("--keep", type=Path, help="a folder that is filled once and stays")
-    parser.add_argument("--steps", nargs="+", help="default: all")
+    parser.add_argument("--steps", nargs="+", help="default: all but load all")
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--fill", nargs=5, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -301,7 +312,7 @@ def main() -> None:
         folder = given.keep or Path(scratch) / "run"
         costs = []
         for step, command in commands(folder, shape).items():
-            skipped = given.steps and step not in given.steps
+            skipped = step not in given.steps if given.steps else step in ONLY_NAMED
             if folder.exists() if step == "fill" else skipped:
                 continue
             costs.append(measure(step, command))

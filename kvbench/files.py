@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import hashlib
 import json
 import os
@@ -94,6 +95,11 @@ def replacing(path: Path) -> Iterator[Path]:
         raise cannot("write", path, error) from None
     finally:
         part.unlink(missing_ok=True)
+
+
+def unfinished(path: Path) -> list[Path]:
+    """What processes have begun to write to take the place of `path`; they may be running."""
+    return sorted(path.parent.glob(f".{glob.escape(path.name)}.*.part"))
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -22,6 +22,7 @@ from kvbench.cli import (
     power,
     profile,
     published,
+    report,
     run,
     table,
     train,
@@ -39,7 +40,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(run.run)
-app.command()(run.report)
+app.command()(report.report)
 app.command()(page.view)
 app.command()(published.published)
 app.command()(table.table)

@@ -24,15 +24,18 @@ def view(
     """
     import webbrowser
 
+    from kvbench.report.frames import prepare
     from kvbench.report.page import NAME, write_page
-    from kvbench.runs.load import load_frames
+    from kvbench.report.samples import COLUMNS
+    from kvbench.runs.load import load_frames, responses_of
     from kvbench.runs.store import CELLS, SAMPLES
 
     page = run / "report" / NAME
     tables = [run / CELLS, run / SAMPLES]
     made = page.stat().st_mtime_ns if page.is_file() else 0
     if not all(path.is_file() and path.stat().st_mtime_ns < made for path in tables):
-        page = write_page(*load_frames(run), page.parent)
+        results = prepare(*load_frames(run, COLUMNS, coded=True))
+        page = write_page(results, responses_of(run), page.parent)
     print(page)
     if opens and not webbrowser.open(page.resolve().as_uri()):
         complain("no browser could be opened; open the file yourself, or copy it elsewhere")

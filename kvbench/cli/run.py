@@ -1,9 +1,8 @@
-"""`kvbench run` and `kvbench report`. What is heavy is imported inside the commands."""
+"""`kvbench run`. What is heavy is imported inside the command."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 import warnings
 from pathlib import Path
@@ -48,7 +47,7 @@ from kvbench.cli.options import (
     option,
     split_names,
 )
-from kvbench.cli.screen import FAILED, complain, console, print_json, progress, show, stopping
+from kvbench.cli.screen import FAILED, complain, console, print_json, progress, rows_of, stopping
 from kvbench.errors import UserError
 from kvbench.progress import Reporter, Silent
 
@@ -165,6 +164,16 @@ def run(
     fresh: Annotated[
         bool, option(OUTPUT, FLAG, "Discard an earlier run in the folder.", "--fresh")
     ] = False,
+    extend: Annotated[
+        bool,
+        option(
+            OUTPUT,
+            FLAG,
+            "Add policies, budgets, models, tasks, moments or lengths to the run in --out, and "
+            "keep its responses. Its grid.yaml gives the options that are left out.",
+            "--extend",
+        ),
+    ] = False,
     dry_run: Annotated[
         bool, option(OUTPUT, FLAG, "Show cells, samples and an estimate; run nothing.", "--dry-run")
     ] = False,
@@ -181,6 +190,9 @@ def run(
         raise UserError("--json and --dry-run exclude each other; give only one")
     if config and recipe:
         raise UserError("--config and --recipe exclude each other; give only one")
+    if extend and (config or recipe or fresh):
+        other = "--config" if config else "--recipe" if recipe else "--fresh"
+        raise UserError(f"--extend and {other} exclude each other; give only one")
     if quiet:
         warnings.simplefilter("ignore")
     told = Silent() if quiet else progress()
@@ -189,8 +201,9 @@ def run(
         told.busy("loading" if of_file else f"loading model {', '.join(model or ['reference'])}")
         # With --json nothing else may appear on stdout, not even what a user's policy prints.
         with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-            grid = _grid(config, recipe, given_flags(context, *_OF_RUN))
-            done = _execute(grid, told, fresh=fresh, dry_run=dry_run)
+            given = given_flags(context, *_OF_RUN)
+            grid = _extended(out, given) if extend else _grid(config, recipe, given)
+            done = _execute(grid, told, fresh=fresh, extend=extend, dry_run=dry_run)
     if done is None:
         if recipe:
             _show_differences(recipe, split_names(model))
@@ -207,7 +220,7 @@ def run(
         raise typer.Exit(FAILED)
 
 
-_OF_RUN = ("config", "recipe", "fresh", "dry_run", "quiet", "as_json")
+_OF_RUN = ("config", "recipe", "fresh", "extend", "dry_run", "quiet", "as_json")
 
 
 def _grid(config: Path | None, recipe: str | None, given: dict[str, Any]) -> Grid:
@@ -221,7 +234,20 @@ def _grid(config: Path | None, recipe: str | None, given: dict[str, Any]) -> Gri
     return Grid.from_yaml(config, given) if config else Grid.from_dict(given)
 
 
-def _execute(grid: Grid, told: Reporter, *, fresh: bool, dry_run: bool) -> Run | None:
+def _extended(out: str | None, given: dict[str, Any]) -> Grid:
+    """The grid of the run in a folder, with the lists that were given added to its own."""
+    from kvbench.runs.grid import Grid
+    from kvbench.runs.store import GRID
+
+    if out is None:
+        raise UserError("--extend needs the folder of the run; add --out DIR")
+    file = Path(out) / GRID
+    if not file.exists():
+        raise UserError(f"{out} holds no run to extend: {GRID} is missing; leave out --extend")
+    return Grid.extending(file, given)
+
+
+def _execute(grid: Grid, told: Reporter, *, fresh: bool, extend: bool, dry_run: bool) -> Run | None:
     """Run a grid, or describe it and return None."""
     from kvbench.runs.runner import describe, execute
 
@@ -236,7 +262,7 @@ def _execute(grid: Grid, told: Reporter, *, fresh: bool, dry_run: bool) -> Run |
         "continues from there"
     )
     with stopping(told, kept):
-        return execute(grid, reporter=told, fresh=fresh)
+        return execute(grid, reporter=told, fresh=fresh, extend=extend)
 
 
 def _show(done: Run, *, quiet: bool) -> None:
@@ -279,135 +305,7 @@ def _show_differences(name: str, models: list[str]) -> None:
 def _as_json(done: Run) -> dict[str, Any]:
     return {
         "path": str(done.path),
-        "cells": _rows(done.cells),
+        "cells": rows_of(done.cells),
         "failed": dict(done.failed),
         "left_out": dict(done.left_out),
     }
-
-
-def _rows(frame: Any) -> list[dict[str, Any]]:
-    """The rows of a data frame as JSON can hold them: what is not a finite number is null."""
-    rows: list[dict[str, Any]] = json.loads(frame.to_json(orient="records", double_precision=15))
-    return rows
-
-
-def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.")],
-    against: Annotated[
-        Names,
-        option(
-            None,
-            "NAME",
-            "Also compare every policy with this one at the same budget, question by "
-            "question. Takes several, with commas.",
-            autocompletion=complete.policies,
-        ),
-    ] = None,
-    with_published: Annotated[
-        bool,
-        option(
-            None,
-            FLAG,
-            "Also lay the scores beside those that papers print for the same policy, task "
-            "and budget (kvbench published).",
-            "--with-published",
-        ),
-    ] = False,
-    within: Annotated[
-        float | None,
-        option(
-            None,
-            "POINTS",
-            "Name the cheapest policy and budget within so many points of the full cache. "
-            "Default: 1.",
-            min=0,
-        ),
-    ] = None,
-    batch: Annotated[
-        int | None, option(None, "N", "Say what memory it saves at this batch size.", min=1)
-    ] = None,
-    context: Annotated[
-        int | None,
-        option(
-            None,
-            "TOKENS",
-            "Say what memory it saves at this context. Default: the run's own.",
-            min=1,
-        ),
-    ] = None,
-    html: Annotated[
-        bool,
-        option(None, FLAG, "Also write report.html, a page to filter and browse.", "--html"),
-    ] = False,
-    out: Annotated[
-        Path | None, option(None, "DIR", "Folder of the report. Default: report/ in the first run.")
-    ] = None,
-    quiet: Annotated[
-        bool, option(None, FLAG, "Print only errors and the path of the summary.", "--quiet")
-    ] = False,
-    as_json: Annotated[
-        bool, option(None, FLAG, "Print cells, means and comparisons as JSON.", "--json")
-    ] = False,
-) -> None:
-    """Show the tables of runs; write Pareto fronts and a summary."""
-    from kvbench.report import against as pairs
-    from kvbench.report import choosing
-    from kvbench.report.frames import prepare
-    from kvbench.report.outputs import terminal
-    from kvbench.report.overall import group_means
-    from kvbench.report.samples import COLUMNS, Samples
-    from kvbench.report.terminal import RunTable
-    from kvbench.report.text import slug
-    from kvbench.report.write import write_report
-    from kvbench.runs.load import load_frames
-
-    if quiet:
-        warnings.simplefilter("ignore")
-    # Only the page shows responses, and millions of them take gigabytes.
-    cells, samples = load_frames(runs, None if html else COLUMNS, coded=not html)
-    grouped = Samples(samples)
-    results = prepare(cells, grouped)
-    bases = [name for text in against or [] for name in text.split(",") if name]
-    held = [(base, pairs.differences(cells, grouped, base)) for base in bases]
-    shown = not quiet and not as_json
-    aim = choosing.Aim.of(within, batch, context)
-    if shown:
-        console().print(RunTable(results))
-        if any(value is not None for value in (within, batch, context)):
-            console().print(choosing.shown(results, aim))
-    folder = out or runs[0] / "report"
-    written = write_report(results, folder, aim)
-    if html:
-        from kvbench.report.page import write_page
-
-        written.append(write_page(cells, samples, folder, aim))
-    for base, found in held:
-        if shown:
-            for table in pairs.tables(found, base):
-                console().print(terminal(table))
-        written.append(pairs.write(found, base, folder / f"against-{slug(base)}.md"))
-    more: dict[str, Any] = {}
-    if with_published:
-        from kvbench.published import beside
-
-        matched = beside.pairs(cells)
-        line = "" if matched else beside.unmatched(cells)
-        if shown and matched:
-            show(beside.beside_table(matched))
-        elif shown:
-            print(line)
-        written += beside.write(matched, line, folder)
-        more["published"] = beside.as_records(matched)
-    if as_json:
-        print_json(
-            {
-                "files": [str(path) for path in written],
-                "cells": _rows(cells),
-                "means": _rows(group_means(cells, grouped)),
-                "against": {base: _rows(found) for base, found in held},
-                "cheapest": choosing.as_records(results, aim),
-            }
-            | more
-        )
-    for path in [] if as_json else written[: 1 if quiet else None]:
-        print(path if quiet else f"wrote {path}")

@@ -74,3 +74,9 @@ def complain(text: str) -> int:
 def print_json(value: Any) -> None:
     """Print a value as JSON in ASCII, so that every terminal and pipe can carry it."""
     print(json.dumps(value, indent=2, allow_nan=False))
+
+
+def rows_of(frame: Any) -> list[dict[str, Any]]:
+    """The rows of a data frame as JSON can hold them: what is not a finite number is null."""
+    rows: list[dict[str, Any]] = json.loads(frame.to_json(orient="records", double_precision=15))
+    return rows

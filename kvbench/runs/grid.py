@@ -197,6 +197,40 @@ class Grid:
                 raise UserError(f"{name} has no {target}; give {flag} or the key {target}")
         return cls(**values)
 
+    @classmethod
+    def extending(cls, path: Path, more: Mapping[str, Any]) -> Grid:
+        """The grid of a file with more policies, budgets, models, tasks, moments or lengths.
+
+        Args:
+            path: The file.
+            more: What is added, as `from_dict` takes it; other keys take the place of the file's.
+
+        Raises:
+            UserError: As `from_dict`.
+        """
+        base = cls.from_yaml(path)
+        given = {_SINGULAR.get(key, key): value for key, value in more.items()}
+        for name in given.keys() & set(_LISTS):
+            own = getattr(base, name)
+            given[name] = list(dict.fromkeys([*own, *READERS[name](given[name])]))
+        return cls.from_dict(overlaid(base.to_dict(), given))
+
+    def differs(self, other: Grid) -> list[str]:
+        """The fields that count for the digest and are not the other grid's."""
+        ours, theirs = self._counting, other._counting
+        return [name for name in ours | theirs if ours.get(name) != theirs.get(name)]
+
+    def lacks(self, other: Grid) -> list[str]:
+        """The fields of the other grid that this one does not cover, so that it does not extend it.
+
+        A list is covered by one with more entries, another field by the same value.
+        """
+        return [
+            name
+            for name in self.differs(other)
+            if name not in _LISTS or not set(getattr(self, name)) >= set(getattr(other, name))
+        ]
+
     def to_dict(self) -> dict[str, Any]:
         """The grid as plain lists and values; `from_dict` reads it back."""
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
@@ -208,13 +242,18 @@ class Grid:
         `samples`, `repeats`, `batch_size`, `cache_memory`, `device_map`, `judge`, `out` and the
         fields of the executor do not count: a run continues if they change.
         """
+        return digest_of(self._counting | _RETIRED)
+
+    @property
+    def _counting(self) -> dict[str, Any]:
+        """What counts for the digest."""
         own = {k: v for k, v in self.to_dict().items() if k not in _NOT_IN_DIGEST}
         for name in ("quantization", *(flag.name for flag in fields(GenerationFlags))):
             if own.get(name) is None:
                 own.pop(name, None)
         for name in _LISTS:
             own[name] = sorted(own[name])
-        return digest_of(own | _RETIRED)
+        return own
 
     @property
     def generation(self) -> GenerationFlags:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+import operator
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pyarrow as pa
@@ -19,21 +22,30 @@ REPEATED = tuple(
 )
 """Columns of texts that many samples share."""
 
+_PART = 1 << 13
+"""Rows that are decoded at a time where only some are kept."""
+
 
 def load(
-    paths: str | Path | Iterable[str | Path], columns: Sequence[str] | None = None
+    paths: str | Path | Iterable[str | Path],
+    columns: Sequence[str] | None = None,
+    where: Mapping[str, Any] | None = None,
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Read the results of one run or several as data frames: cells and samples.
 
+    The samples are held in memory: docs/performance.md says how much they take. Of a large run,
+    name the columns that are needed, or the cells.
+
     Args:
         paths: Folders of runs.
-        columns: Columns of the samples; None for all. Millions of samples take far less memory
-            without `prompt_end`, `target`, `extra` and `response`.
+        columns: Columns of the samples; None for all.
+        where: Restricts cells and samples: by column of the cells, a value or several of them, such
+            as `{"task": "vt", "policy": ["full", "snapkv"]}`. Samples of other cells are not held.
 
     Raises:
         UserError: A run cannot be read, a column does not exist, or the runs do not fit together.
     """
-    return load_frames(paths, columns)
+    return load_frames(paths, columns, where=where)
 
 
 def load_frames(
@@ -41,6 +53,8 @@ def load_frames(
     columns: Sequence[str] | None = None,
     *,
     coded: bool = False,
+    where: Mapping[str, Any] | None = None,
+    sample_ids: Collection[str] | None = None,
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Read the result tables of one run or of several.
 
@@ -51,6 +65,8 @@ def load_frames(
         paths: Folders of runs.
         columns: Columns of the samples, in this order; None for all.
         coded: Whether texts that samples share are categories: 4 bytes a sample for each column.
+        where: The cells that are read, as `load` takes them; None for all.
+        sample_ids: The samples that are read of each cell; None for all.
 
     Returns:
         The frames of `cells.parquet` and `samples.parquet`.
@@ -62,9 +78,8 @@ def load_frames(
     folders = [Path(paths)] if isinstance(paths, (str, Path)) else [Path(p) for p in paths]
     if not folders:
         raise UserError("name at least one run, such as results/my_run")
-    for name in columns or ():
-        if name not in SAMPLES_SCHEMA.names:
-            raise UserError(f"samples have no column {name!r}{nearest(name, SAMPLES_SCHEMA.names)}")
+    _check_columns("samples", columns or (), SAMPLES_SCHEMA)
+    _check_columns("cells", where or (), CELLS_SCHEMA)
     cells = pd.concat(
         [
             _table(folder, CELLS, CELLS_SCHEMA, CELLS_SCHEMA.names).to_pandas().assign(_run=run)
@@ -72,17 +87,40 @@ def load_frames(
         ],
         ignore_index=True,
     )
+    for name, values in (where or {}).items():
+        several = isinstance(values, Collection) and not isinstance(values, str)
+        cells = cells[cells[name].isin(list(values) if several else [values])]
     _one_metric(cells, folders)
     if cells["cell"].duplicated().any():
         cells = _fullest(cells, folders)
     tables = [
-        _samples(folder, columns, coded, set(cells.loc[cells["_run"] == run, "cell"]))
+        _samples(folder, columns, coded, set(cells.loc[cells["_run"] == run, "cell"]), sample_ids)
         for run, folder in enumerate(folders)
     ]
     table = pa.concat_tables(tables).unify_dictionaries()
     del tables
+    if coded:  # rows are looked up cell by cell, and each time a text column in parts is copied
+        table = table.combine_chunks()
     samples = table.to_pandas(split_blocks=True, self_destruct=True)
     return cells.drop(columns="_run").reset_index(drop=True), samples
+
+
+def responses_of(
+    paths: str | Path | Iterable[str | Path],
+) -> Callable[[Collection[str]], pd.DataFrame]:
+    """A reader of all columns of some samples, which are named by their ids.
+
+    Args:
+        paths: Folders of runs, as `load_frames` takes them.
+    """
+    return lambda sample_ids: load_frames(paths, sample_ids=sample_ids)[1]
+
+
+def _check_columns(table: str, names: Iterable[str], schema: pa.Schema) -> None:
+    """Refuse a column that a table does not have."""
+    for name in names:
+        if name not in schema.names:
+            raise UserError(f"{table} have no column {name!r}{nearest(name, schema.names)}")
 
 
 def _fullest(cells: pd.DataFrame, folders: Sequence[Path]) -> pd.DataFrame:
@@ -108,20 +146,59 @@ def _one_metric(cells: pd.DataFrame, folders: Sequence[Path]) -> None:
             )
 
 
-def _samples(folder: Path, columns: Sequence[str] | None, coded: bool, cells: set[str]) -> pa.Table:
+def _samples(
+    folder: Path,
+    columns: Sequence[str] | None,
+    coded: bool,
+    cells: Collection[str],
+    sample_ids: Collection[str] | None,
+) -> pa.Table:
     """The samples of some cells of a run."""
     wanted = SAMPLES_SCHEMA.names if columns is None else list(columns)
-    read = dict.fromkeys([*wanted, "cell"])
-    table = _table(folder, SAMPLES, SAMPLES_SCHEMA, list(read), REPEATED if coded else ())
-    if not cells.issuperset(table["cell"].unique().to_pylist()):
-        table = table.filter(pc.is_in(table["cell"], pa.array(sorted(cells), pa.string())))
+    held = set(_table(folder, CELLS, CELLS_SCHEMA, ["cell"])["cell"].to_pylist())
+    rows = [] if held <= set(cells) else [_any_of("cell", cells)]
+    rows += [] if sample_ids is None else [_any_of("sample_id", sample_ids)]
+    read = list(dict.fromkeys([*wanted, "cell"]))
+    table = _table(folder, SAMPLES, SAMPLES_SCHEMA, read, REPEATED if coded else (), rows)
+    # A run that ended between its two tables has samples of cells that the other does not have.
+    if not set(cells).issuperset(table["cell"].unique().to_pylist()):
+        table = table.filter(_any_of("cell", cells))
     return table.select(wanted)
 
 
-def _table(
-    folder: Path, name: str, schema: pa.Schema, columns: Sequence[str], coded: Sequence[str] = ()
+def _any_of(column: str, values: Collection[str]) -> pc.Expression:
+    """The rows whose text in a column is one of these."""
+    return pc.field(column).isin(pa.array(sorted(values), pa.string()))
+
+
+def _chosen(
+    file: pq.ParquetFile, columns: Sequence[str], rows: Sequence[pc.Expression]
 ) -> pa.Table:
-    """Columns of a table, those of an older schema included."""
+    """The rows that satisfy all conditions, read in parts: the texts of all can take gigabytes."""
+    condition = functools.reduce(operator.and_, rows)
+    batches = file.iter_batches(_PART, columns=columns)
+    parts = [pa.Table.from_batches([batch]).filter(condition) for batch in batches]
+    return pa.concat_tables([p for p in parts if len(p)] or parts[:1] or [file.read(columns)])
+
+
+def _table(
+    folder: Path,
+    name: str,
+    schema: pa.Schema,
+    columns: Sequence[str],
+    coded: Sequence[str] = (),
+    rows: Sequence[pc.Expression] = (),
+) -> pa.Table:
+    """Columns of a table, those of an older schema included.
+
+    Args:
+        folder: The run.
+        name: The table's file.
+        schema: What the columns are now.
+        columns: The columns, in this order.
+        coded: Columns whose texts become categories.
+        rows: What all rows that are read must satisfy.
+    """
     path = folder / name
     if not path.is_file():
         raise UserError(f"{folder} is not a finished run: {name} is missing")
@@ -129,7 +206,8 @@ def _table(
         present = pq.read_schema(path).names
         equal = [source for pair in COPIED.values() for source in pair.values()]
         read = [c for c in dict.fromkeys([*columns, *equal, "schema"]) if c in present]
-        table = pq.read_table(path, columns=read, read_dictionary=list(coded))
+        with pq.ParquetFile(path, read_dictionary=list(coded)) as file:
+            table = _chosen(file, read, rows) if rows else file.read(read)
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path}: {str(error).splitlines()[0]}") from None
     version = set(table["schema"].unique().to_pylist()) if "schema" in read else {None}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,16 +15,14 @@ import pyarrow.parquet as pq
 from kvbench.errors import UserError
 from kvbench.progress import Reporter, Silent, duration
 from kvbench.progress import reporter as terminal_reporter
-from kvbench.runs.answers import Prompt, key_of
-from kvbench.runs.cell import Cell
-from kvbench.runs.executors.base import Executor, Unfinished, answer, worker_of
+from kvbench.runs.estimate import estimate, missing_of
+from kvbench.runs.executors.base import Executor, Unfinished
 from kvbench.runs.executors.local import run_here
 from kvbench.runs.executors.ray import run_on_ray
 from kvbench.runs.grid import Grid
-from kvbench.runs.planning import Job, Say, Stage, plan
+from kvbench.runs.planning import Say, plan
 from kvbench.runs.results import scored
 from kvbench.runs.store import GRID, RunStore
-from kvbench.runs.worker import loaded_model
 from kvbench.terminal import console
 
 _EXECUTORS: dict[str, Executor] = {"local": run_here, "ray": run_on_ray}
@@ -58,11 +55,15 @@ class Run:
         return samples
 
 
-def run(grid: Grid | Mapping[str, Any] | str | Path, *, progress: bool = True) -> Run:
+def run(
+    grid: Grid | Mapping[str, Any] | str | Path, *, progress: bool = True, extend: bool = False
+) -> Run:
     """Run a grid, or continue it where an earlier call stopped.
 
     Args:
         grid: A `Grid`, its dictionary, or the path of its YAML file.
+        extend: Whether the folder may hold a smaller grid, with fewer policies, budgets, models,
+            tasks, moments or lengths. Its responses are kept.
         progress: Whether to show the progress, and why tasks are left out, on stderr. The reasons
             are also in `Run.left_out`.
 
@@ -79,18 +80,21 @@ def run(grid: Grid | Mapping[str, Any] | str | Path, *, progress: bool = True) -
         )
     reporter = terminal_reporter(console(stderr=True)) if progress else Silent()
     try:
-        return execute(grid, reporter)
+        return execute(grid, reporter, extend=extend)
     finally:
         reporter.stop()
 
 
-def execute(grid: Grid, reporter: Reporter | None = None, *, fresh: bool = False) -> Run:
+def execute(
+    grid: Grid, reporter: Reporter | None = None, *, fresh: bool = False, extend: bool = False
+) -> Run:
     """Carry out a grid.
 
     Args:
         grid: What to run.
         reporter: Told of the progress; None reports nothing.
         fresh: Whether to discard what an earlier run left in the same folder.
+        extend: Whether the folder may hold a smaller grid; see `run`.
 
     Raises:
         UserError: Something in the grid is unknown or out of range, and nothing was run; or the
@@ -99,9 +103,13 @@ def execute(grid: Grid, reporter: Reporter | None = None, *, fresh: bool = False
     reporter = Silent() if reporter is None else reporter
     planned = plan(grid, reporter.message)
     with RunStore(grid.path, fresh=fresh) as store:
-        _check_same_grid(grid)
+        _check_same_grid(grid, extend=extend)
         store.save_grid(grid.to_dict())
-        counted = [Unfinished(stage, len(_pending(stage, store))) for stage in planned.stages]
+        done = store.keys()
+        counted = [
+            Unfinished(stage, sum(m.responses for m in missing_of(stage, done)))
+            for stage in planned.stages
+        ]
         work = [unfinished for unfinished in counted if unfinished.missing]
         jobs = [job for stage in planned.stages for job in stage.jobs]
         if work:  # a judge that cannot answer costs seconds here, and hours later
@@ -114,26 +122,23 @@ def execute(grid: Grid, reporter: Reporter | None = None, *, fresh: bool = False
     return Run(grid.path, cells, failed, planned.left_out, _samples=samples)
 
 
-def _pending(stage: Stage, store: RunStore | None) -> list[tuple[Job, Cell, Prompt]]:
-    """The responses that are missing."""
-    done = store.keys() if store is not None else set()
-    return [
-        (job, cell, prompt)
-        for job in stage.jobs
-        for cell in job.cells
-        for prompt in job.prompts
-        if key_of(cell, prompt) not in done
-    ]
+def _check_same_grid(grid: Grid, *, extend: bool) -> None:
+    """Refuse the folder of another grid, whose tables would be lost.
 
-
-def _check_same_grid(grid: Grid) -> None:
-    """Refuse the folder of another grid, whose tables would be lost."""
+    It is called with the folder locked, so that no other run can change its grid meanwhile.
+    """
     file = grid.path / GRID
-    if file.exists() and Grid.from_yaml(file).digest != grid.digest:
-        raise UserError(
-            f"{grid.path} holds the results of another grid ({file}); choose another --out, or "
-            "discard them with --fresh"
-        )
+    if not file.exists() or (held := Grid.from_yaml(file)).digest == grid.digest:
+        return
+    names = grid.lacks(held) if extend else grid.differs(held)
+    if not names:
+        return
+    lists = all(isinstance(getattr(grid, name), tuple) for name in names)
+    more = "add to it with --extend, " if lists and not extend else ""
+    raise UserError(
+        f"{grid.path} holds the results of another grid ({file}), with other {', '.join(names)}; "
+        f"{more}choose another --out, or discard them with --fresh"
+    )
 
 
 # --- dry run --------------------------------------------------------------------------------------
@@ -142,7 +147,7 @@ def _check_same_grid(grid: Grid) -> None:
 def describe(grid: Grid, say: Say, *, fresh: bool = False) -> list[str]:
     """What `--dry-run` shows: cells, samples, what exists already, and an estimate.
 
-    The estimate runs one missing context, with all its cells, on the real model.
+    The estimate runs some of the missing contexts, with all their cells, on the real model.
 
     Args:
         grid: What would be run.
@@ -161,13 +166,14 @@ def describe(grid: Grid, say: Say, *, fresh: bool = False) -> list[str]:
         for stage in planned.stages:
             cells = sum(len(job.cells) for job in stage.jobs)
             total = sum(len(job.cells) * len(job.prompts) for job in stage.jobs)
-            todo = _pending(stage, store)
+            missing = missing_of(stage, store.keys() if store is not None else set())
+            todo = sum(m.responses for m in missing)
             tasks = ", ".join(dict.fromkeys(job.task.name for job in stage.jobs))
             lines.append(f"{stage.model}: {cells} cells over {tasks}")
-            lines.append(f"  {total} responses, {len(todo)} still to generate")
-            if todo:
+            lines.append(f"  {total} responses, {todo} still to generate")
+            if missing:
                 each = " for one worker" if grid.executor == "ray" else ""
-                lines.append(f"  estimate: {duration(_estimate(stage, grid, todo, say))}{each}")
+                lines.append(f"  estimate: {duration(estimate(stage, grid, missing, say))}{each}")
     finally:
         if store is not None:
             store.close()
@@ -185,24 +191,3 @@ def _check_writable(path: Path) -> None:
         raise UserError(f"cannot write {path}: {nearest_folder} is a file, not a folder")
     if not os.access(nearest_folder, os.W_OK):
         raise UserError(f"cannot write {path}: permission denied in {nearest_folder}")
-
-
-def _estimate(
-    stage: Stage, grid: Grid, todo: Sequence[tuple[Job, Cell, Prompt]], say: Say
-) -> float:
-    """Seconds for the missing responses, scaled up from one context with all its cells."""
-    job, _, prompt = todo[len(todo) // 2]
-    contexts = {(j.task.name, j.task.length, p.context_ids) for j, _, p in todo}
-    tokens = sum(len(ids) for _, _, ids in contexts)
-    steps = sum(p.limit for _, _, p in todo)
-    with tempfile.TemporaryDirectory() as folder, loaded_model(stage, grid, say) as model:
-        for i in range(2):  # the first pass warms up
-            with RunStore(Path(folder) / str(i)) as scratch:
-                worker = worker_of(model, stage, grid, scratch, Silent())
-                answer(worker, [prompt], job.cells)
-                responses = scratch.responses()
-    prefill = responses[0].prefill_s / max(1, len(prompt.context_ids))
-    compress = sum(r.compress_s for r in responses) / len(responses)
-    generated = sum(max(1, r.generated_tokens) for r in responses)
-    decode = sum(r.decode_s for r in responses) / generated
-    return prefill * tokens + compress * len(todo) + decode * steps

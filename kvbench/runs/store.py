@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import yaml
 
 from kvbench.errors import UserError
-from kvbench.files import Journal, Place, cannot, replacing
+from kvbench.files import Journal, Place, cannot, replacing, unfinished
 from kvbench.runs.index import Key, ResponseIndex
 from kvbench.runs.schema import (
     CELLS_SCHEMA,
@@ -123,6 +123,7 @@ class RunStore:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._take_lock()
+            self._clear_parts()
             self._check_owner()
             if fresh:
                 for name in (RESPONSES, GRID, CELLS, SAMPLES):
@@ -263,6 +264,12 @@ class RunStore:
             ) from None
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+
+    def _clear_parts(self) -> None:
+        """Remove half-written files of runs that were killed; nobody else writes now."""
+        for name in (RESPONSES, GRID, CELLS, SAMPLES):
+            for part in unfinished(self.path / name):
+                part.unlink()
 
     def _open_journal(self) -> None:
         self._journal = Journal(self.path / RESPONSES)

@@ -14,7 +14,7 @@ from kvbench.report.frames import Results, recorded, records, unit_scale
 from kvbench.report.heatmap import with_depth
 from kvbench.report.outputs import plain_text
 from kvbench.report.overall import CONFIG
-from kvbench.report.page.answers import answers
+from kvbench.report.page.answers import Responses, answers
 from kvbench.report.panel import Panel, panels
 from kvbench.report.remarks import remarks
 from kvbench.report.style import looks
@@ -31,13 +31,14 @@ _NUMBERS = (
 _HEAT = ["model", "task", "length", *CONFIG, "depth"]
 
 
-def payload(results: Results, aim: Aim) -> dict[str, Any]:
+def payload(results: Results, responses: Responses, aim: Aim) -> dict[str, Any]:
     """Everything that the page shows.
 
     Control characters, bidirectional marks and their like are spelled out in every text.
 
     Args:
         results: What was run.
+        responses: Reads the responses that the page shows.
         aim: What a setting is looked for when the page opens.
     """
     found = list(panels(results))
@@ -51,7 +52,7 @@ def payload(results: Results, aim: Aim) -> dict[str, Any]:
         "rows": [row for panel in found for row in _rows(panel)],
         "choices": _choices(results, found, aim),
         "depths": _depths(results),
-        "answers": answers(results),
+        "answers": answers(results, responses),
         "provenance": _provenance(results.cells),
     }
     return dict(_clean(data))

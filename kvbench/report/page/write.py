@@ -11,12 +11,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 from kvbench.errors import UserError
 from kvbench.files import cannot, replacing
 from kvbench.report.choosing import WITHIN_A_POINT, Aim
-from kvbench.report.frames import prepare
+from kvbench.report.frames import Results
+from kvbench.report.page.answers import Responses
 from kvbench.report.page.data import payload
 
 NAME = "report.html"
@@ -30,15 +29,15 @@ _UNSAFE = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
 
 
 def write_page(
-    cells: pd.DataFrame, samples: pd.DataFrame, folder: Path, aim: Aim = WITHIN_A_POINT
+    results: Results, responses: Responses, folder: Path, aim: Aim = WITHIN_A_POINT
 ) -> Path:
     """Write the report of one or several runs as a page for a browser.
 
-    The same frames give the same bytes.
+    The same results give the same bytes.
 
     Args:
-        cells: The frame of `cells.parquet`, of several runs one under the other.
-        samples: The frame of `samples.parquet`.
+        results: What was run, with its samples.
+        responses: Reads the responses that the page shows: of a large run, the first ones.
         folder: Where to write `report.html`; created if needed.
         aim: What a setting is looked for when the page opens.
 
@@ -55,7 +54,7 @@ def write_page(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise cannot("write", error.filename or folder, error) from None
-    text = page(payload(prepare(cells, samples), aim))
+    text = page(payload(results, responses, aim))
     with replacing(path) as part:
         part.write_text(text, encoding="utf-8", newline="\n")
     return path

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +24,7 @@ from kvbench.runs.executors.base import Unfinished
 from kvbench.runs.executors.remote import RemoteWorker, Sent
 from kvbench.runs.executors.shards import Queue, Shard, shards_of
 from kvbench.runs.grid import Grid
-from kvbench.runs.planning import JobName
+from kvbench.runs.planning import Job, JobName
 from kvbench.runs.store import Response, RunStore
 
 ADDRESS = "RAY_ADDRESS"
@@ -50,7 +50,8 @@ def run_on_ray(work: Sequence[Unfinished], grid: Grid, store: RunStore, reporter
                 f"no machine of {where} has {needs}; use a smaller --gpus-per-cell, or --device cpu"
             )
         shards = shards_of([stage for stage, _ in work], store.keys(), room)
-        crew = _Crew(ray, grid, needs, store, reporter, Queue(shards))
+        jobs = {JobName.of(stage, job): job for stage, _ in work for job in stage.jobs}
+        crew = _Crew(ray, grid, needs, store, reporter, Queue(shards), jobs)
         count = min(room, len(shards))
         reporter.message(f"{where}: {count} worker{'s' * (count > 1)} with {needs} each")
         reporter.start(sum(missing for _, missing in work), ", ".join(s.model for s, _ in work))
@@ -179,6 +180,7 @@ class _Crew:
     store: RunStore
     reporter: Reporter
     queue: Queue
+    jobs: Mapping[JobName, Job]
     workers: list[_Worker] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
     losses: int = 0
@@ -238,11 +240,15 @@ class _Crew:
 
     def _assign(self, worker: _Worker) -> None:
         worker.shard = worker.waits = None
-        if self.queue.pending:
-            worker.shard = self.queue.take(worker.last)
-            worker.last = worker.shard.job
+        while self.queue.pending and worker.shard is None:
+            shard = self.queue.take(worker.last)
+            keys = shard.missing(self.jobs[shard.job], self.store.keys())
+            if not keys:  # a worker was lost after its last response
+                self.queue.finish(shard)
+                continue
+            worker.shard, worker.last = shard, shard.job
             streaming = worker.actor.answer.options(num_returns="streaming")
-            worker.waits = streaming.remote(worker.shard, self.failed)
+            worker.waits = streaming.remote(shard.job, keys, self.failed)
 
     def _receive(self, sent: Sequence[Sent]) -> None:
         responses = [one for one in sent if isinstance(one, Response)]
@@ -265,7 +271,7 @@ class _Crew:
         self.losses += 1
         self.workers.remove(worker)
         if worker.shard is not None:
-            self.queue.give_back(worker.shard, self.store.keys())
+            self.queue.give_back(worker.shard)
         reason = str(error).splitlines()[0]
         if self.losses == _HOPELESS:
             raise UserError(

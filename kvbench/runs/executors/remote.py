@@ -15,7 +15,6 @@ from kvbench.errors import UserError
 from kvbench.progress import Silent
 from kvbench.runs.answers import key_of
 from kvbench.runs.executors.base import answer, memory_of, worker_of
-from kvbench.runs.executors.shards import Shard
 from kvbench.runs.grid import Grid
 from kvbench.runs.index import Key
 from kvbench.runs.planning import Job, JobName, Stage, plan
@@ -27,7 +26,7 @@ Sent = Response | str
 
 
 class RemoteWorker:
-    """Answers shards of a grid. It keeps its model, and the plan of its last job.
+    """Answers parts of a grid. It keeps its model, and the plan of its last job.
 
     The worker plans its jobs itself: models, policies and data are read on its machine, nothing of
     them is sent. A machine that would ask or answer differently therefore has other keys, and is
@@ -60,18 +59,21 @@ class RemoteWorker:
                 "run from a folder that all machines share"
             ) from None
 
-    def answer(self, shard: Shard, failed: Mapping[str, str]) -> Iterator[list[Sent]]:
-        """Generate the responses of a shard; yield them as soon as they exist.
+    def answer(
+        self, name: JobName, keys: frozenset[Key], failed: Mapping[str, str]
+    ) -> Iterator[list[Sent]]:
+        """Generate responses of a job; yield them as soon as they exist.
 
         Args:
-            shard: What to generate.
+            name: The job.
+            keys: The keys of the responses, of whole contexts or what is missing of them.
             failed: Why cells have failed so far, by cell; they are not tried again.
 
         Raises:
             UserError: The machine has too little memory, or plans other responses than the driver.
         """
         sent: SimpleQueue[Sent | None] = SimpleQueue()
-        work = self._thread.submit(self._answer, shard, failed, sent.put)
+        work = self._thread.submit(self._answer, name, keys, failed, sent.put)
         work.add_done_callback(lambda _: sent.put(None))
         over = False
         while not over:
@@ -84,32 +86,36 @@ class RemoteWorker:
         work.result()
 
     def _answer(
-        self, shard: Shard, failed: Mapping[str, str], send: Callable[[Sent], None]
+        self,
+        name: JobName,
+        keys: frozenset[Key],
+        failed: Mapping[str, str],
+        send: Callable[[Sent], None],
     ) -> None:
-        stage, job = self._plan(shard)
+        stage, job = self._plan(name, keys)
         with memory_of(stage.model):
             worker = self._load(stage, send)
-            worker.store, worker.reporter = _Channel(set(shard.keys), send), _Messages(send)
+            worker.store, worker.reporter = _Channel(set(keys), send), _Messages(send)
             worker.failed.update(failed)
             answer(worker, job.prompts, job.cells)
 
-    def _plan(self, shard: Shard) -> tuple[Stage, Job]:
-        """Plan the job of a shard, if it is not the last one's."""
-        if self._planned is None or self._planned[0] != shard.job:
+    def _plan(self, name: JobName, keys: frozenset[Key]) -> tuple[Stage, Job]:
+        """Plan a job, if it is not the last one, and check that it has these keys."""
+        if self._planned is None or self._planned[0] != name:
             self._planned = None
             try:
-                planned = plan(self._grid, lambda text: None, scored=False, only=shard.job)
+                planned = plan(self._grid, lambda text: None, scored=False, only=name)
             except UserError as error:  # such as data that only the driver's machine has
                 host = socket.gethostname()
-                raise UserError(f"{host} cannot plan {shard.job.task}: {error}") from None
+                raise UserError(f"{host} cannot plan {name.task}: {error}") from None
             (stage,) = planned.stages
             (job,) = stage.jobs
-            self._planned = (shard.job, stage, job)
+            self._planned = (name, stage, job)
         _, stage, job = self._planned
         own = {key_of(cell, prompt) for cell in job.cells for prompt in job.prompts}
-        if not shard.keys <= own:
+        if not keys <= own:
             raise UserError(
-                f"{socket.gethostname()} plans other cells of {shard.job.task} than the machine "
+                f"{socket.gethostname()} plans other cells of {name.task} than the machine "
                 "that the run was started on; give all machines the same packages, models, data "
                 "and kind of device"
             )

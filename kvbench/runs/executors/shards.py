@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby
 
 from kvbench.runs.answers import key_of
@@ -19,23 +19,30 @@ _PER_WORKER = 4
 
 @dataclass(frozen=True)
 class Shard:
-    """Responses of one job that one worker generates.
+    """Prompts of one job that one worker answers for all cells.
 
     The contexts of a job are never divided: each is prefilled once for all cells. Which contexts
     share a shard depends on what is missing, and changes no response: a worker always plans the
     whole job, so that the room and the width of its batches are those of a run in one process.
 
+    A shard does not hold the keys of its responses: those of a large grid take gigabytes.
+
     Attributes:
-        job: Whose responses they are.
-        keys: Their keys.
+        job: Whose prompts they are.
+        prompts: Their places among the prompts of the job.
     """
 
     job: JobName
-    keys: frozenset[Key]
+    prompts: range
 
-    def without(self, done: Container[Key]) -> Shard:
-        """What is left of the shard."""
-        return replace(self, keys=frozenset(key for key in self.keys if key not in done))
+    def missing(self, job: Job, done: Container[Key]) -> frozenset[Key]:
+        """The keys of its responses that are still to be generated.
+
+        Args:
+            job: The job that it names.
+            done: Keys of the responses that exist.
+        """
+        return frozenset(_missing(job, self.prompts, done))
 
 
 def shards_of(stages: Sequence[Stage], done: Container[Key], workers: int) -> list[Shard]:
@@ -50,34 +57,38 @@ def shards_of(stages: Sequence[Stage], done: Container[Key], workers: int) -> li
         (JobName.of(stage, job), contexts)
         for stage in stages
         for job in stage.jobs
-        if (contexts := list(_missing(job, done)))
+        if (contexts := list(_contexts(job, done)))
     ]
-    total = sum(len(keys) for _, contexts in jobs for keys in contexts)
+    total = sum(count for _, contexts in jobs for _, count in contexts)
     size = min(max(total / (workers * _PER_WORKER), _FULL), total / workers)
-    return [
-        Shard(name, frozenset(keys)) for name, contexts in jobs for keys in _packed(contexts, size)
-    ]
+    return [Shard(name, prompts) for name, contexts in jobs for prompts in _packed(contexts, size)]
 
 
-def _missing(job: Job, done: Container[Key]) -> Iterator[list[Key]]:
-    """The missing keys of each context; a dialogue has one context."""
-    for _, prompts in groupby(job.prompts, key=lambda prompt: prompt.request.context_id):
-        keys = [key_of(cell, prompt) for prompt in prompts for cell in job.cells]
-        keys = [key for key in keys if key not in done]
-        if keys:
-            yield keys
+def _contexts(job: Job, done: Container[Key]) -> Iterator[tuple[range, int]]:
+    """The prompts of each context that lacks responses, and how many; a dialogue has one."""
+    start = 0
+    for _, group in groupby(job.prompts, key=lambda prompt: prompt.request.context_id):
+        prompts = range(start, start + sum(1 for _ in group))
+        start = prompts.stop
+        if count := sum(1 for _ in _missing(job, prompts, done)):
+            yield prompts, count
 
 
-def _packed(contexts: Sequence[list[Key]], size: float) -> Iterator[list[Key]]:
-    """Join contexts until they have `size` keys."""
-    pack: list[Key] = []
-    for keys in contexts:
-        pack += keys
-        if len(pack) >= size:
-            yield pack
-            pack = []
-    if pack:
-        yield pack
+def _missing(job: Job, prompts: range, done: Container[Key]) -> Iterator[Key]:
+    keys = (key_of(cell, job.prompts[i]) for i in prompts for cell in job.cells)
+    return (key for key in keys if key not in done)
+
+
+def _packed(contexts: Sequence[tuple[range, int]], size: float) -> Iterator[range]:
+    """Join contexts until they lack `size` responses; what lies between them lacks none."""
+    start, held = -1, 0
+    for prompts, count in contexts:
+        start, held = (prompts.start if held == 0 else start), held + count
+        if held >= size:
+            yield range(start, prompts.stop)
+            held = 0
+    if held:
+        yield range(start, contexts[-1][0].stop)
 
 
 @dataclass
@@ -114,9 +125,7 @@ class Queue:
         """A shard is done."""
         self.taken.remove(shard)
 
-    def give_back(self, shard: Shard, done: Container[Key]) -> None:
+    def give_back(self, shard: Shard) -> None:
         """What a lost worker has left of a shard is the first to be taken again."""
         self.taken.remove(shard)
-        left = shard.without(done)
-        if left.keys:
-            self.pending.insert(0, left)
+        self.pending.insert(0, shard)

@@ -26,13 +26,20 @@ class Child:
         grid: What it runs.
         pause: Appends to the journal after which it waits for a signal; None: it runs to its end.
         file_size: Bytes that a file can have, as if the disk were full then.
+        extend: Whether it extends the run in its folder.
     """
 
-    def __init__(self, grid: Grid, pause: int | None = None, file_size: int | None = None) -> None:
+    def __init__(
+        self,
+        grid: Grid,
+        pause: int | None = None,
+        file_size: int | None = None,
+        extend: bool = False,
+    ) -> None:
         self.out = grid.path
         _CONTEXT.set_forkserver_preload(["kvbench.runs.runner"])
         self._receiver, sender = _CONTEXT.Pipe(duplex=False)
-        given = (grid, pause, file_size, sender, dict(os.environ))
+        given = (grid, pause, file_size, extend, sender, dict(os.environ))
         self.process: Any = _CONTEXT.Process(target=_run, args=given)
         self.process.start()
 
@@ -54,6 +61,7 @@ def _run(
     grid: Grid,
     pause: int | None,
     file_size: int | None,
+    extend: bool,
     sender: Any,
     environment: dict[str, str],
 ) -> None:
@@ -64,7 +72,7 @@ def _run(
     if pause is not None:
         _pause_after(pause, sender)
     try:
-        execute(grid)
+        execute(grid, extend=extend)
     except UserError as error:
         sender.send(str(error))
         raise SystemExit(MISUSE) from None

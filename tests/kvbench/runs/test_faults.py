@@ -148,13 +148,27 @@ def test_a_truncated_table_is_one_line_and_is_written_again(
     assert problems(grid.path, undisturbed.path) == []
 
 
-@pytest.mark.faults
-def test_on_ray_a_cell_that_raises_fails_alone(
-    tmp_path: Path, undisturbed: Any, on_ray: dict[str, Any]
+@pytest.mark.parametrize("name", ["cells.parquet", "samples.parquet", "grid.yaml"])
+def test_what_a_killed_run_has_half_written_is_no_result_and_is_removed(
+    tmp_path: Path, undisturbed: Any, name: str
+) -> None:
+    grid = small_grid(tmp_path / "run")
+    child = Child(grid, pause=1)
+    child.wait_until_it_pauses()
+    os.kill(child.process.pid, signal.SIGKILL)
+    child.end()
+    part = grid.path / f".{name}.{child.process.pid}.part"
+    part.write_bytes(b"PAR1 torn")
+    resumed(grid, undisturbed)
+    assert not list(grid.path.glob(".*.part"))
+
+
+def test_a_cell_that_raises_fails_alone(
+    tmp_path: Path, undisturbed: Any, place: dict[str, Any]
 ) -> None:
     bad = tmp_path / "bad.py"
     bad.write_text("def broken(v):\n    raise RuntimeError('no luck')\n")
-    grid = small_grid(tmp_path / "run", policy=f"snapkv:window=8,random,{bad}:broken", **on_ray)
+    grid = small_grid(tmp_path / "run", policy=f"snapkv:window=8,random,{bad}:broken", **place)
     done = execute(grid)
     failed = done.cells.status != "ok"
     assert set(done.cells[failed].policy) == {f"{bad}:broken"} and failed.sum() == 2

@@ -288,8 +288,10 @@ def test_another_grid_in_the_same_folder_is_refused(
     llama_folder: str, tmp_path: Path, unbroken: Any
 ) -> None:
     before = (unbroken.path / "cells.parquet").read_bytes()
-    with pytest.raises(UserError, match="another grid"):
+    with pytest.raises(UserError, match=r"another grid.*with other policies; add to it with --ext"):
         execute(make(llama_folder, unbroken.path, policy="local"))
+    with pytest.raises(UserError, match=r"another grid.*with other seed; choose another --out"):
+        execute(make(llama_folder, unbroken.path, seed=7))
     assert (unbroken.path / "cells.parquet").read_bytes() == before
 
 

@@ -21,8 +21,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import kvbench
 from kvbench.errors import UserError
-from kvbench.runs.load import load_frames
+from kvbench.runs.load import load_frames, responses_of
 from kvbench.runs.schema import CELLS_SCHEMA, SAMPLES_SCHEMA
 from kvbench.runs.store import Response, RunStore
 
@@ -361,6 +362,33 @@ def test_a_shared_cell_comes_from_the_run_with_more_repeats(tmp_path: Path) -> N
     cells, samples = load_frames([tmp_path / name for name in "abd"])
     assert len(cells) == 1
     assert samples["response"].tolist() == ["b"] * 6
+
+
+def test_cells_and_samples_can_be_chosen(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in "ab"]
+    for folder, policies in zip(folders, (("full", "snapkv"), ("snapkv", "random")), strict=True):
+        frames = [make_frames(policy, 4) for policy in policies]
+        cells = pd.concat([c.assign(policy=c["cell"]) for c, _ in frames])
+        with RunStore(folder) as store:
+            store.write(cells, pd.concat([s for _, s in frames]))
+    cells, samples = kvbench.load(folders, ["cell", "sample_id"], where={"policy": "snapkv"})
+    assert cells["cell"].tolist() == ["snapkv"]
+    assert samples.to_numpy().tolist() == [["snapkv", f"s{n}"] for n in range(4)]
+    cells, samples = kvbench.load(folders, where={"policy": ["full", "random"], "task": "t"})
+    assert cells["cell"].tolist() == ["full", "random"]
+    assert samples["cell"].tolist() == ["full"] * 4 + ["random"] * 4
+    assert [len(frame) for frame in kvbench.load(folders, where={"task": "other"})] == [0, 0]
+    with pytest.raises(UserError, match=r"cells have no column 'polcy'.*policy"):
+        kvbench.load(folders, where={"polcy": "snapkv"})
+    for coded in (True, False):
+        found = load_frames(folders[0], coded=coded, where={"policy": "random"})
+        assert [len(frame) for frame in found] == [0, 0]
+        _, samples = load_frames(folders, coded=coded, where={"policy": "random"})
+        assert samples["cell"].tolist() == ["random"] * 4
+    cells, samples = load_frames(folders, sample_ids=["s3", "s1", "s9"])
+    assert len(cells) == 3
+    assert samples["sample_id"].tolist() == ["s1", "s3"] * 3
+    assert responses_of(folders)(["s1", "s3"]).equals(samples)
 
 
 def test_what_holds_no_run_is_said(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from kvbench.report.choosing import WITHIN_A_POINT, Aim
+from kvbench.report.frames import prepare
 from kvbench.report.page import write_page
 
 from ..conftest import Frames, make_run
@@ -22,6 +24,13 @@ HOSTILE = (
     "\x1b[2J\x1b]8;;https://example.com\x07red\x1b[31m \u202egnp.exe\u2066 \u2028 \u2029 \x00",
     "&lt;b&gt; &amp; שלום 日本 \U0001f600",
 )
+
+
+def page_of(frames: Frames, folder: Path, aim: Aim = WITHIN_A_POINT) -> Path:
+    """The page of a made-up run."""
+    cells, samples = frames
+    responses = samples.set_index("sample_id", drop=False)
+    return write_page(prepare(cells, samples), lambda ids: responses.loc[list(ids)], folder, aim)
 
 
 @pytest.fixture(scope="package")
@@ -53,4 +62,4 @@ def hostile() -> Frames:
 @pytest.fixture(scope="package")
 def hostile_page(hostile: Frames, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of that run."""
-    return write_page(*hostile, tmp_path_factory.mktemp("hostile"))
+    return page_of(hostile, tmp_path_factory.mktemp("hostile"))

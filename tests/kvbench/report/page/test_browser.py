@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from kvbench.report.choosing import Aim
-from kvbench.report.page import write_page
 
 from ..conftest import make_run, reading_few
 from .browser import Browser, installed
-from .conftest import HOSTILE
+from .conftest import HOSTILE, page_of
 
 pytestmark = pytest.mark.skipif(installed() is None, reason="no Chromium is installed")
 
@@ -51,7 +50,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ["snapkv", "criticalkv", "random"], ("0.1", "0.4"), samples=12, depths=(0, 50, 100),
         moments=("context", "question"),
     )  # fmt: skip
-    return write_page(*frames, tmp_path_factory.mktemp("page"), Aim.of(5, 16, 32768))
+    return page_of(frames, tmp_path_factory.mktemp("page"), Aim.of(5, 16, 32768))
 
 
 @pytest.fixture

@@ -6,19 +6,22 @@ import base64
 import hashlib
 import json
 import re
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbench.errors import UserError
-from kvbench.report.page import answers, write_page
+from kvbench.report.frames import prepare
+from kvbench.report.page import answers
 from kvbench.report.page.write import embedded
 
 from ..conftest import Frames, make_run
-from .conftest import HOSTILE
+from .conftest import HOSTILE, page_of
 
 _TEXT = st.text() | st.sampled_from(HOSTILE)
 _SCRIPT = re.compile(r"<script([^>]*)>(.*?)</script>", re.DOTALL)
@@ -43,7 +46,7 @@ def test_a_number_that_json_lacks_is_an_error_of_ours() -> None:
 
 def test_hostile_texts_add_no_element(hostile_page: Path, tmp_path: Path) -> None:
     """The page has the tags that the page of a harmless run has, and no other."""
-    plain = write_page(*make_run(samples=4), tmp_path)
+    plain = page_of(make_run(samples=4), tmp_path)
 
     def tags(page: Path) -> list[str]:
         outside = _SCRIPT.sub("<script></script>", page.read_text())
@@ -83,7 +86,7 @@ def test_our_scripts_make_no_markup_of_text(name: str) -> None:
 
 
 def test_the_same_frames_give_the_same_page(tmp_path: Path) -> None:
-    one, two = (write_page(*make_run(samples=6), tmp_path / n).read_bytes() for n in "ab")
+    one, two = (page_of(make_run(samples=6), tmp_path / n).read_bytes() for n in "ab")
     assert one == two
 
 
@@ -110,7 +113,7 @@ def test_too_many_responses_leave_the_first_questions_of_every_task(
     cells, samples = make_run(["snapkv"], ("0.2",), samples=30)
     samples["response"] = [str(i) * 4000 for i in range(len(samples))]
     monkeypatch.setattr(answers, "MOST", 100_000)
-    page = write_page(cells, samples, tmp_path)
+    page = page_of((cells, samples), tmp_path)
     found = data_of(page)["answers"]
     assert found["total"] == 60
     places = [(q["task"], q["doc_id"]) for q in found["questions"]]
@@ -122,7 +125,31 @@ def test_too_many_responses_leave_the_first_questions_of_every_task(
     assert sum(map(len, found["texts"])) <= 100_000
 
 
+def test_only_responses_that_can_be_in_the_page_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cells, samples = make_run(["snapkv"], ("0.2",), samples=30)
+    asked: list[str] = []
+
+    def read(sample_ids: Sequence[str]) -> pd.DataFrame:
+        asked.extend(sample_ids)
+        return samples[samples["sample_id"].isin(sample_ids)]
+
+    whole = answers.answers(prepare(cells, samples), read)
+    assert len(asked) == samples["sample_id"].nunique() == 60
+    asked.clear()
+    monkeypatch.setattr(answers, "MOST", 1000)  # 12 questions with two responses, were they empty
+    found = answers.answers(prepare(cells, samples), read)
+    assert len(asked) == 13 and found["total"] == 60
+    assert 2 < len(found["questions"]) < 12
+    known = {(q["task"], q["sample_id"]): len(q["answers"]) for q in whole["questions"]}
+    assert all(len(q["answers"]) == known[q["task"], q["sample_id"]] for q in found["questions"])
+    for task in ("vt", "cwe"):
+        first = [q["sample_id"] for q in found["questions"] if q["task"] == task]
+        assert first == sorted(name for of, name in known if of == task)[: len(first)]
+
+
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "report").write_text("")
     with pytest.raises(UserError, match="is a file, not a folder"):
-        write_page(*make_run(["snapkv"], ("0.2",), ["vt"], samples=3), tmp_path / "report")
+        page_of(make_run(["snapkv"], ("0.2",), ["vt"], samples=3), tmp_path / "report")
