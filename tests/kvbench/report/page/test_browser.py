@@ -197,7 +197,8 @@ def test_the_front_can_be_drawn_over_bytes_read(browser: Browser, tmp_path: Path
     assert browser.run("document.getElementById('select-memory') === null")
     cells, samples = make_run(["snapkv", "criticalkv"], ("0.1", "0.4"), samples=12)
     with Browser() as other:
-        other.open(write_page(reading_few(cells, "criticalkv"), samples, tmp_path, Aim.of(5, 1, 1)))
+        frames = (reading_few(cells, "criticalkv"), samples)
+        other.open(page_of(frames, tmp_path, Aim.of(5, 1, 1)))
         title = "document.getElementById('charts-title').textContent"
         assert other.run(title) == "Score against KV cache held"
         choose(other, "select-memory", "read")
