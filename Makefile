@@ -6,7 +6,7 @@ SMOKE := .smoke
 TORCH := $(shell grep '^torch==' constraints.txt)
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: run real real-smoke vision recipes recipes-smoke regression test test-oldest faults lint format docs docs-check smoke clean
+.PHONY: run real real-smoke vision quantizers recipes recipes-smoke regression test test-oldest faults lint format docs docs-check smoke clean
 
 run: $(VENV)/.installed
 	HF_HUB_OFFLINE=1 $(VENV)/bin/kvbench run --policy criticalkv --budget 0.2 --task ruler
@@ -41,6 +41,16 @@ $(VENV)/.vision: $(VENV)/.installed
 	$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt -e '.[vision]' && \
 	$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt --no-deps lmms-eval torchvision && \
 	$(VENV)/bin/python -c "import torch; assert torch.__version__ == '$$torch', 'torch was replaced'"
+	touch $@
+
+# hqq and optimum-quanto beside the environment: transformers imports hqq at every start if it is there, for a second.
+quantizers: $(VENV)/.quantizers
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=$(VENV)/quantizers $(VENV)/bin/pytest -q \
+	    tests/kvbench/engine/test_block_quantizers.py tests/kvbench/runs/test_quantised.py
+
+$(VENV)/.quantizers: $(VENV)/.installed
+	$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt --no-deps --target $(VENV)/quantizers \
+	    hqq optimum-quanto einops termcolor ninja
 	touch $@
 
 # The grid of the baseline again: exit code 1 if a score has dropped, 2 if the grids differ.

@@ -127,11 +127,11 @@ class Ours:
 
         from benchmarks.memory import allocated
         from kvbench.progress import Silent
+        from kvbench.runs.executors.base import answer
         from kvbench.runs.grid import Grid
         from kvbench.runs.planning import plan
-        from kvbench.runs.runner import answer, loaded_model
         from kvbench.runs.store import RunStore
-        from kvbench.runs.worker import Worker
+        from kvbench.runs.worker import Worker, loaded_model
 
         with tempfile.TemporaryDirectory() as out:
             grid = Grid.from_dict(

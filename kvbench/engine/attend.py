@@ -83,17 +83,16 @@ def _attend_segments(query: Tensor, layer: RaggedLayer, first: int, scale: float
     key, value, col = layer.key, layer.value, layer.col
     assert key is not None and value is not None
     q = query.reshape(b, heads, group * n, d)
-    by_row, by_segment = q[:, None].unbind(0), q.view(-1, 1, 1, group * n, d).unbind(0)
     column = torch.arange(first, first + n, dtype=torch.int32).repeat(group)[:, None]
     origin = [x.storage_offset() for x in (key, value, col)]  # a layer can be a part of another
     out = []
-    for row in range(b):
+    for row, own in enumerate(q.split(1)):
         here = slice(row * heads, (row + 1) * heads)
         start, length, room = layer.start[here], layer.length[here], layer.room[here]
         if length.count(length[0]) == room.count(room[0]) == heads:
-            calls = [(by_row[row], start[0], length[0], room[0])]
+            calls = [(own, start[0], length[0], room[0])]
         else:
-            calls = [*zip(by_segment[here], start, length, length, strict=True)]
+            calls = [*zip(own.split(1, 1), start, length, length, strict=True)]
         for mine, at, held, width in calls:
             if held == 0:
                 out.append(torch.zeros_like(mine[0]))
@@ -104,9 +103,9 @@ def _attend_segments(query: Tensor, layer: RaggedLayer, first: int, scale: float
             k = key.as_strided(shape, stride, origin[0] + at * d)
             v = value.as_strided(shape, stride, origin[1] + at * d)
             if n > 1:
-                own = col.as_strided((count, 1, held), (width, 0, 1), origin[2] + at)
+                entry = col.as_strided((count, 1, held), (width, 0, 1), origin[2] + at)
                 # A padding query precedes every entry of its row; its output is never read.
-                mask = ((own <= column) | (column < own[..., :1]))[None]
+                mask = ((entry <= column) | (column < entry[..., :1]))[None]
             out.append(F.scaled_dot_product_attention(mine, k, v, mask, scale=scale)[0])
     return torch.cat(out).view(b, hq, n, d)
 

@@ -15,7 +15,7 @@ from kvbench.engine.driver import engine
 from kvbench.harness.protocol import Request
 from kvbench.progress import Silent
 from kvbench.runs.answers import Prompt
-from kvbench.runs.runner import answer
+from kvbench.runs.executors.base import answer
 from kvbench.runs.worker import Worker
 
 from ..engine.conftest import build
