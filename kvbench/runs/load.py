@@ -206,7 +206,7 @@ def _table(
         present = pq.read_schema(path).names
         equal = [source for pair in COPIED.values() for source in pair.values()]
         read = [c for c in dict.fromkeys([*columns, *equal, "schema"]) if c in present]
-        with pq.ParquetFile(path, read_dictionary=list(coded)) as file:
+        with pq.ParquetFile(path, read_dictionary=[c for c in coded if c in present]) as file:
             table = _chosen(file, read, rows) if rows else file.read(read)
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path}: {str(error).splitlines()[0]}") from None
@@ -216,7 +216,8 @@ def _table(
             for column in set(added).intersection(columns).difference(present):
                 field = schema.field(column)
                 values = pa.array([added[column]] * len(table), field.type)
-                table = table.append_column(field, values)
+                values = values.dictionary_encode() if column in coded else values
+                table = table.append_column(field.with_type(values.type), values)
             for column, source in COPIED.get(older, {}).items():
                 if column in columns and column not in present:
                     table = table.append_column(schema.field(column), table[source])

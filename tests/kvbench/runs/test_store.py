@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
@@ -401,15 +403,19 @@ def test_what_holds_no_run_is_said(tmp_path: Path) -> None:
         load_frames(tmp_path)
 
 
-def test_tables_without_the_columns_of_images_can_still_be_read(run: Path) -> None:
+def test_tables_without_the_columns_of_images_can_still_be_read(run: Path, tmp_path: Path) -> None:
     with RunStore(run) as store:
         store.write(*make_frames())
+    new = tmp_path / "new"
+    shutil.copytree(run, new)
     for name in ("cells.parquet", "samples.parquet"):
-        old = pq.read_table(run / name).to_pandas()
-        assert (old[["visual_tokens", "held_visual"]] != 0).all(axis=None)
-        old = old.drop(columns=["visual_tokens", "held_visual"]).assign(schema=2)
-        old = old.drop(columns=["prompt_end", "kv_bytes_read"], errors="ignore")
-        old.astype({"schema": "int32"}).to_parquet(run / name)
+        table = pq.read_table(run / name)
+        assert (table.select(["visual_tokens", "held_visual"]).to_pandas() != 0).all(axis=None)
+        later = {"visual_tokens", "held_visual", "prompt_end", "kv_bytes_read"}
+        old = table.drop_columns(sorted(later.intersection(table.column_names)))
+        version = pa.array([2] * len(old), pa.int32())
+        old = old.set_column(old.column_names.index("schema"), "schema", version)
+        pq.write_table(old, run / name)
     cells, samples = load_frames(run)
     for frame, schema in ((cells, CELLS_SCHEMA), (samples, SAMPLES_SCHEMA)):
         assert list(frame.columns) == schema.names
@@ -417,6 +423,12 @@ def test_tables_without_the_columns_of_images_can_still_be_read(run: Path) -> No
         assert (frame["kv_bytes_read"] == frame["kv_bytes_live"]).all()
         assert (frame["schema"] == 4).all() and frame["schema"].dtype == "int32"
     assert (samples["prompt_end"] == "").all()
+    for folders in (run, [run, new]):
+        _, coded = load_frames(folders, coded=True)
+        assert coded["prompt_end"].dtype == "category"
+        assert coded.groupby("cell", observed=True).size().to_dict() == (
+            samples.groupby("cell").size().to_dict()
+        )
 
 
 def test_another_schema_is_refused(run: Path) -> None:
