@@ -90,6 +90,15 @@ DeviceMap = Annotated[
 BatchSize = Annotated[
     str | None, option(MODEL, "N", "Most responses decoded together. Default: auto.")
 ]
+PrefillBatch = Annotated[
+    str | None,
+    option(
+        MODEL,
+        "N",
+        "Most contexts prefilled together. Default: auto, which is 1 on a CPU, and as many as 8192 "
+        "tokens hold on a GPU. Responses can then differ by rounding.",
+    ),
+]
 CacheMemory = Annotated[
     str | None,
     option(

@@ -31,6 +31,7 @@ from kvbench.cli.options import (
     Models,
     Names,
     Policies,
+    PrefillBatch,
     Quantization,
     Quiet,
     Repeats,
@@ -83,6 +84,7 @@ def run(
     quantization: Quantization = None,
     batch_size: BatchSize = None,
     cache_memory: CacheMemory = None,
+    prefill_batch: PrefillBatch = None,
     attn: Annotated[str | None, typer.Option(metavar="A", hidden=True)] = None,
     samples: Annotated[
         int | None, option(PROMPTS, "N", "Per task. A larger number extends a run. Default: 50.")

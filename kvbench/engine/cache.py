@@ -29,7 +29,7 @@ from kvbench.engine.reading import Reading
 from kvbench.engine.segments import starts
 from kvbench.engine.upkeep import Upkeep
 from kvbench.errors import UserError
-from kvbench.plugin import Need, Observer
+from kvbench.plugin import Need, Observer, Separable
 
 
 class RaggedCache(Cache):
@@ -238,6 +238,37 @@ class RaggedCache(Cache):
         other.upkeep = None if self.upkeep is None else self.upkeep.fork()
         return other
 
+    def separable(self) -> bool:
+        """Whether all observers can be split into their sequences."""
+        return all(isinstance(one, Separable) for one in self.observers.values())
+
+    def sequence(self, row: int) -> Self:
+        """One sequence of a dense text cache, with its separable observers, without its padding.
+
+        Its K and V are copies, unless it is the only sequence.
+        """
+        assert self.valid is not None
+        tokens, here = int(self.valid[row].sum()), slice(row, row + 1)
+        out = self.fork()
+        out.valid, out.padded = self.valid[here, -tokens:], False
+        out.shift = None if self.shift is None else self.shift[here]
+        out.ids = None if self.ids is None else [torch.cat(self.ids, 1)[here, -tokens:]]
+        out.visual = None if self.visual is None else self.visual[here, -tokens:]
+        padding = self.valid.shape[1] - tokens
+        out.turns = [[start - padding for start in starts] for starts in self.turns[here]]
+        out.observers |= {
+            need: one.sequence(row, tokens)
+            for need, one in self.observers.items()
+            if isinstance(one, Separable) and need not in self.broken
+        }
+        out.token_observers |= {
+            need: one.sequence(row, tokens)
+            for need, one in self.token_observers.items()
+            if need not in self.broken
+        }
+        out.layers = [_dense_sequence(layer, here, tokens) for layer in self.layers]
+        return out
+
     @staticmethod
     def stack(caches: Sequence[RaggedCache]) -> RaggedCache:
         """Join packed caches in one batch; shorter ones are padded on the left.
@@ -296,6 +327,21 @@ class RaggedCache(Cache):
         self.upkeep, self.observers, self.token_observers = None, {}, {}
         for layer in self.ragged:
             layer.extras, layer.state = {}, []
+
+
+def _dense_sequence(layer: Any, here: slice, tokens: int) -> Any:
+    """One sequence of a dense or a sliding-window layer, of which the last `tokens` exist."""
+    out = copy.copy(layer)
+    if isinstance(out, RaggedLayer):
+        assert out.key is not None and out.value is not None
+        own = out.key[here, :, -tokens:], out.value[here, :, -tokens:]
+        out.key, out.value = (x.contiguous() for x in own)
+        out.batch, out.seen = 1, tokens
+    elif out.is_initialized:
+        width = min(tokens, out.keys.shape[2])
+        out.keys, out.values = out.keys[here, :, -width:], out.values[here, :, -width:]
+        out.cumulative_length = tokens
+    return out
 
 
 def _ragged(parts: list[RaggedLayer], shifts: list[int], seen: int) -> RaggedLayer:

@@ -103,6 +103,12 @@ class QueryObserver(LayerObserver):
         """Return the last queries, `[B, H_q, window, d]`, newest last; missing ones are zero."""
         return self._held[layer].query
 
+    def sequence(self, row: int, tokens: int) -> Self:
+        """The observer of one sequence; see `kvbench.plugin.Separable`."""
+        other, here = copy.copy(self), slice(row, row + 1)
+        other._held = {i: _Last(x.query[here], x.seen[here]) for i, x in self._held.items()}
+        return other
+
     @classmethod
     def stack(cls, parts: Sequence[Self]) -> Self:
         """Join the sequences of several observers in one batch."""
@@ -116,7 +122,17 @@ class QueryObserver(LayerObserver):
 
 
 class _BesideEntries(LayerObserver):
-    """Base of per-entry observers: the cache itself keeps and stacks their values once packed."""
+    """Base of per-entry observers: the cache itself keeps and stacks their values once packed.
+
+    The state of a layer is a tensor `[B, ..., S]`.
+    """
+
+    def sequence(self, row: int, tokens: int) -> Self:
+        """The observer of one sequence; see `kvbench.plugin.Separable`."""
+        other = copy.copy(self)
+        held = {i: x[row : row + 1, ..., -tokens:] for i, x in self._held.items()}
+        other._held = {i: x.contiguous() for i, x in held.items()}
+        return other
 
     @classmethod
     def stack(cls, parts: Sequence[Self]) -> Self:
@@ -173,6 +189,13 @@ class MassObserver(_BesideEntries):
         other = super().fork()
         if self._queries is not None:
             other._queries = self._queries.fork()
+        return other
+
+    def sequence(self, row: int, tokens: int) -> Self:
+        """The observer of one sequence; see `kvbench.plugin.Separable`."""
+        other = super().sequence(row, tokens)
+        if self._queries is not None:
+            other._queries = self._queries.sequence(row, tokens)
         return other
 
     def read(self, layer: int) -> Tensor:
@@ -306,6 +329,13 @@ class SurprisalObserver:
     def fork(self) -> Self:
         """Return an observer that can continue without changing this one."""
         return copy.copy(self)
+
+    def sequence(self, row: int, tokens: int) -> Self:
+        """The observer of one sequence; see `kvbench.plugin.Separable`."""
+        assert self._surprisal is not None and self._last is not None
+        other, here = copy.copy(self), slice(row, row + 1)
+        other._surprisal, other._last = self._surprisal[here, -tokens:], self._last[here]
+        return other
 
     @classmethod
     def stack(cls, parts: Sequence[Self]) -> Self:

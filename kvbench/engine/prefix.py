@@ -104,10 +104,23 @@ class Prefix:
 
     def fork(self) -> Prefix:
         """Return a prefix that can be extended on its own; it shares the K/V so far."""
+        return self._around(self.cache.fork(), self.seconds)
+
+    @property
+    def separable(self) -> bool:
+        """Whether the batch can be split into its sequences: all observers must be separable."""
+        return self.cache.separable()
+
+    def sequence(self, row: int) -> Prefix:
+        """Return the prefix of one sequence of the batch, with its share of the seconds."""
+        cache, tokens = self.cache.sequence(row), self.cache.lengths()
+        return self._around(cache, self.seconds * float(tokens[row] / tokens.sum()))
+
+    def _around(self, cache: RaggedCache, seconds: float) -> Prefix:
+        """A prefix with another cache."""
         other = object.__new__(Prefix)
-        other.model, other.info, other.seconds = self.model, self.info, self.seconds
-        other.device = self.device
-        other.cache = self.cache.fork()
+        other.model, other.info, other.device = self.model, self.info, self.device
+        other.cache, other.seconds = cache, seconds
         other._shared, other._seeds, other._replays = {}, {}, 0.0
         return other
 

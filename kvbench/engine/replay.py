@@ -6,17 +6,13 @@ policies that need it, after the prefill and before the first cut.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.driver import forward
-from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.models import decoder_of
 from kvbench.engine.observers import ReplayObserver
 from kvbench.errors import UserError
@@ -70,7 +66,7 @@ def _replayed(
         if layer.key is not None
     }
     for row, tokens in enumerate(cache.lengths().tolist()):
-        own = _sequence(model, cache, row, tokens)
+        own = _sequence(model, cache, row)
         first = cache.valid.shape[1] - tokens
         for start, end in _chunks(tokens, need.chunk):
             watch = _Watch(need, info, start, end)
@@ -88,28 +84,12 @@ def _chunks(tokens: int, size: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + size, tokens)
 
 
-def _sequence(model: nn.Module, cache: RaggedCache, row: int, tokens: int) -> ReplayCache:
-    """One sequence of a dense cache without its padding; it shares the memory."""
-    out = ReplayCache(decoder_of(model).config)
-    assert cache.valid is not None
-    out.valid = cache.valid[row : row + 1, -tokens:]
-    out.shift = None if cache.shift is None else cache.shift[row : row + 1]
-    out.ids, out.observers = None, {}
-    layers: list[Any] = []
-    for layer in cache.layers:
-        part = copy.copy(layer)
-        if isinstance(part, RaggedLayer):
-            assert part.key is not None and part.value is not None
-            part.key = part.key[row : row + 1, :, -tokens:]
-            part.value = part.value[row : row + 1, :, -tokens:]
-            part.batch, part.seen, part.closed = 1, tokens, False
-        elif isinstance(part, DynamicSlidingWindowLayer) and part.is_initialized:
-            width = min(tokens, part.keys.shape[2])  # type: ignore[union-attr]
-            part.keys = part.keys[row : row + 1, :, -width:]  # type: ignore[index]
-            part.values = part.values[row : row + 1, :, -width:]  # type: ignore[index]
-            part.cumulative_length = tokens
-        layers.append(part)
-    out.layers = layers
+def _sequence(model: nn.Module, cache: RaggedCache, row: int) -> ReplayCache:
+    """One sequence of a dense cache without its padding, and without what observes it."""
+    out, own = ReplayCache(decoder_of(model).config), cache.sequence(row)
+    out.valid, out.shift, out.layers, out.ids = own.valid, own.shift, own.layers, None
+    for layer in out.ragged:
+        layer.closed = False
     return out
 
 

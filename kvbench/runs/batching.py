@@ -1,4 +1,4 @@
-"""How many responses are decoded together: as many as the memory for their caches allows."""
+"""How many contexts are prefilled, and responses decoded, together: as many as memory allows."""
 
 from __future__ import annotations
 
@@ -25,6 +25,9 @@ _FIXED = 32
 _SPARE = 3
 """Whole caches that are held beside the batch: the prefilled context, and copies of its parts."""
 
+_FORWARD = 8192
+"""Tokens that keep a GPU busy: contexts are prefilled together up to here, and alone beyond."""
+
 _CPU_SHARE, _GPU_SHARE = 0.5, 0.8
 """Shares of a CPU's memory, and of a GPU's free memory, that caches may take by default.
 
@@ -49,13 +52,21 @@ class Batching:
         model: The model on its devices.
         batch_size: Most responses that are decoded together, or `auto`.
         cache_memory: Bytes that the caches of a batch may take; None: a share of the memory.
+        prefill_batch: Most contexts that are prefilled together, or `auto`: one on a CPU, which is
+            no slower and keeps the bits of a response independent of other contexts.
     """
 
-    def __init__(self, model: nn.Module, batch_size: int | str, cache_memory: int | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        batch_size: int | str,
+        cache_memory: int | None,
+        prefill_batch: int | str = "auto",
+    ) -> None:
         weight = next(model.parameters())
         info = model_info(model)
         self.cpu = weight.device.type == "cpu"
-        self.batch_size = batch_size
+        self.batch_size, self.prefill_batch = batch_size, prefill_batch
         self._gpus = [d for d in devices_of(model) if d.type == "cuda"]
         self._memory = self._available() if cache_memory is None else cache_memory
         entry = 2 * info.head_dim * weight.element_size() + 4  # its column
@@ -64,6 +75,7 @@ class Batching:
         self._steady = Steady(model) if self.cpu else None
         self.counts: tuple[int, ...] = (self._most,)
         self.asking: tuple[int, ...] = self.counts
+        self.prefills = 1
 
     def _available(self) -> int:
         """Bytes that caches may take by default."""
@@ -85,7 +97,11 @@ class Batching:
             widths: Numbers of tokens that a row is fed at once, other than 1.
         """
         whole = max(1, tokens) * self._token_bytes
-        rows = max(1, min(int((self._memory / whole - _SPARE) / 1.5), self._most))
+        caches = self._memory / whole - _SPARE
+        self.prefills = max(1, min(self._prefills(tokens), int(caches / 2)))
+        if self.prefills > 1:  # the batch itself, beside the sequence that is taken out of it
+            caches -= self.prefills
+        rows = max(1, min(int(caches / 1.5), self._most))
         self.counts = _ladder(rows)
         self.asking = _ladder(max(1, rows // 2))
         if self._steady is None:
@@ -96,16 +112,26 @@ class Batching:
             rows = min(rows, _FIXED)
             self.counts, self.asking = (rows,), (max(1, rows // 2),)
 
+    def _prefills(self, tokens: int) -> int:
+        """Contexts of at most so many tokens that are prefilled together if memory allows it."""
+        if isinstance(self.prefill_batch, int):
+            return self.prefill_batch
+        return 1 if self.cpu else _FORWARD // max(1, tokens)
+
     @property
     def rows(self) -> int:
         """The most rows of a batch."""
         return self.counts[-1]
 
     def halve(self) -> bool:
-        """Plan half as many rows from here on, after memory ran out; False if there is only one."""
-        if self.rows == 1:
+        """Plan half as many rows from here on, after memory ran out; False if there is only one.
+
+        Contexts are then prefilled one by one.
+        """
+        if self.rows == 1 and self.prefills == 1:
             return False
-        self._most = self.rows // 2
+        self.prefill_batch = 1
+        self._most = max(1, self.rows // 2)
         self.counts, self.asking = (self._most,), (max(1, self._most // 2),)
         for gpu in self._gpus:
             with torch.cuda.device(gpu):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
+from itertools import groupby, islice
 
 import torch
 from torch import Tensor
@@ -45,6 +45,25 @@ Wanted = list[tuple[Cell, list[Prompt]]]
 """Cells with the prompts that they have not answered yet."""
 
 
+@dataclass
+class _Context:
+    """A context, and what is still to be answered about it."""
+
+    ids: tuple[int, ...]
+    media: tuple[Medium, ...]
+    wanted: Wanted
+
+    @property
+    def shared(self) -> Wanted:
+        """The cells that one prefill of the whole context serves."""
+        return [w for w in self.wanted if w[0].moment != "chunked" and not prunes(w[0].policy)]
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """What these cells need to have observed."""
+        return frozenset(need for cell, _ in self.shared for need in cell.policy.needs)
+
+
 @torch.no_grad()
 def answer_contexts(worker: Worker, prompts: Sequence[Prompt], cells: Sequence[Cell]) -> None:
     """Answer everything that is still open for one task.
@@ -79,6 +98,19 @@ class _Contexts:
         self.pool = worker.pool(self.width)
 
     def answer(self, cells: Sequence[Cell]) -> None:
+        for wave in self._waves(self._open(cells)):
+            for context, made in zip(wave, self._prefilled(wave), strict=True):
+                self._whole(context, made)
+                for cell, missing in context.wanted:
+                    if prunes(cell.policy):
+                        self._pruned(cell, missing)
+                self._chunked([(c, m) for c, m in context.wanted if c.moment == "chunked"])
+        for name in list(self.lanes):
+            self._flush(name)
+        self._done(self.pool.drain())
+
+    def _open(self, cells: Sequence[Cell]) -> Iterator[_Context]:
+        """The contexts that some cells have not answered yet."""
         done = self.worker.store.keys()
         for (ids, media), group in groupby(self.prompts, key=lambda p: (p.context_ids, p.media)):
             together = list(group)
@@ -89,22 +121,37 @@ class _Contexts:
             ]
             wanted = [(cell, missing) for cell, missing in wanted if missing]
             if wanted:
-                shared = [w for w in wanted if w[0].moment != "chunked" and not prunes(w[0].policy)]
-                self._whole(ids, media, shared)
-                for cell, missing in wanted:
-                    if prunes(cell.policy):
-                        self._pruned(cell, missing)
-                self._chunked([(c, m) for c, m in wanted if c.moment == "chunked"])
-        for name in list(self.lanes):
-            self._flush(name)
-        self._done(self.pool.drain())
+                yield _Context(ids, media, wanted)
 
-    def _whole(self, ids: tuple[int, ...], media: tuple[Medium, ...], wanted: Wanted) -> None:
+    def _waves(self, contexts: Iterable[_Context]) -> Iterator[list[_Context]]:
+        """Contexts that are prefilled together; of similar length, because they are padded."""
+        most = self.worker.batching.prefills
+        if most > 1:
+            contexts = sorted(contexts, key=lambda c: (bool(c.media), len(c.ids)))
+        for alone, group in groupby(contexts, key=lambda c: bool(c.media) or not c.shared):
+            while wave := list(islice(group, 1 if alone else most)):
+                yield wave
+
+    def _prefilled(self, wave: Sequence[_Context]) -> Iterator[tuple[Prefix, Tensor] | None]:
+        """What is there of every context of a wave once all are prefilled together."""
+        together = None
+        if len(wave) > 1:
+            needs = frozenset(need for context in wave for need in context.needs)
+            together = self.worker.prefill_together([context.ids for context in wave], needs)
+        for row in range(len(wave)):
+            if together is None:
+                yield None
+            else:
+                prefix, logits = together
+                yield prefix.sequence(row), logits[row : row + 1]
+
+    def _whole(self, opened: _Context, made: tuple[Prefix, Tensor] | None) -> None:
         """Make a row for every cell and question of one context, which is prefilled once."""
+        wanted = opened.shared
         if not wanted:
             return
-        needs = frozenset(need for cell, _ in wanted for need in cell.policy.needs)
-        context = Prefilled(partial(self.worker.prefill, ids, needs, media))
+        prefill = partial(self.worker.prefill, opened.ids, opened.needs, opened.media)
+        context = Prefilled(prefill, made)
         early = [(c, missing) for c, missing in wanted if c.moment not in ("question", "decode")]
         for cell, missing, cache in self._compressed(context, early):
             for prompt, copy in zip(missing, forks(len(missing), cache), strict=True):

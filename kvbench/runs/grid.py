@@ -37,7 +37,7 @@ _SINGULAR = {
 _ON_RAY = ("ray_address", "gpus_per_cell", "workers")
 _NOT_IN_DIGEST = (
     *("samples", "repeats", "out", "batch_size", "cache_memory", "device_map", "judge"),
-    *("executor", *_ON_RAY),
+    *("prefill_batch", "executor", *_ON_RAY),
 )
 """Fields that extend, move, speed up or score a run without changing a response."""
 _RETIRED = {"attn": "auto"}
@@ -63,6 +63,7 @@ class Grid:
         batch_size: Most responses decoded together, or "auto".
         cache_memory: Bytes that the caches of a batch may take, such as "40GB"; None for a share
             of the device's memory.
+        prefill_batch: Most contexts prefilled together, or "auto".
         revision: Revision of a hub model.
         chat_template: Whether to apply it; None applies it if the tokenizer has one.
         full: Whether to run the full cache as well.
@@ -101,6 +102,7 @@ class Grid:
     dtype: str = "auto"
     batch_size: int | str = "auto"
     cache_memory: int | None = None
+    prefill_batch: int | str = "auto"
     revision: str | None = None
     chat_template: bool | None = None
     full: bool = True
@@ -239,8 +241,8 @@ class Grid:
     def digest(self) -> str:
         """16 hex digits over everything that changes a response or adds a cell, in any order.
 
-        `samples`, `repeats`, `batch_size`, `cache_memory`, `device_map`, `judge`, `out` and the
-        fields of the executor do not count: a run continues if they change.
+        `samples`, `repeats`, `batch_size`, `cache_memory`, `prefill_batch`, `device_map`, `judge`,
+        `out` and the fields of the executor do not count: a run continues if they change.
         """
         return digest_of(self._counting | _RETIRED)
 

@@ -130,8 +130,8 @@ def _lengths(value: Any) -> tuple[int, ...]:
     return tuple(dict.fromkeys(_integer("length", 1)(v) for v in _items(value, "lengths")))
 
 
-def _batch_size(value: Any) -> int | str:
-    return "auto" if value == "auto" else _integer("batch_size", 1)(value)
+def _batch(what: str) -> Callable[[Any], int | str]:
+    return lambda value: "auto" if value == "auto" else _integer(what, 1)(value)
 
 
 def _memory(value: Any) -> int:
@@ -231,7 +231,8 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "out": _optional(_folder),
     "device": _text("device"),
     "dtype": _dtype,
-    "batch_size": _batch_size,
+    "batch_size": _batch("batch_size"),
+    "prefill_batch": _batch("prefill_batch"),
     "cache_memory": _optional(_memory),
     "revision": _optional(_text("revision")),
     "chat_template": _optional(_truth("chat_template"), "auto"),

@@ -52,11 +52,16 @@ class Prefilled:
 
     Args:
         make: Prefills it.
+        made: What `make` would return, if it is there already.
     """
 
-    def __init__(self, make: Callable[[], tuple[Prefix, Tensor]]) -> None:
+    def __init__(
+        self,
+        make: Callable[[], tuple[Prefix, Tensor]],
+        made: tuple[Prefix, Tensor] | None = None,
+    ) -> None:
         self._make = make
-        self.prefix, self.logits = make()
+        self.prefix, self.logits = make() if made is None else made
 
     def intact(self) -> Prefix:
         """The prefix as no policy has changed it."""
@@ -74,7 +79,7 @@ class Worker:
         tokenizer: Its tokenizer.
         store: Receives responses as soon as they exist, and says which are not needed.
         reporter: Told of every response.
-        batch_size, cache_memory: See `Batching`.
+        batch_size, cache_memory, prefill_batch: See `Batching`.
         vision: Turns media into tokens and pixels; None for a text model.
 
     Attributes:
@@ -88,11 +93,12 @@ class Worker:
     batch_size: int | str = "auto"
     vision: Vision | None = None
     cache_memory: int | None = None
+    prefill_batch: int | str = "auto"
     failed: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.device = next(self.model.parameters()).device
-        self.batching = Batching(self.model, self.batch_size, self.cache_memory)
+        self.batching = Batching(self.model, self.batch_size, self.cache_memory, self.prefill_batch)
         self._ends = end_tokens(self.model, self.tokenizer)
         self._thinking = Thinking.of(self.tokenizer)
 
@@ -117,6 +123,27 @@ class Worker:
         """
         prefix = Prefix(self.model, needs, pruning)
         return prefix, prefix.extend(self.tensor(ids), pixels=self.pixels(media))
+
+    def prefill_together(
+        self, contexts: Sequence[Sequence[int]], needs: Iterable[Need]
+    ) -> tuple[Prefix, Tensor] | None:
+        """Prefill texts in one batch; None if an observer cannot tell its sequences apart.
+
+        Args:
+            contexts: The tokens of every text.
+            needs: What the policies need.
+
+        Returns:
+            As `prefill`, with a row for every text.
+        """
+        prefix = Prefix(self.model, needs)
+        if not prefix.separable:
+            return None
+        width = max(map(len, contexts))
+        ids = torch.tensor([[0] * (width - len(c)) + [*c] for c in contexts], device=self.device)
+        lengths = torch.tensor([len(c) for c in contexts], device=self.device)
+        mask = torch.arange(width, device=self.device) >= (width - lengths)[:, None]
+        return prefix, prefix.extend(ids, None if min(map(len, contexts)) == width else mask)
 
     def pixels(self, media: Sequence[Medium]) -> Pixels | None:
         """What the model takes for media; None if there are none."""

@@ -13,6 +13,7 @@ from kvbench.view.needs import (
     PerToken,
     Queries,
     Replay,
+    Separable,
     Surprisal,
 )
 from kvbench.view.scores import Scores, protect_nothing, protect_sinks, protect_window
@@ -30,6 +31,7 @@ __all__ = [
     "Queries",
     "Replay",
     "Scores",
+    "Separable",
     "Surprisal",
     "View",
     "VisualTokens",

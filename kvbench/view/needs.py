@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
 from torch import Tensor
 
@@ -49,6 +49,23 @@ class Observer(Protocol):
     @classmethod
     def stack(cls, parts: Sequence[Any]) -> Self:
         """Join the sequences of several observers in one batch (not for per-entry needs)."""
+        ...
+
+
+@runtime_checkable
+class Separable(Protocol):
+    """An observer that can be split into its sequences.
+
+    Contexts are prefilled in one batch only if all their observers can.
+    """
+
+    def sequence(self, row: int, tokens: int) -> Observer:
+        """The observer of one sequence without its padding.
+
+        Args:
+            row: The sequence.
+            tokens: How many tokens it has: the last columns of the batch.
+        """
         ...
 
 

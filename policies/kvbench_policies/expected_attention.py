@@ -104,6 +104,12 @@ class _Moments:
         other._held = dict(self._held)
         return other
 
+    def sequence(self, row: int, tokens: int) -> Self:
+        """The observer of one sequence; see `kvbench.plugin.Separable`."""
+        other = self.fork()
+        other._held = {i: _Sums(*(x[row : row + 1] for x in s)) for i, s in self._held.items()}
+        return other
+
     @classmethod
     def stack(cls, parts: Sequence[Self]) -> Self:
         """Join the sequences of several observers in one batch."""

@@ -134,6 +134,14 @@ class _Chunks:
         other._held = dict(self._held)
         return other
 
+    def sequence(self, row: int, tokens: int) -> Self:
+        """The observer of one sequence; see `kvbench.plugin.Separable`."""
+        other = self.fork()
+        for layer, held in self._held.items():
+            own = _Open(*(x[row : row + 1] for x in held))
+            other._held[layer] = own._replace(closed=own.closed[..., :tokens])  # by position
+        return other
+
     @classmethod
     def stack(cls, parts: Sequence[Self]) -> Self:
         """Join the sequences of several observers in one batch."""

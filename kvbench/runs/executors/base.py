@@ -59,6 +59,7 @@ def worker_of(
         grid.batch_size,
         stage.vision,
         grid.cache_memory,
+        grid.prefill_batch,
     )
 
 

@@ -65,6 +65,38 @@ def test_question_is_compressed_in_a_fork(llama: Any) -> None:
     assert torch.allclose(logits, llama(ids).logits[:, -1], atol=1e-4)
 
 
+OBSERVING = ("h2o", "obcache", "sirllm", "expected_attention", "compactor:chunk=7", "kvzip")
+
+
+@pytest.mark.parametrize("pads", [[0, 7, 29], [0, 0, 0]])
+@torch.no_grad()
+def test_the_sequences_of_a_batch_are_prefixes_of_their_own(family: Any, pads: list[int]) -> None:
+    ids, mask = batch(3, 45, pads)
+    ids = ids * mask
+    policies = [kvbench.policy(p) for p in OBSERVING]
+    cells = wishes() + [Compression(p, Budget.parse(9), "context", 0) for p in policies]
+    needs = {n for cell in cells for n in cell.policy.needs}
+    question = torch.tensor([[5, 3, 8]])
+    with engine(family):
+        together = Prefix(family, needs)
+        together.extend(ids, mask.bool() if any(pads) else None)
+        assert together.separable
+        for row, pad in enumerate(pads):
+            own, alone = together.sequence(row), Prefix(family, needs)
+            alone.extend(ids[row : row + 1, pad:])
+            for mine, theirs in zip(own.compress(cells), alone.compress(cells), strict=True):
+                for a, b in zip(mine.kept(), theirs.kept(), strict=True):
+                    assert (a is None and b is None) or torch.equal(a, b)
+            # A question is read with the same positions, and observed with what came before.
+            logits = [x.extend(question, question=True) for x in (own, alone)]
+            torch.testing.assert_close(*logits, rtol=1e-3, atol=1e-3)
+            for mine, theirs in zip(own.compress(cells), alone.compress(cells), strict=True):
+                for a, b in zip(mine.kept(), theirs.kept(), strict=True):
+                    assert (a is None and b is None) or torch.equal(a, b)
+    shares = [together.sequence(row).seconds for row in range(3)]
+    assert sum(shares) == pytest.approx(together.seconds)
+
+
 def test_scores_are_shared_unless_they_read_the_budget(llama: Any) -> None:
     calls = {"plain": 0, "reads": 0}
 

@@ -52,6 +52,34 @@ def test_a_batch_always_has_equally_many_rows_where_bits_depend_on_them(
     assert plan.slots(2) == 32
 
 
+def test_contexts_are_prefilled_together_where_it_is_asked_for_and_fits(tiny_llama: Any) -> None:
+    whole = 100 * token_bytes(tiny_llama)
+    plan = Batching(tiny_llama, "auto", 23 * whole)
+    plan.fit(100, [5])
+    assert (plan.prefills, plan.rows) == (1, 13), "one by one on a CPU"
+    plan = Batching(tiny_llama, "auto", 23 * whole, 8)
+    plan.fit(100, [5])
+    assert (plan.prefills, plan.rows) == (8, 8), "8 prefilled, 8 + 4 to decode, 3 beside them"
+    plan.fit(300, [5])
+    assert (plan.prefills, plan.rows) == (2, 1), "half of what fits beside the spare caches"
+    assert plan.halve()
+    plan.fit(100, [5])
+    assert (plan.prefills, plan.rows) == (1, 1)
+    assert not plan.halve()
+
+
+def test_a_gpu_prefills_what_keeps_it_busy(
+    tiny_llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = Batching(tiny_llama, "auto", 10**9)
+    monkeypatch.setattr(plan, "cpu", False)
+    found = []
+    for tokens in (1000, 5000, 9000):
+        plan.fit(tokens, [5])
+        found.append(plan.prefills)
+    assert found == [8, 1, 1]
+
+
 def test_rows_are_halved_for_good(tiny_llama: Any) -> None:
     plan = Batching(tiny_llama, "auto", 10**9)
     plan.fit(10, [5])

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import kvbench
-from kvbench.engine import pool
+from kvbench.engine import driver, pool
+from kvbench.engine.observers import observer_for
 from kvbench.errors import UserError
 from kvbench.progress import Silent
 from kvbench.runs.grid import Grid
@@ -91,8 +92,13 @@ def test_budgets_are_held_to_the_entry(unbroken: Any) -> None:
         assert row.kv_bytes_live == row.held_entries * 2 * 16 * 4
 
 
+@pytest.mark.parametrize(("together", "prefills"), [("auto", 3), (2, 2)])
 def test_one_prefill_serves_the_grid(
-    llama_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    llama_folder: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    together: int | str,
+    prefills: int,
 ) -> None:
     from kvbench.engine.prefix import Prefix
 
@@ -104,8 +110,52 @@ def test_one_prefill_serves_the_grid(
         original(self, *args)
 
     monkeypatch.setattr(Prefix, "__init__", counting)
-    execute(make(llama_folder, tmp_path / "run", task="vt"))
-    assert count["prefixes"] == 3, "one per context, not per cell"
+    execute(make(llama_folder, tmp_path / "run", task="vt", prefill_batch=together))
+    assert count["prefixes"] == prefills, "one per context, or per two of them; not per cell"
+
+
+@pytest.mark.parametrize("moment", ["context,question", "chunked:100"])
+def test_contexts_that_are_prefilled_together_are_answered_alike(
+    llama_folder: str, tmp_path: Path, moment: str
+) -> None:
+    found = []
+    for together in (1, 3):
+        grid = make(
+            llama_folder,
+            tmp_path / str(together),
+            policy="random,h2o,sirllm,expected_attention",
+            moment=moment,
+            samples=4,
+            prefill_batch=together,
+        )
+        found.append(texts(execute(grid).path))
+    assert found[0] == found[1]
+    assert len(set(found[0].values())) > 5
+
+
+class Foreign:
+    """An observer with nothing but what `kvbench.plugin.Observer` requires."""
+
+    def __init__(self, own: Any) -> None:
+        self.own = own
+
+    def update(self, *args: Any) -> None:
+        self.own.update(*args)
+
+    def read(self, layer: int) -> torch.Tensor:
+        found: torch.Tensor = self.own.read(layer)
+        return found
+
+    def fork(self) -> Foreign:
+        return Foreign(self.own.fork())
+
+
+def test_an_observer_that_cannot_be_split_prefills_each_context_alone(
+    llama_folder: str, tmp_path: Path, unbroken: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "observer_for", lambda n, info: Foreign(observer_for(n, info)))
+    found = texts(execute(make(llama_folder, tmp_path / "run", prefill_batch=3)).path)
+    assert found == texts(unbroken.path)
 
 
 def test_cells_alone_and_together_give_the_same_bytes(
