@@ -10,14 +10,17 @@ imported.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, wraps
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @cache
@@ -56,6 +59,22 @@ def dot_ready(x: Tensor) -> Tensor:
     if interpreting() and x.dtype == torch.bfloat16:
         x = x.float()
     return x.contiguous()
+
+
+def on_its_device(
+    launch: Callable[Concatenate[Tensor, P], R],
+) -> Callable[Concatenate[Tensor, P], R]:
+    """Launch kernels on the GPU of the first tensor; Triton alone would take the current GPU.
+
+    The layers of a model can be on several GPUs.
+    """
+
+    @wraps(launch)
+    def launched(x: Tensor, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.cuda.device_of(x):  # changes nothing for a tensor on a CPU
+            return launch(x, *args, **kwargs)
+
+    return launched
 
 
 @dataclass(frozen=True)

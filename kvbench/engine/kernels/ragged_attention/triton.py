@@ -25,7 +25,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvbench.engine.kernels.launch import ASYNC_COPY, Compiled, dot_ready, interpreting
+from kvbench.engine.kernels.launch import (
+    ASYNC_COPY,
+    Compiled,
+    dot_ready,
+    interpreting,
+    on_its_device,
+)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 NOTHING = tl.constexpr(-1e30)
@@ -228,6 +234,7 @@ def receive(
 # fmt: on
 
 
+@on_its_device
 def ragged_attention(
     query: Tensor,
     key: Tensor,

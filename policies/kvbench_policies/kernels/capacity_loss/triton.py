@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvbench.engine.kernels.launch import Compiled, architecture, interpreting
+from kvbench.engine.kernels.launch import Compiled, architecture, interpreting, on_its_device
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -157,6 +157,7 @@ def backward_direct(
         tl.store(OUT + base + i, tl.where(inside, out, 0.0), mask=i < T)
 
 
+@on_its_device
 def sums(log_beta: Tensor, start: Tensor) -> Tensor:
     """Entries retained at every step, float32 `[B, R, T]`, from float32 `[B, R, T]`."""
     batch, heads, length = log_beta.shape
@@ -170,6 +171,7 @@ def sums(log_beta: Tensor, start: Tensor) -> Tensor:
     return out
 
 
+@on_its_device
 def backward(
     grad: Tensor, log_beta: Tensor, start: Tensor, runs: tuple[Tensor, Tensor, Tensor]
 ) -> Tensor:

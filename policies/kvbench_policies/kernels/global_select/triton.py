@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvbench.engine.kernels.launch import Compiled, interpreting
+from kvbench.engine.kernels.launch import Compiled, interpreting, on_its_device
 
 DIGITS = ((52, 11), (41, 11), (30, 11), (20, 10), (10, 10), (0, 10))
 """Lowest bit and number of bits of every pass, 63 in all."""
@@ -103,6 +103,7 @@ def mark(KEY, PREFIX, WANTED, BEFORE, OUT, n, B: tl.constexpr):
         left -= tl.sum(equal, 0)
 
 
+@on_its_device
 def launch(key: Tensor, count: Tensor, out: Tensor) -> None:
     """Mark the `count` (int64 `[B]`) largest of key int64 `[B, K, n]` in `out`, int8 `[B, K, n]`.
 

@@ -27,6 +27,7 @@ from kvbench.engine.kernels.launch import (
     architecture,
     dot_ready,
     interpreting,
+    on_its_device,
 )
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -307,6 +308,7 @@ def _shape(q: Tensor, k: Tensor, multiplicative: bool) -> dict[str, object]:
     }
 
 
+@on_its_device
 def attend(
     q: Tensor, k: Tensor, v: Tensor, log_beta: Tensor, start: Tensor, scale: float, mult: bool
 ) -> tuple[Tensor, Tensor]:
@@ -323,6 +325,7 @@ def attend(
     return out.to(kind), lse
 
 
+@on_its_device
 def backward(
     grad: Tensor,
     q: Tensor,

@@ -20,7 +20,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvbench.engine.kernels.launch import ASYNC_COPY, TENSOR_CORES, Compiled, interpreting
+from kvbench.engine.kernels.launch import (
+    ASYNC_COPY,
+    TENSOR_CORES,
+    Compiled,
+    interpreting,
+    on_its_device,
+)
 
 
 class Tile(NamedTuple):
@@ -103,6 +109,7 @@ def norms(
     tl.store(OUT + i, total, mask=i < n)
 
 
+@on_its_device
 def launch(value: Tensor, weight: Tensor, norm: str, out: Tensor) -> None:
     """Write the norms for every query head.
 
