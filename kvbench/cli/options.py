@@ -95,8 +95,8 @@ PrefillBatch = Annotated[
     option(
         MODEL,
         "N",
-        "Most contexts prefilled together. Default: auto, which is 1 on a CPU, and as many as fit "
-        "in 8192 tokens on a GPU. With more than 1, responses can differ by rounding.",
+        "Most contexts prefilled together. Default: auto, which is 1 on a CPU, and as many as keep "
+        "a GPU busy. With more than 1, responses can differ by rounding.",
     ),
 ]
 CacheMemory = Annotated[

@@ -25,8 +25,15 @@ _FIXED = 32
 _SPARE = 3
 """Whole caches that are held beside the batch: the prefilled context, and copies of its parts."""
 
-_FORWARD = 8192
-"""Tokens that keep a GPU busy: contexts are prefilled together up to here, and alone beyond."""
+_FORWARD = 1e13
+"""Operations of a forward from which on a GPU computes for longer than it waits for launches.
+
+Tens of milliseconds of work, where the launches of a forward take several. Beyond, contexts are
+prefilled alone: padding would only cost more.
+"""
+
+_TOGETHER = 32
+"""Most contexts that a GPU prefills together by default."""
 
 _CPU_SHARE, _GPU_SHARE = 0.5, 0.8
 """Shares of a CPU's memory, and of a GPU's free memory, that caches may take by default.
@@ -67,6 +74,7 @@ class Batching:
         info = model_info(model)
         self.cpu = weight.device.type == "cpu"
         self.batch_size, self.prefill_batch = batch_size, prefill_batch
+        self._weights = sum(p.numel() for p in model.parameters())
         self._gpus = [d for d in devices_of(model) if d.type == "cuda"]
         self._memory = self._available() if cache_memory is None else cache_memory
         entry = 2 * info.head_dim * weight.element_size() + 4  # its column
@@ -116,7 +124,8 @@ class Batching:
         """Contexts of at most so many tokens that are prefilled together if memory allows it."""
         if isinstance(self.prefill_batch, int):
             return self.prefill_batch
-        return 1 if self.cpu else _FORWARD // max(1, tokens)
+        whole = 2 * self._weights * max(1, tokens)
+        return 1 if self.cpu else min(_TOGETHER, int(_FORWARD / whole))
 
     @property
     def rows(self) -> int:

@@ -71,13 +71,14 @@ def test_contexts_are_prefilled_together_where_it_is_asked_for_and_fits(tiny_lla
 def test_a_gpu_prefills_what_keeps_it_busy(
     tiny_llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = Batching(tiny_llama, "auto", 10**9)
+    plan = Batching(tiny_llama, "auto", 10**12)
     monkeypatch.setattr(plan, "cpu", False)
     found = []
-    for tokens in (1000, 5000, 9000):
-        plan.fit(tokens, [5])
+    for weights in (135e6, 1e9, 8e9):
+        monkeypatch.setattr(plan, "_weights", weights)
+        plan.fit(1024, [5])
         found.append(plan.prefills)
-    assert found == [8, 1, 1]
+    assert found == [32, 4, 1]
 
 
 def test_rows_are_halved_for_good(tiny_llama: Any) -> None:
