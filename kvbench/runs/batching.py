@@ -26,10 +26,10 @@ _SPARE = 3
 """Whole caches that are held beside the batch: the prefilled context, and copies of its parts."""
 
 _FORWARD = 1e13
-"""Operations of a forward from which on a GPU computes for longer than it waits for launches.
+"""Operations that keep a GPU busy for one forward; contexts are prefilled together up to here.
 
-Tens of milliseconds of work, where the launches of a forward take several. Beyond, contexts are
-prefilled alone: padding would only cost more.
+They take it tens of milliseconds, and launching the kernels of a forward takes several. A larger
+batch would gain nothing and could cost padding.
 """
 
 _TOGETHER = 32
