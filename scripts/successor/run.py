@@ -9,11 +9,13 @@ What follows the language, `words` or `prose`, or `digits` for prose with ten di
 
 from __future__ import annotations
 
+import operator
 import sys
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 from kvbench.cli import main as kvbench
+from kvbench.errors import UserError
 from kvbench.reference import grammar
 from kvbench_tasks.synthetic import generate
 from kvbench_tasks.synthetic.fitting import Doc, Plan, scatter, shuffle
@@ -35,7 +37,16 @@ class AttemptLexicon(ReferenceLexicon):
     numerals: ClassVar[int]
 
     def niah(self, task: Niah, depths: Sequence[float] | None = None) -> list[Plan]:
-        """See `Lexicon.niah`; only noise and essays, and neither uuids nor several values."""
+        """See `Lexicon.niah`.
+
+        Raises:
+            UserError: The task is not about needles in noise or an essay, with one number each.
+        """
+        if task not in (Niah("noise"), Niah("essay"), Niah("essay", keys=task.keys)):
+            raise UserError(
+                "the attempts know needles with one number only; use niah_single_1, niah_single_2 "
+                "or niah_multikey_1"
+            )
         names = list(keys_of(self.kind))
         shuffle(self.streams["pool"], names)
         keys, rest = names[: task.keys], names[task.keys :]
@@ -71,12 +82,23 @@ class AttemptLexicon(ReferenceLexicon):
         return [Plan(build)]
 
 
+def speak(language: str, put: Callable[[Any, str, type], None] = operator.setitem) -> None:
+    """Tell the needle tasks of the reference model in another language from here on.
+
+    Args:
+        language: `words`, `prose` or `digits`.
+        put: Puts a lexicon into the table of lexicons.
+    """
+    kind, numerals = _LANGUAGES[language]
+    own = type("AttemptLexicon", (AttemptLexicon,), {"kind": kind, "numerals": numerals})
+    put(generate.LEXICONS, "reference", own)
+
+
 def main() -> None:
     """Run the command line."""
     if len(sys.argv) < 2 or sys.argv[1] not in _LANGUAGES:
         raise SystemExit(f"name a language first: {', '.join(_LANGUAGES)}")
-    AttemptLexicon.kind, AttemptLexicon.numerals = _LANGUAGES[sys.argv[1]]
-    generate._LEXICONS["reference"] = AttemptLexicon
+    speak(sys.argv[1])
     sys.argv[:2] = ["kvbench", "run"]
     kvbench()
 

@@ -13,7 +13,7 @@ from kvbench_tasks.synthetic.lexicon import Lexicon, Tokens
 from kvbench_tasks.synthetic.natural import NaturalLexicon
 from kvbench_tasks.synthetic.reference import ReferenceLexicon
 
-_LEXICONS: dict[str, type[Lexicon]] = {
+LEXICONS: dict[str, type[Lexicon]] = {
     "natural": NaturalLexicon,
     "reference": ReferenceLexicon,
 }
@@ -47,9 +47,9 @@ def generate(
     Raises:
         UserError: The lexicon is unknown, or no plan fits into `length`.
     """
-    make = _LEXICONS.get(lexicon)
+    make = LEXICONS.get(lexicon)
     if make is None:
-        raise UserError(f"unknown lexicon {lexicon!r}; there are {', '.join(_LEXICONS)}")
+        raise UserError(f"unknown lexicon {lexicon!r}; there are {', '.join(LEXICONS)}")
     essay = essays(essays_in) if essays_in is not None and lexicon == "natural" else ()
     rows = []
     for i in range(samples):
