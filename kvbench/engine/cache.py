@@ -10,7 +10,8 @@ that no layer waits for the device.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
@@ -28,7 +29,7 @@ from kvbench.engine.pruning import Pruning, TowerFacts
 from kvbench.engine.reading import Reading
 from kvbench.engine.segments import starts
 from kvbench.engine.upkeep import Upkeep
-from kvbench.errors import UserError
+from kvbench.errors import UserError, out_of_memory
 from kvbench.plugin import Need, Observer, Separable
 
 
@@ -238,6 +239,20 @@ class RaggedCache(Cache):
         other.upkeep = None if self.upkeep is None else self.upkeep.fork()
         return other
 
+    @contextmanager
+    def blaming(self, need: Need) -> Iterator[None]:
+        """Note what the observer of a need raises, so that only the policies that need it fail.
+
+        An observer can be foreign code.
+        """
+        try:
+            yield
+        except Exception as error:
+            if out_of_memory(error):
+                raise
+            self.broken[need] = error
+
+    @property
     def separable(self) -> bool:
         """Whether all observers can be split into their sequences."""
         return all(isinstance(one, Separable) for one in self.observers.values())
@@ -256,18 +271,18 @@ class RaggedCache(Cache):
         out.visual = None if self.visual is None else self.visual[here, -tokens:]
         padding = self.valid.shape[1] - tokens
         out.turns = [[start - padding for start in starts] for starts in self.turns[here]]
-        out.observers |= {
-            need: one.sequence(row, tokens)
-            for need, one in self.observers.items()
-            if isinstance(one, Separable) and need not in self.broken
-        }
-        out.token_observers |= {
-            need: one.sequence(row, tokens)
-            for need, one in self.token_observers.items()
-            if need not in self.broken
-        }
-        out.layers = [_dense_sequence(layer, here, tokens) for layer in self.layers]
+        both: list[dict[Need, Any]] = [out.observers, out.token_observers]
+        for own in both:
+            for need, one in own.items():
+                if isinstance(one, Separable) and need not in out.broken:
+                    with out.blaming(need):
+                        own[need] = one.sequence(row, tokens)
+        out.layers = self.layers_of(row, tokens)
         return out
+
+    def layers_of(self, row: int, tokens: int) -> list[Any]:
+        """The layers of one sequence of a dense cache, which has `tokens` tokens."""
+        return [_dense_sequence(layer, slice(row, row + 1), tokens) for layer in self.layers]
 
     @staticmethod
     def stack(caches: Sequence[RaggedCache]) -> RaggedCache:
@@ -330,7 +345,7 @@ class RaggedCache(Cache):
 
 
 def _dense_sequence(layer: Any, here: slice, tokens: int) -> Any:
-    """One sequence of a dense or a sliding-window layer, of which the last `tokens` exist."""
+    """One sequence of a dense or a sliding-window layer; its last `tokens` columns are tokens."""
     out = copy.copy(layer)
     if isinstance(out, RaggedLayer):
         assert out.key is not None and out.value is not None

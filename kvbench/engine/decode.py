@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from kvbench.decoding import THOUGHT, Thinking
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.draw import Draw, choose
-from kvbench.engine.driver import forward
+from kvbench.engine.driver import forward, left_padded
 from kvbench.engine.prefix import Prefix
 
 BLOCK = 32
@@ -241,12 +241,10 @@ class Batch:
         alone = self.cache.upkeep is not None or bool(self.cache.readings)
         spare = () if alone else tokens[-1]
         own = [*tokens, *[spare] * (self.slots - self.rows)]
-        ids = torch.tensor([[0] * (width - len(t)) + list(t) for t in own], device=self.device)
-        if all(len(t) == width for t in own):
-            return forward(self.model, self.cache, ids, None, last, pixels)[: self.rows]
-        count = torch.tensor([len(t) for t in own], device=self.device)
-        mask = torch.arange(width, device=self.device) >= width - count[:, None]
-        return forward(self.model, self.cache, ids, mask, last, pixels)[: self.rows]
+        ids, mask = left_padded(own, width)
+        some = None if bool(mask.all()) else mask.to(self.device)
+        ids = ids.to(self.device)
+        return forward(self.model, self.cache, ids, some, last, pixels)[: self.rows]
 
     def answer(self, rows: Sequence[Row], logits: Tensor, pause: bool = False) -> None:
         """Generate until every row has ended.

@@ -6,7 +6,7 @@ profiles and analyses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -20,7 +20,7 @@ from kvbench.engine.models import head_of, rotary_model
 from kvbench.engine.observers import SurprisalObserver, observer_for
 from kvbench.engine.showing import Showing
 from kvbench.engine.vision import media_positions
-from kvbench.errors import UserError, out_of_memory
+from kvbench.errors import UserError
 from kvbench.view import AttentionMass, ModelInfo, Need, PerToken
 
 Watch = Callable[[Forward, RaggedLayer, Step], None]
@@ -91,6 +91,19 @@ def engine(model: nn.Module, watch: Watch | None = None) -> Iterator[None]:
     """
     with Driver(model, watch).running():
         yield
+
+
+def left_padded(tokens: Sequence[Sequence[int]], width: int) -> tuple[Tensor, Tensor]:
+    """Token ids of several rows and which of them are tokens, `[B, width]` each, on the CPU.
+
+    Args:
+        tokens: The tokens of every row, at most `width`.
+        width: Columns.
+    """
+    rows = [[0] * (width - len(row)) + [*row] for row in tokens]
+    ids = torch.tensor(rows, dtype=torch.long)
+    count = torch.tensor([len(row) for row in tokens])
+    return ids, torch.arange(width) >= width - count[:, None]
 
 
 def forward(
@@ -173,12 +186,8 @@ def _observe(cache: RaggedCache, layer: RaggedLayer, step: Step) -> None:
             continue
         assert layer.key is not None and layer.value is not None
         key, value = (step.key, step.value) if layer.packed else (layer.key, layer.value)
-        try:
+        with cache.blaming(need):
             observer.update(step.index, step.query, key, value, step.hidden, valid, step.scale)
-        except Exception as error:
-            if out_of_memory(error):
-                raise
-            cache.broken[need] = error
 
 
 def _observe_tokens(cache: RaggedCache, done: Forward, head: Callable[[Tensor], Tensor]) -> None:
@@ -187,15 +196,11 @@ def _observe_tokens(cache: RaggedCache, done: Forward, head: Callable[[Tensor], 
     for need, observer in cache.token_observers.items():
         if need in cache.broken:
             continue
-        try:
+        with cache.blaming(need):
             if done.ids is None or done.hidden is None:
                 raise UserError("surprisal needs token ids; the forward was given embeddings")
             where = done.hidden.device
             observer.update(done.ids.to(where), done.hidden, head, cache.valid.to(where))
-        except Exception as error:
-            if out_of_memory(error):
-                raise
-            cache.broken[need] = error
 
 
 def _keep_up(cache: RaggedCache, layer: RaggedLayer, step: Step) -> None:

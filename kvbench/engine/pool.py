@@ -17,7 +17,7 @@ from kvbench.engine.cache import RaggedCache
 from kvbench.engine.clock import now
 from kvbench.engine.decode import Row
 from kvbench.engine.draw import choose
-from kvbench.engine.driver import forward
+from kvbench.engine.driver import forward, left_padded
 from kvbench.engine.refill import absorb, among, extended, picked, place, vacancies, vacant, vacate
 
 _Owner = TypeVar("_Owner")
@@ -141,12 +141,9 @@ class Pool(Generic[_Owner]):
         else:  # a GPU promises no bits
             width = max(len(self.active[slot].question) for slot in slots)
         asked = [self.active[slot].question for slot in slots]
-        count = torch.tensor([*map(len, asked), *[0] * (len(rows) - len(slots))])
-        ids = torch.zeros(len(rows), width, dtype=torch.long)
-        for i, question in enumerate(asked):
-            ids[i, width - len(question) :] = torch.tensor(question)
-        mask = torch.arange(width) >= width - count[:, None]
-        part = among(self.cache, rows, count.tolist())
+        asked += [()] * (len(rows) - len(slots))
+        ids, mask = left_padded(asked, width)
+        part = among(self.cache, rows, [*map(len, asked)])
         logits = forward(self.model, part, ids.to(self.device), mask.to(self.device))
         absorb(self.cache, rows, part)
         seconds = now(self.device) - began

@@ -109,7 +109,7 @@ class Prefix:
     @property
     def separable(self) -> bool:
         """Whether the batch can be split into its sequences: all observers must be separable."""
-        return self.cache.separable()
+        return self.cache.separable
 
     def sequence(self, row: int) -> Prefix:
         """Return the prefix of one sequence of the batch, with its share of the seconds."""

@@ -66,7 +66,7 @@ def _replayed(
         if layer.key is not None
     }
     for row, tokens in enumerate(cache.lengths().tolist()):
-        own = _sequence(model, cache, row)
+        own = _sequence(model, cache, row, tokens)
         first = cache.valid.shape[1] - tokens
         for start, end in _chunks(tokens, need.chunk):
             watch = _Watch(need, info, start, end)
@@ -84,10 +84,13 @@ def _chunks(tokens: int, size: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + size, tokens)
 
 
-def _sequence(model: nn.Module, cache: RaggedCache, row: int) -> ReplayCache:
+def _sequence(model: nn.Module, cache: RaggedCache, row: int, tokens: int) -> ReplayCache:
     """One sequence of a dense cache without its padding, and without what observes it."""
-    out, own = ReplayCache(decoder_of(model).config), cache.sequence(row)
-    out.valid, out.shift, out.layers, out.ids = own.valid, own.shift, own.layers, None
+    out = ReplayCache(decoder_of(model).config)
+    assert cache.valid is not None
+    out.valid = cache.valid[row : row + 1, -tokens:]
+    out.shift = None if cache.shift is None else cache.shift[row : row + 1]
+    out.layers, out.ids = cache.layers_of(row, tokens), None
     for layer in out.ragged:
         layer.closed = False
     return out

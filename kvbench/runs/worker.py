@@ -15,7 +15,7 @@ from kvbench.decoding import Thinking
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.decode import Row, end_tokens
 from kvbench.engine.draw import Draw
-from kvbench.engine.driver import engine
+from kvbench.engine.driver import engine, left_padded
 from kvbench.engine.loading import load_model
 from kvbench.engine.pool import Pool
 from kvbench.engine.prefix import Compression, Prefix
@@ -140,10 +140,9 @@ class Worker:
         if not prefix.separable:
             return None
         width = max(map(len, contexts))
-        ids = torch.tensor([[0] * (width - len(c)) + [*c] for c in contexts], device=self.device)
-        lengths = torch.tensor([len(c) for c in contexts], device=self.device)
-        mask = torch.arange(width, device=self.device) >= (width - lengths)[:, None]
-        return prefix, prefix.extend(ids, None if min(map(len, contexts)) == width else mask)
+        ids, mask = left_padded(contexts, width)
+        some = None if bool(mask.all()) else mask.to(self.device)
+        return prefix, prefix.extend(ids.to(self.device), some)
 
     def pixels(self, media: Sequence[Medium]) -> Pixels | None:
         """What the model takes for media; None if there are none."""

@@ -9,10 +9,9 @@ What follows the language, `words` or `prose`, or `digits` for prose with ten di
 
 from __future__ import annotations
 
-import operator
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import ClassVar
 
 from kvbench.cli import main as kvbench
 from kvbench.errors import UserError
@@ -82,23 +81,17 @@ class AttemptLexicon(ReferenceLexicon):
         return [Plan(build)]
 
 
-def speak(language: str, put: Callable[[Any, str, type], None] = operator.setitem) -> None:
-    """Tell the needle tasks of the reference model in another language from here on.
-
-    Args:
-        language: `words`, `prose` or `digits`.
-        put: Puts a lexicon into the table of lexicons.
-    """
+def lexicon_of(language: str) -> type[AttemptLexicon]:
+    """The lexicon of `words`, `prose` or `digits`."""
     kind, numerals = _LANGUAGES[language]
-    own = type("AttemptLexicon", (AttemptLexicon,), {"kind": kind, "numerals": numerals})
-    put(generate.LEXICONS, "reference", own)
+    return type("AttemptLexicon", (AttemptLexicon,), {"kind": kind, "numerals": numerals})
 
 
 def main() -> None:
     """Run the command line."""
     if len(sys.argv) < 2 or sys.argv[1] not in _LANGUAGES:
         raise SystemExit(f"name a language first: {', '.join(_LANGUAGES)}")
-    speak(sys.argv[1])
+    generate.LEXICONS["reference"] = lexicon_of(sys.argv[1])
     sys.argv[:2] = ["kvbench", "run"]
     kvbench()
 

@@ -16,6 +16,7 @@ from transformers import DynamicCache
 import kvbench
 from kvbench.budget import Budget
 from kvbench.engine.driver import engine
+from kvbench.engine.observers import MassObserver
 from kvbench.engine.prefix import Compression, Prefix
 from kvbench.errors import BudgetError
 from kvbench.parts import FunctionScore, TopK, Uniform
@@ -191,6 +192,24 @@ def test_a_broken_observer_fails_only_who_needs_it(llama: Any) -> None:
         prefix.extend(batch(1, 30, [0])[0])
         prefix.compress([wish(good)])
         with pytest.raises(RuntimeError, match="observer broke"):
+            prefix.compress([wish(bad)])
+
+
+@torch.no_grad()
+def test_an_observer_that_cannot_be_split_fails_only_who_needs_it(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: MassObserver, row: int, tokens: int) -> MassObserver:
+        raise RuntimeError("cannot split")
+
+    monkeypatch.setattr(MassObserver, "sequence", broken)
+    bad, good = kvbench.policy("h2o"), kvbench.policy("local")
+    with engine(llama):
+        together = Prefix(llama, bad.needs)
+        together.extend(batch(2, 30, [0, 0])[0])
+        prefix = together.sequence(1)
+        prefix.compress([wish(good)])
+        with pytest.raises(RuntimeError, match="cannot split"):
             prefix.compress([wish(bad)])
 
 
