@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.channels import channel_order, reordered
@@ -28,19 +29,64 @@ def compress_cache(cut: Cut, target: RaggedCache, reserve: int | None = None) ->
     Raises:
         BudgetError: The policy did not keep exactly its budget.
     """
-    full = cut.keeps_all
     layers = list(zip(cut.cache.ragged, target.ragged, strict=True))
-    decisions: list[Decision] | None = None
-    if not full and not cut.by_layer:
-        decisions = cut.model([cut.view(layer, i) for i, (layer, _) in enumerate(layers)])
-    for i, (layer, into) in enumerate(layers):
-        if decisions is not None:
-            decision = decisions[i]
-        else:
-            view = cut.view(layer, i)
-            decision = cut.whole(view) if full else cut.layer(view)
+    decisions = _decisions(cut)
+    for i, ((layer, into), decision) in enumerate(zip(layers, decisions, strict=True)):
         pack_layer(cut, i, layer, into, decision, reserve)
-    record_counts(cut, target)
+    record_counts([cut], target)
+
+
+def compress_together(
+    cuts: Sequence[Cut], target: RaggedCache, reserve: int | None = None
+) -> list[float]:
+    """Compress one cache in several ways, with one packing per layer for all of them.
+
+    Args:
+        cuts: What to do: compressions of the same cache that store entries as they are, without
+            per-entry state. Their budgets become the sequences of `target`, in this order.
+        target: Receives the packed layers and the counts.
+        reserve: Free rows behind every segment.
+
+    Returns:
+        The seconds that every cut took to decide.
+
+    Raises:
+        BudgetError: A policy did not keep exactly its budget.
+    """
+    made: list[list[Tensor]] = []
+    seconds: list[float] = []
+    for cut in cuts:
+        began = now(cut.seeds.device)
+        made.append([decision.keep for decision in _decisions(cut)])
+        seconds.append(now(cut.seeds.device) - began)
+    layers = zip(cuts[0].cache.ragged, target.ragged, zip(*made, strict=True), strict=True)
+    for source, into, keeps in layers:
+        assert source.key is not None and source.value is not None
+        _receive(into, source)
+        into.state = [{} for cut in cuts for _ in cut.budget]
+        columns = torch.arange(source.key.shape[2], device=source.key.device)
+        col = columns.expand(source.key.shape[:3])
+        into.pack(source.key, source.value, torch.cat(keeps), col, {}, reserve)
+    record_counts(cuts, target)
+    return seconds
+
+
+def _decisions(cut: Cut) -> Iterator[Decision]:
+    """Decide for every layer, one after the other where the policy's shares allow it."""
+    layers = list(enumerate(cut.cache.ragged))
+    if cut.keeps_all:
+        yield from (cut.whole(cut.view(layer, i)) for i, layer in layers)
+    elif cut.by_layer:
+        yield from (cut.layer(cut.view(layer, i)) for i, layer in layers)
+    else:
+        yield from cut.model([cut.view(layer, i) for i, layer in layers])
+
+
+def _receive(target: RaggedLayer, source: RaggedLayer) -> None:
+    """Make a layer ready to take entries of another one."""
+    target.seen, target.dim, target.scale = source.seen, source.dim, source.scale
+    target.dtype, target.device = source.dtype, source.device
+    target.is_initialized = True
 
 
 def pack_layer(
@@ -64,9 +110,7 @@ def pack_layer(
     assert source.key is not None and source.value is not None
     key = source.key if decision.key is None else decision.key
     value = source.value if decision.value is None else decision.value
-    target.seen, target.dim, target.scale = source.seen, source.dim, source.scale
-    target.dtype, target.device = source.dtype, source.device
-    target.is_initialized = True
+    _receive(target, source)
     target.state = cut.state_of(index)
     target.coding = Coding.of(cut.policy)
     if cut.policy.key_channels < 1:
@@ -78,15 +122,23 @@ def pack_layer(
     target.pack(key, value, decision.keep, columns, decision.extras, reserve)
 
 
-def record_counts(cut: Cut, target: RaggedCache) -> None:
-    """Record how many entries are held after a compression, and check the number.
+def record_counts(cuts: Sequence[Cut], target: RaggedCache) -> None:
+    """Record how many entries are held after compressions, and check the numbers.
+
+    Args:
+        cuts: The compressions; the sequences of `target` are theirs in this order.
+        target: What they have made.
 
     Raises:
-        BudgetError: The policy did not keep exactly its budget.
+        BudgetError: A policy did not keep exactly its budget.
     """
-    held = [target.live_entries(row) for row in range(len(cut.budget))]
-    cut.check(held)
-    target.budget_entries, target.held_entries = cut.total, held
+    target.budget_entries, target.held_entries = [], []
+    for cut in cuts:
+        first = len(target.held_entries)
+        held = [target.live_entries(first + row) for row in range(len(cut.budget))]
+        cut.check(held)
+        target.budget_entries += cut.total
+        target.held_entries += held
 
 
 # --- between cuts ---------------------------------------------------------------------------------

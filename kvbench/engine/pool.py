@@ -77,6 +77,11 @@ class Pool(Generic[_Owner]):
         self.active: dict[int, Pooled[_Owner]] = {}
         self.cache: RaggedCache | None = None
 
+    @property
+    def lacking(self) -> int:
+        """How many more responses have to wait before they enter the batch together."""
+        return max(1, self.asking[-1] - len(self.waiting))
+
     def add(self, item: Pooled[_Owner]) -> Iterator[Pooled[_Owner]]:
         """Queue a response; yield those that end before the pool can take the next one."""
         self.waiting.append(item)

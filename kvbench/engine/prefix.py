@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from torch import Tensor, nn
 
@@ -13,7 +14,7 @@ from kvbench.engine.clock import now
 from kvbench.engine.decide import Cut
 from kvbench.engine.draw import row_seeds
 from kvbench.engine.driver import forward, start_observers
-from kvbench.engine.evict import compress_cache, start_upkeep
+from kvbench.engine.evict import compress_cache, compress_together, start_upkeep
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.models import decoder_of, model_info
 from kvbench.engine.pruning import Pruning, watching
@@ -27,6 +28,12 @@ from kvbench.view import ModelInfo, Need
 _ANY = Budget.parse("full")
 _TOGETHER = 1 << 22
 """Most scores that are held at once when a policy decides for several budgets."""
+
+_PACKED = 1 << 24
+"""Most decisions, one a byte, that are held at once to pack what several policies keep.
+
+Packing together saves calls, which count where contexts and models are small.
+"""
 
 
 @dataclass(frozen=True)
@@ -130,8 +137,8 @@ class Prefix:
         """Make one packed cache per compression; `cache.seconds` is the time that it took.
 
         A score is computed once for all compressions, unless it reads the budget. Budgets of one
-        policy are decided and packed together. If a policy fails, `spoiled` tells whether it may
-        have changed the prefix.
+        policy are decided together, and what all of them keep is packed in one go. If a policy
+        fails, `spoiled` tells whether it may have changed the prefix.
 
         Args:
             wanted: The compressions.
@@ -141,78 +148,121 @@ class Prefix:
             BudgetError: A policy did not keep exactly its budget.
         """
         made: dict[int, RaggedCache] = {}
-        for group in self._together(wanted):
-            caches = self._compress([wanted[i] for i in group], reserve)
-            made.update(zip(group, caches, strict=True))
+        for groups in self._packings(wanted):
+            caches = self._compress([[wanted[i] for i in group] for group in groups], reserve)
+            made.update(zip(chain.from_iterable(groups), caches, strict=True))
         return [made[i] for i in range(len(wanted))]
 
-    def _together(self, wanted: Sequence[Compression]) -> list[list[int]]:
-        """Group compressions that can be decided together, by their index."""
+    def _packings(self, wanted: Sequence[Compression]) -> list[list[list[int]]]:
+        """Group compressions that are packed together; groups of them are decided together.
+
+        Returns:
+            For every packing, for every decision, the indices of its compressions.
+        """
+        alone: list[list[list[int]]] = []
         groups: dict[Hashable, list[int]] = {}
         for i, one in enumerate(wanted):
-            policy = one.policy
-            alone = self.cache.batch > 1 or not policy.evicts or policy.merge is not None
-            alone = alone or goes_on(policy, one.moment) or policy.recodes
-            groups.setdefault(i if alone else replace(one, budget=_ANY), []).append(i)
-        parts = []
-        for group in groups.values():
-            most = self._at_once(wanted[group[0]].policy)
-            parts += [group[start : start + most] for start in range(0, len(group), most)]
-        return parts
+            if self._plain(one):
+                groups.setdefault(replace(one, budget=_ANY), []).append(i)
+            else:
+                alone.append([[i]])
+        packings: list[list[list[int]]] = []
+        room = 0
+        for indices in groups.values():
+            policy = wanted[indices[0]].policy
+            most = self._at_once(policy)
+            for start in range(0, len(indices), most):
+                group = indices[start : start + most]
+                if not packings or len(group) > room:
+                    packings.append([])
+                    room = max(1, _PACKED // (self._entries * self.info.layers))
+                packings[-1].append(group)
+                room -= len(group)
+        return [*alone, *packings]
+
+    def _plain(self, one: Compression) -> bool:
+        """Whether a compression leaves a choice of the entries as they are, and nothing else."""
+        policy = one.policy
+        changes = policy.merge is not None or policy.recodes or policy.read is not None
+        return self.cache.batch == 1 and not changes and not goes_on(policy, one.moment)
+
+    @property
+    def _entries(self) -> int:
+        """Entries of a layer."""
+        return self.cache.get_seq_length() * self.info.kv_heads
 
     def _at_once(self, policy: Policy) -> int:
         """For how many budgets a policy may decide together: each needs scores of its own."""
-        entries = self.cache.get_seq_length() * self.info.kv_heads
-        if policy.allocate.scope == "model":
-            entries *= self.info.layers
-        return max(1, _TOGETHER // entries)
+        if not policy.evicts:
+            return 1
+        scored = self.info.layers if policy.allocate.scope == "model" else 1
+        return max(1, _TOGETHER // (self._entries * scored))
 
-    def _compress(self, wanted: Sequence[Compression], reserve: int | None) -> list[RaggedCache]:
-        """Carry out one compression, or several that differ only in their budget."""
-        replays = self._replay(wanted[0].policy)
+    def _compress(
+        self, groups: Sequence[Sequence[Compression]], reserve: int | None
+    ) -> list[RaggedCache]:
+        """Carry out compressions that are packed together; those of a group differ in budget."""
+        replays = [self._replay(group[0].policy) for group in groups]
         began = now(self.device)
-        lengths, visual = self.cache.lengths().tolist(), self.cache.visual_tokens()
-        one = wanted[0]
-        policy, moment = one.policy, one.moment
-        final = one.whole is None or one.whole - one.tail <= min(lengths)
-        coming = one.tail if final else 0
-        cut = Cut(
-            policy,
-            self.cache,
-            self.info,
-            moment,
-            [
-                first_budget(policy, each.budget, moment, n, one.whole, coming, v)
-                for each in wanted
-                for n, v in zip(lengths, visual, strict=True)
-            ],
-            self._row_seeds(one.seed),
-            self._shared.setdefault((one.seed, moment, final, coming), Shared()),
-            final=final,
-            coming=coming,
-        )
+        cuts = [self._cut(group) for group in groups]
         made = self.cache.fork()
         for layer in made.ragged:
             layer.reset()
+        decided = [0.0] * len(cuts)
         try:
-            compress_cache(cut, made, reserve)
+            if len(cuts) == 1:
+                compress_cache(cuts[0], made, reserve)
+            else:
+                decided = compress_together(cuts, made, reserve)
         except BaseException:
-            cut.note_changes()
+            for cut in cuts:
+                cut.note_changes()
             raise
-        caches = self._split(made) if cut.spread else [made]
-        for each, cache in zip(wanted, caches, strict=True):
-            later = [
-                each.budget.per_head(one.whole or n, v)
-                for n, v in zip(lengths, visual, strict=True)
-            ]
-            fixed = moment == "decode" or policy.read is not None
-            if fixed and each.budget.absolute is not None:
-                later = [each.budget.absolute] * len(lengths)
-            start_upkeep(cut, cache, later)
-        seconds = now(self.device) - began - cut.shared_seconds
-        for cache in caches:
-            cache.seconds = seconds / len(caches) + cut.shared_seconds + cut.saved + replays
+        caches = self._split(made) if sum(map(len, groups)) > 1 else [made]
+        left = iter(caches)
+        for cut, group in zip(cuts, groups, strict=True):
+            for one in group:
+                start_upkeep(cut, next(left), self._later(one))
+        packing = (now(self.device) - began - sum(decided)) / len(caches)
+        left = iter(caches)
+        for cut, group, seconds, replay in zip(cuts, groups, decided, replays, strict=True):
+            shared = cut.shared_seconds + cut.saved + replay
+            for _ in group:
+                own = (seconds - cut.shared_seconds) / len(group)
+                next(left).seconds = own + packing + shared
         return caches
+
+    def _cut(self, group: Sequence[Compression]) -> Cut:
+        """The decision about compressions that differ in their budget only."""
+        one = group[0]
+        lengths, visual = self.cache.lengths().tolist(), self.cache.visual_tokens()
+        final = one.whole is None or one.whole - one.tail <= min(lengths)
+        coming = one.tail if final else 0
+        return Cut(
+            one.policy,
+            self.cache,
+            self.info,
+            one.moment,
+            [
+                first_budget(one.policy, each.budget, one.moment, n, one.whole, coming, v)
+                for each in group
+                for n, v in zip(lengths, visual, strict=True)
+            ],
+            self._row_seeds(one.seed),
+            self._shared.setdefault((one.seed, one.moment, final, coming), Shared()),
+            final=final,
+            coming=coming,
+        )
+
+    def _later(self, one: Compression) -> list[int]:
+        """Mean entries per (layer, head) that cuts after the first one leave every sequence."""
+        lengths, visual = self.cache.lengths().tolist(), self.cache.visual_tokens()
+        fixed = one.moment == "decode" or one.policy.read is not None
+        if fixed and one.budget.absolute is not None:
+            return [one.budget.absolute] * len(lengths)
+        return [
+            one.budget.per_head(one.whole or n, v) for n, v in zip(lengths, visual, strict=True)
+        ]
 
     def _replay(self, policy: Policy) -> float:
         """Make the replays if a policy needs one; return the seconds that they took, at any time.

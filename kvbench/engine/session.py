@@ -181,7 +181,7 @@ class _AttachDriver(Driver):
         if self.cache.compressing:
             cut = self.cache.prefill_cut()
             if cache.packed:
-                record_counts(cut, cache)
+                record_counts([cut], cache)
             else:
                 observe_replays(self.model, cache, cut.info)
                 compress_cache(cut, cache)

@@ -173,23 +173,25 @@ class _Contexts:
     def _compressed(
         self, prefilled: Prefilled, wanted: Wanted
     ) -> Iterator[tuple[Cell, list[Prompt], RaggedCache]]:
-        """Compress a prefix for cells, those of one policy together; leave out cells that fail."""
-        by_policy: dict[tuple[str, str], Wanted] = {}
+        """Compress a prefix for cells, many of one moment together; leave out cells that fail."""
+        by_moment: dict[str, Wanted] = {}
         for cell, prompts in wanted:
             if cell.cell not in self.worker.failed:
-                by_policy.setdefault((str(cell.policy), cell.moment), []).append((cell, prompts))
-        for group in by_policy.values():
-            cells = [cell for cell, _ in group]
-            caches: list[RaggedCache | None] = [None] * len(cells)
-            if len(cells) > 1:
-                caches = self.worker.compress_all(prefilled.intact(), cells, self.reserve)
-            for (cell, prompts), made in zip(group, caches, strict=True):
-                cache = made
-                if cache is None:
-                    prefix = prefilled.intact()
-                    cache = self.worker.compress(prefix, cell, prompts[0], self.reserve)
-                if cache is not None:
-                    yield cell, prompts, cache
+                by_moment.setdefault(cell.moment, []).append((cell, prompts))
+        for group in map(iter, by_moment.values()):
+            # No more than the pool can take: caches that are made together are freed together.
+            while together := [*islice(group, self.pool.lacking)]:
+                cells = [cell for cell, _ in together]
+                caches: list[RaggedCache | None] = [None] * len(cells)
+                if len(cells) > 1:
+                    caches = self.worker.compress_all(prefilled.intact(), cells, self.reserve)
+                for (cell, prompts), made in zip(together, caches, strict=True):
+                    cache = made
+                    if cache is None:
+                        prefix = prefilled.intact()
+                        cache = self.worker.compress(prefix, cell, prompts[0], self.reserve)
+                    if cache is not None:
+                        yield cell, prompts, cache
 
     def _longer(self, prefix: Prefix, question_ids: tuple[int, ...]) -> tuple[Prefix, Tensor]:
         """Context and question together, and the logits after them."""

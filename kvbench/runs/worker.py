@@ -187,7 +187,7 @@ class Worker:
     def compress_all(
         self, prefix: Prefix, cells: Sequence[Cell], reserve: int
     ) -> list[RaggedCache | None]:
-        """Compress a prefix for cells of one policy and moment.
+        """Compress a prefix for cells of one moment.
 
         Args:
             prefix: The prefilled context; see `compress`.
@@ -195,8 +195,7 @@ class Worker:
             reserve: Free rows behind every segment.
 
         Returns:
-            A cache for each; only None if the policy fails for one of them, so that each must be
-            compressed alone.
+            A cache for each; only None if a policy fails, so that each must be compressed alone.
         """
         wanted = [Compression(c.policy, c.budget, c.moment, c.seed) for c in cells]
         try:

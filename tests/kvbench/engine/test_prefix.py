@@ -10,6 +10,7 @@ import torch
 import kvbench
 from kvbench.budget import Budget
 from kvbench.engine.driver import engine
+from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.prefix import Compression, Prefix
 from kvbench.errors import BudgetError
 from kvbench.parts import FunctionScore, TopK, Uniform
@@ -45,6 +46,36 @@ def test_a_shared_prefill_equals_one_per_cell(family: Any) -> None:
         alone = kvbench.kept(family, ids, policy, budget)
         for a, b in zip(alone, kept, strict=True):
             assert (a is None and b is None) or torch.equal(a, b), policy
+
+
+@pytest.mark.parametrize(("most", "packings"), [(1 << 24, 1), (1, 5)])
+@torch.no_grad()
+def test_what_all_policies_keep_is_packed_at_once_if_it_is_little(
+    llama: Any, monkeypatch: pytest.MonkeyPatch, most: int, packings: int
+) -> None:
+    calls: list[int] = []
+    pack = RaggedLayer.pack
+
+    def counted(self: RaggedLayer, *args: Any, **options: Any) -> None:
+        pack(self, *args, **options)
+        calls.append(self.batch)
+
+    monkeypatch.setattr(RaggedLayer, "pack", counted)
+    monkeypatch.setattr("kvbench.engine.prefix._PACKED", most)
+    cells = [("snapkv:window=8", b) for b in (0.1, 0.5)] + [("adakv:window=8", b) for b in (0.3, 5)]
+    cells += [("random:allocate=global", 0.2), ("full", "full"), ("full", 0.5)]
+    wanted = [Compression(kvbench.policy(p), Budget.parse(b), "context", 0) for p, b in cells]
+    ids, _ = batch(1, 30, [0])
+    with engine(llama):
+        prefix = Prefix(llama, {n for w in wanted for n in w.policy.needs})
+        prefix.extend(ids)
+        caches = prefix.compress(wanted)
+    assert len(calls) == 3 * packings, "three layers"
+    assert sum(calls) == 3 * len(cells)
+    for (policy, budget), cache in zip(cells, caches, strict=True):
+        alone = kvbench.kept(llama, ids, policy, budget)
+        for a, b in zip(alone, cache.kept(), strict=True):
+            assert torch.equal(a, b), policy
 
 
 @torch.no_grad()
