@@ -248,6 +248,8 @@ def measure(args: argparse.Namespace, policies: list[str]) -> None:
     compress = sum(r.compress_s for r in responses) / contexts
     prefill = sum(r.prefill_s for r in alone) / contexts
     observed = sum(r.prefill_s for r in responses) / len(responses)
+    context = sum(r.context_tokens for r in responses) / len(responses)
+    fed = sum(r.question_tokens + r.generated_tokens for r in responses) / contexts
     print(f"\n{contexts} contexts of {args.length} tokens, {cells} cells, model {args.model}\n")
     print("| a context costs | CPU ms | to full |")
     print("| --- | --: | --: |")
@@ -257,7 +259,9 @@ def measure(args: argparse.Namespace, policies: list[str]) -> None:
         f"\nIn the last repeat, by the clock: prefill {1000 * prefill:.1f} ms without "
         f"observations, {1000 * observed:.1f} ms with them; compressions {1000 * compress:.1f} ms "
         f"(each counted as if it were alone); questions and decoding {1000 * decode:.1f} ms. "
-        f"Prefill once and decode: {1000 * (prefill + decode):.1f} ms."
+        f"Prefill once and decode: {1000 * (prefill + decode):.1f} ms. Questions and answers have "
+        f"{fed:.0f} tokens a context, which itself has {context:.0f}: at the speed of the prefill "
+        f"without observations they would take {1000 * prefill * fed / context:.1f} ms."
     )
 
 

@@ -4,7 +4,6 @@ import dataclasses
 import errno
 import multiprocessing
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,18 +14,11 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pandas as pd
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import kvbench
 from kvbench.errors import UserError
-from kvbench.runs.load import load_frames, responses_of
-from kvbench.runs.schema import CELLS_SCHEMA, SAMPLES_SCHEMA
 from kvbench.runs.store import Response, RunStore
 
 
@@ -300,143 +292,3 @@ def test_the_grid_is_saved_as_a_config(run: Path) -> None:
     with RunStore(run) as store:
         store.save_grid(grid.to_dict())
     assert Grid.from_yaml(run / "grid.yaml") == grid
-
-
-# --- tables ---------------------------------------------------------------------------------------
-
-
-def make_frames(cell: str = "c", samples: int = 2) -> tuple[pd.DataFrame, pd.DataFrame]:
-    kinds: dict[str, Any] = {"string": "t", "int32": 1, "int64": 2, "double": 0.5, "bool": True}
-    row = {f.name: kinds[str(f.type)] for f in CELLS_SCHEMA}
-    cells = pd.DataFrame([{**row, "cell": cell, "samples": samples, "diff": np.nan}])
-    kinds["list<element: string>"] = kinds["list<item: string>"] = ["a", "b"]
-    row = {f.name: kinds[str(f.type)] for f in SAMPLES_SCHEMA}
-    rows = [{**row, "cell": cell, "sample_id": f"s{n}"} for n in range(samples)]
-    return cells, pd.DataFrame(rows)
-
-
-def test_the_tables_have_the_types_of_the_design(run: Path) -> None:
-    with RunStore(run) as store:
-        store.write(*make_frames())
-    assert pq.read_schema(run / "cells.parquet").equals(CELLS_SCHEMA)
-    assert pq.read_schema(run / "samples.parquet").equals(SAMPLES_SCHEMA)
-    cells, samples = load_frames(run)
-    assert list(cells.columns) == CELLS_SCHEMA.names
-    assert str(cells["samples"].dtype) == "int32"
-    assert np.isnan(cells["diff"][0])
-    assert list(samples["target"][0]) == ["a", "b"]
-
-
-def test_empty_tables_keep_their_types(run: Path) -> None:
-    cells, samples = make_frames()
-    with RunStore(run) as store:
-        store.write(cells[:0], samples[:0])
-    assert pq.read_schema(run / "cells.parquet").equals(CELLS_SCHEMA)
-    assert [len(frame) for frame in load_frames(run)] == [0, 0]
-
-
-def test_a_wrong_column_is_refused_and_the_old_table_stays(run: Path) -> None:
-    cells, samples = make_frames()
-    with RunStore(run) as store:
-        store.write(cells, samples)
-        with pytest.raises(ValueError, match="colour, score"):
-            store.write(cells.rename(columns={"score": "colour"}), samples)
-    assert load_frames(run)[0]["score"].tolist() == [0.5]
-    assert not list(run.glob(".*.part"))
-
-
-def test_runs_are_joined_and_a_shared_cell_comes_from_the_longer_one(tmp_path: Path) -> None:
-    for name, cell, count in (("a", "c", 2), ("b", "c", 5), ("d", "other", 1)):
-        with RunStore(tmp_path / name) as store:
-            store.write(*make_frames(cell, count))
-    cells, samples = load_frames([tmp_path / name for name in "abd"])
-    assert cells["cell"].tolist() == ["c", "other"]
-    assert cells["samples"].tolist() == [5, 1]
-    assert samples["cell"].tolist() == ["c"] * 5 + ["other"]
-
-
-def test_a_shared_cell_comes_from_the_run_with_more_repeats(tmp_path: Path) -> None:
-    for name, repeats in (("a", 1), ("b", 3), ("d", 3)):
-        cells, samples = make_frames()
-        more = [samples.assign(repeat=k, response=name) for k in range(repeats)]
-        with RunStore(tmp_path / name) as store:
-            store.write(cells, pd.concat(more))
-    cells, samples = load_frames([tmp_path / name for name in "abd"])
-    assert len(cells) == 1
-    assert samples["response"].tolist() == ["b"] * 6
-
-
-def test_cells_and_samples_can_be_chosen(tmp_path: Path) -> None:
-    folders = [tmp_path / name for name in "ab"]
-    for folder, policies in zip(folders, (("full", "snapkv"), ("snapkv", "random")), strict=True):
-        frames = [make_frames(policy, 4) for policy in policies]
-        cells = pd.concat([c.assign(policy=c["cell"]) for c, _ in frames])
-        with RunStore(folder) as store:
-            store.write(cells, pd.concat([s for _, s in frames]))
-    cells, samples = kvbench.load(folders, ["cell", "sample_id"], where={"policy": "snapkv"})
-    assert cells["cell"].tolist() == ["snapkv"]
-    assert samples.to_numpy().tolist() == [["snapkv", f"s{n}"] for n in range(4)]
-    cells, samples = kvbench.load(folders, where={"policy": ["full", "random"], "task": "t"})
-    assert cells["cell"].tolist() == ["full", "random"]
-    assert samples["cell"].tolist() == ["full"] * 4 + ["random"] * 4
-    assert [len(frame) for frame in kvbench.load(folders, where={"task": "other"})] == [0, 0]
-    with pytest.raises(UserError, match=r"cells have no column 'polcy'.*policy"):
-        kvbench.load(folders, where={"polcy": "snapkv"})
-    for coded in (True, False):
-        found = load_frames(folders[0], coded=coded, where={"policy": "random"})
-        assert [len(frame) for frame in found] == [0, 0]
-        _, samples = load_frames(folders, coded=coded, where={"policy": "random"})
-        assert samples["cell"].tolist() == ["random"] * 4
-    cells, samples = load_frames(folders, sample_ids=["s3", "s1", "s9"])
-    assert len(cells) == 3
-    assert samples["sample_id"].tolist() == ["s1", "s3"] * 3
-    assert responses_of(folders)(["s1", "s3"]).equals(samples)
-
-
-def test_what_holds_no_run_is_said(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"cells\.parquet is missing"):
-        load_frames(tmp_path)
-    with pytest.raises(UserError, match="name at least one run"):
-        load_frames([])
-    (tmp_path / "cells.parquet").write_bytes(b"not parquet")
-    with pytest.raises(UserError, match="cannot read"):
-        load_frames(tmp_path)
-
-
-def test_tables_without_the_columns_of_images_can_still_be_read(run: Path, tmp_path: Path) -> None:
-    with RunStore(run) as store:
-        store.write(*make_frames())
-    new = tmp_path / "new"
-    shutil.copytree(run, new)
-    for name in ("cells.parquet", "samples.parquet"):
-        table = pq.read_table(run / name)
-        assert (table.select(["visual_tokens", "held_visual"]).to_pandas() != 0).all(axis=None)
-        later = {"visual_tokens", "held_visual", "prompt_end", "kv_bytes_read"}
-        old = table.drop_columns(sorted(later.intersection(table.column_names)))
-        version = pa.array([2] * len(old), pa.int32())
-        old = old.set_column(old.column_names.index("schema"), "schema", version)
-        pq.write_table(old, run / name)
-    cells, samples = load_frames(run)
-    for frame, schema in ((cells, CELLS_SCHEMA), (samples, SAMPLES_SCHEMA)):
-        assert list(frame.columns) == schema.names
-        assert (frame[["visual_tokens", "held_visual"]] == 0).all(axis=None)
-        assert (frame["kv_bytes_read"] == frame["kv_bytes_live"]).all()
-        assert (frame["schema"] == 4).all() and frame["schema"].dtype == "int32"
-    assert (samples["prompt_end"] == "").all()
-    for folders in (run, [run, new]):
-        _, coded = load_frames(folders, coded=True)
-        assert coded["prompt_end"].dtype == "category"
-        assert coded.groupby("cell", observed=True).size().to_dict() == (
-            samples.groupby("cell").size().to_dict()
-        )
-
-
-def test_another_schema_is_refused(run: Path) -> None:
-    cells, samples = make_frames()
-    with RunStore(run) as store:
-        store.write(cells, samples)
-    pq.read_table(run / "cells.parquet").to_pandas().assign(schema=99).to_parquet(
-        run / "cells.parquet"
-    )
-    with pytest.raises(UserError, match="not written with schema 4"):
-        load_frames(run)
