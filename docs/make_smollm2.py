@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pandas as pd
@@ -87,20 +88,50 @@ def precise(means: pd.DataFrame, moment: str) -> Iterator[str]:
 
 def pairs(cells: pd.DataFrame, samples: pd.DataFrame) -> Iterator[str]:
     """What a policy gains over the one it builds on, paired by question."""
-    yield f"| moment | policy | against | {' | '.join(BUDGETS)} |"
-    yield f"| --- | --- | --- |{' --: |' * len(BUDGETS)}"
+    yield f"| moment | policy | against | {' | '.join(BUDGETS)} | all four |"
+    yield f"| --- | --- | --- |{' --: |' * (len(BUDGETS) + 1)}"
     run = set(cells["policy"])
     wanted = [p for p in PAIRS if set(p) <= run]
     wanted += [(name, HEURISTIC) for name in LEARNED if {name, HEURISTIC} <= run]
+    together = averaged(cells, samples)
+    widths = []
     for moment, words in MOMENTS.items():
         for policy, base in wanted:
-            part = cells[cells["policy"].isin([policy, base]) & (cells["moment"] == moment)]
-            found = {r.budget: r for r in differences(part, samples, base).itertuples()}
+            found = {r.budget: r for r in against(cells, samples, policy, base, moment)}
+            (whole,) = against(*together, policy, base, moment)
             said = [
                 ranged(r.diff, r.diff_lo, r.diff_hi, signed=True) if (r := found.get(b)) else "–"
                 for b in BUDGETS
             ]
+            said.append(ranged(whole.diff, whole.diff_lo, whole.diff_hi, signed=True))
+            widths.append(50 * (whole.diff_hi - whole.diff_lo))
             yield f"| {words} | `{policy}` | `{base}` | {' | '.join(said)} |"
+    yield ""
+    yield (
+        f"Intervals of the mean over all four budgets reach {min(widths):.1f} to "
+        f"{max(widths):.1f} points to each side, half of them at most {median(widths):.1f}."
+    )
+
+
+def against(
+    cells: pd.DataFrame, samples: pd.DataFrame, policy: str, base: str, moment: str
+) -> Iterator[Any]:
+    """The differences of one policy from another at one moment, a row for every budget."""
+    part = cells[cells["policy"].isin([policy, base]) & (cells["moment"] == moment)]
+    return differences(part, samples, base).itertuples()
+
+
+def averaged(cells: pd.DataFrame, samples: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """The same run as if every policy had one budget: a question's score is the mean over all."""
+    place = ["policy", "task", "moment"]
+    cells = cells[cells["budget"].isin(BUDGETS)]
+    into = cells.groupby(place)["cell"].first().rename("into")
+    samples = samples[samples["cell"].isin(cells["cell"])].merge(into, on=place)
+    scores = samples.groupby(["into", "sample_id"])["score"].transform("mean")
+    samples = samples.assign(score=scores)[samples["cell"] == samples["into"]]
+    cells = cells[cells["cell"].isin(into)].assign(budget="all")
+    means = samples.groupby("cell")["score"].mean()
+    return cells.assign(score=cells["cell"].map(means)), samples
 
 
 def ranged(mean: float, low: float, high: float, signed: bool = False) -> str:

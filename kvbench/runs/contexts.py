@@ -21,6 +21,7 @@ from kvbench.engine.prefix import Prefix
 from kvbench.engine.pruning import prunes, pruning_of
 from kvbench.engine.upkeep import tail_of
 from kvbench.errors import PluginError, plugin_call
+from kvbench.moments import LATER
 from kvbench.runs.answers import (
     Answer,
     Lane,
@@ -178,9 +179,10 @@ class _Contexts:
         for cell, prompts in wanted:
             if cell.cell not in self.worker.failed:
                 by_moment.setdefault(cell.moment, []).append((cell, prompts))
-        for group in map(iter, by_moment.values()):
+        for moment, group in by_moment.items():
+            left = iter(group)
             # No more than the pool can take: caches that are made together are freed together.
-            while together := [*islice(group, self.pool.lacking)]:
+            while together := [*islice(left, 1 if moment in LATER else self.pool.lacking)]:
                 cells = [cell for cell, _ in together]
                 caches: list[RaggedCache | None] = [None] * len(cells)
                 if len(cells) > 1:
