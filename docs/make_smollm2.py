@@ -137,8 +137,8 @@ def averaged(cells: pd.DataFrame, samples: pd.DataFrame) -> tuple[pd.DataFrame, 
 def ranged(mean: float, low: float, high: float, signed: bool = False) -> str:
     """A number in points with its interval; it is bold if the interval of a difference omits 0."""
     form = "+.0f" if signed else ".0f"
-    mean, low, high = (round(100 * x) + 0.0 for x in (mean, low, high))
-    text = f"{mean:{form}} [{low:{form}}, {high:{form}}]".replace("-", "−")
+    middle = round(100 * mean) + 0.0  # + 0.0: no negative zero, which a bound may have
+    text = f"{middle:{form}} [{100 * low:{form}}, {100 * high:{form}}]".replace("-", "−")
     return f"**{text}**" if signed and (low > 0 or high < 0) else text
 
 
