@@ -61,12 +61,8 @@ def compress_together(
         seconds.append(now(cut.seeds.device) - began)
     layers = zip(cuts[0].cache.ragged, target.ragged, zip(*made, strict=True), strict=True)
     for source, into, keeps in layers:
-        assert source.key is not None and source.value is not None
-        _receive(into, source)
         into.state = [{} for cut in cuts for _ in cut.budget]
-        columns = torch.arange(source.key.shape[2], device=source.key.device)
-        col = columns.expand(source.key.shape[:3])
-        into.pack(source.key, source.value, torch.cat(keeps), col, {}, reserve)
+        _pack(source, into, Decision(torch.cat(keeps), {}), reserve)
     record_counts(cuts, target)
     return seconds
 
@@ -82,11 +78,16 @@ def _decisions(cut: Cut) -> Iterator[Decision]:
         yield from cut.model([cut.view(layer, i) for i, layer in layers])
 
 
-def _receive(target: RaggedLayer, source: RaggedLayer) -> None:
-    """Make a layer ready to take entries of another one."""
+def _pack(source: RaggedLayer, target: RaggedLayer, kept: Decision, reserve: int | None) -> None:
+    """Pack what is kept of a dense layer; a decision without K and V takes the layer's."""
+    assert source.key is not None and source.value is not None
+    key = source.key if kept.key is None else kept.key
+    value = source.value if kept.value is None else kept.value
     target.seen, target.dim, target.scale = source.seen, source.dim, source.scale
     target.dtype, target.device = source.dtype, source.device
     target.is_initialized = True
+    columns = torch.arange(key.shape[2], device=key.device).expand(key.shape[:3])
+    target.pack(key, value, kept.keep, columns, kept.extras, reserve)
 
 
 def pack_layer(
@@ -107,19 +108,15 @@ def pack_layer(
         decision: What to keep.
         reserve: Free rows behind every segment.
     """
-    assert source.key is not None and source.value is not None
-    key = source.key if decision.key is None else decision.key
-    value = source.value if decision.value is None else decision.value
-    _receive(target, source)
     target.state = cut.state_of(index)
     target.coding = Coding.of(cut.policy)
     if cut.policy.key_channels < 1:
-        assert target.coding is not None
+        assert target.coding is not None and source.key is not None
+        key = source.key if decision.key is None else decision.key
         width = target.coding.width(source.dim)
         target.order = channel_order(cut.channel_queries(index), key, decision.keep, width)
-        key = reordered(key, target.order)
-    columns = torch.arange(key.shape[2], device=key.device).expand(key.shape[:3])
-    target.pack(key, value, decision.keep, columns, decision.extras, reserve)
+        decision = decision._replace(key=reordered(key, target.order))
+    _pack(source, target, decision, reserve)
 
 
 def record_counts(cuts: Sequence[Cut], target: RaggedCache) -> None:

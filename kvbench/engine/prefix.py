@@ -204,7 +204,9 @@ class Prefix:
         """Carry out compressions that are packed together; those of a group differ in budget."""
         replays = [self._replay(group[0].policy) for group in groups]
         began = now(self.device)
-        cuts = [self._cut(group) for group in groups]
+        # Read once for all cells: reading a length makes a GPU wait.
+        sizes = [*zip(self.cache.lengths().tolist(), self.cache.visual_tokens(), strict=True)]
+        cuts = [self._cut(group, sizes) for group in groups]
         made = self.cache.fork()
         for layer in made.ragged:
             layer.reset()
@@ -222,7 +224,7 @@ class Prefix:
         left = iter(caches)
         for cut, group in zip(cuts, groups, strict=True):
             for one in group:
-                start_upkeep(cut, next(left), self._later(one))
+                start_upkeep(cut, next(left), _later(one, sizes))
         packing = (now(self.device) - began - sum(decided)) / len(caches)
         left = iter(caches)
         for cut, group, seconds, replay in zip(cuts, groups, decided, replays, strict=True):
@@ -232,11 +234,15 @@ class Prefix:
                 next(left).seconds = own + packing + shared
         return caches
 
-    def _cut(self, group: Sequence[Compression]) -> Cut:
-        """The decision about compressions that differ in their budget only."""
+    def _cut(self, group: Sequence[Compression], sizes: Sequence[tuple[int, int]]) -> Cut:
+        """The decision about compressions that differ in their budget only.
+
+        Args:
+            group: The compressions.
+            sizes: Tokens and visual tokens of every sequence.
+        """
         one = group[0]
-        lengths, visual = self.cache.lengths().tolist(), self.cache.visual_tokens()
-        final = one.whole is None or one.whole - one.tail <= min(lengths)
+        final = one.whole is None or one.whole - one.tail <= min(n for n, _ in sizes)
         coming = one.tail if final else 0
         return Cut(
             one.policy,
@@ -246,23 +252,13 @@ class Prefix:
             [
                 first_budget(one.policy, each.budget, one.moment, n, one.whole, coming, v)
                 for each in group
-                for n, v in zip(lengths, visual, strict=True)
+                for n, v in sizes
             ],
             self._row_seeds(one.seed),
             self._shared.setdefault((one.seed, one.moment, final, coming), Shared()),
             final=final,
             coming=coming,
         )
-
-    def _later(self, one: Compression) -> list[int]:
-        """Mean entries per (layer, head) that cuts after the first one leave every sequence."""
-        lengths, visual = self.cache.lengths().tolist(), self.cache.visual_tokens()
-        fixed = one.moment == "decode" or one.policy.read is not None
-        if fixed and one.budget.absolute is not None:
-            return [one.budget.absolute] * len(lengths)
-        return [
-            one.budget.per_head(one.whole or n, v) for n, v in zip(lengths, visual, strict=True)
-        ]
 
     def _replay(self, policy: Policy) -> float:
         """Make the replays if a policy needs one; return the seconds that they took, at any time.
@@ -293,3 +289,16 @@ class Prefix:
         if seed not in self._seeds:
             self._seeds[seed] = row_seeds(self.cache, seed)
         return self._seeds[seed]
+
+
+def _later(one: Compression, sizes: Sequence[tuple[int, int]]) -> list[int]:
+    """Mean entries per (layer, head) that cuts after the first one leave every sequence.
+
+    Args:
+        one: The compression.
+        sizes: Tokens and visual tokens of every sequence.
+    """
+    fixed = one.moment == "decode" or one.policy.read is not None
+    if fixed and one.budget.absolute is not None:
+        return [one.budget.absolute] * len(sizes)
+    return [one.budget.per_head(one.whole or n, v) for n, v in sizes]
