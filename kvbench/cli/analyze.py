@@ -5,34 +5,14 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvbench.cli import complete
-from kvbench.cli.options import (
-    CACHE,
-    OUTPUT,
-    PROMPTS,
-    WHAT,
-    Budgets,
-    Device,
-    DeviceMap,
-    Dtype,
-    Lengths,
-    Models,
-    Names,
-    Policies,
-    Quantization,
-    Revision,
-    Samples,
-    Seed,
-    Tasks,
-    Template,
-    given_flags,
-    option,
-)
+from kvbench.cli.options import given_values, grid_options, option
 from kvbench.cli.screen import FAILED, complain, console, progress, stopping
+from kvbench.runs.options import CACHE, WHAT
 
 if TYPE_CHECKING:
     from kvbench.analysis.write import Done
@@ -46,20 +26,16 @@ app = typer.Typer(
 
 ANALYSIS = "Analysis"
 
-Moments = Annotated[
-    Names,
-    option(
-        CACHE,
-        "WHEN",
-        "When to compress, with commas: context, before the question (the default), or "
-        "question, after it.",
-        autocompletion=complete.moments,
-    ),
-]
-Out = Annotated[
-    str | None,
-    option(OUTPUT, "DIR", "Folder of the results. Default: results/ANALYSIS-HASH."),
-]
+_GRID = (
+    *("policies", "budgets", "models", "tasks", "moments", "lengths", "samples", "seed"),
+    *("device", "dtype", "revision", "device_map", "quantization", "chat_template"),
+)
+_HELP = {
+    "moments": "When to compress, with commas: context, before the question (the default), or "
+    "question, after it.",
+    "samples": "Per task. Default: 50.",
+    "out": "Folder of the results. Default: results/ANALYSIS-HASH.",
+}
 DrawnLayers = Annotated[
     str | None, option(ANALYSIS, "L", "Layers to draw, with commas, or all. Default: a few.")
 ]
@@ -74,23 +50,9 @@ def _root() -> None:
 
 
 @app.command("perturbation")
+@grid_options(*_GRID, help=_HELP)
+@grid_options("out", after="first_stage", help=_HELP)
 def perturbation(
-    context: typer.Context,
-    policy: Policies = None,
-    budget: Budgets = None,
-    model: Models = None,
-    task: Tasks = None,
-    moment: Moments = None,
-    length: Lengths = None,
-    samples: Samples = None,
-    seed: Seed = None,
-    out: Out = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    revision: Revision = None,
-    device_map: DeviceMap = None,
-    quantization: Quantization = None,
-    chat_template: Template = None,
     query: Annotated[
         str,
         option(
@@ -110,57 +72,45 @@ def perturbation(
             show_default=False,
         ),
     ] = 0.5,
+    **grid: Any,
 ) -> None:
     """Measure how far eviction moves each head's output, and check CriticalKV's bounds."""
-    given = given_flags(context, "query", "first_stage")
 
     def work(reporter: Reporter) -> Done:
         from kvbench.analysis.perturbation.write import write_perturbation
 
         return write_perturbation(
-            given, reporter, query=query, first_stage=first_stage, command=command_line()
+            given_values(grid),
+            reporter,
+            query=query,
+            first_stage=first_stage,
+            command=command_line(),
         )
 
     carry_out(work)
 
 
 @app.command("allocation")
-def allocation(
-    context: typer.Context,
-    policy: Policies = None,
-    budget: Budgets = None,
-    model: Models = None,
-    task: Tasks = None,
-    moment: Moments = None,
-    length: Lengths = None,
-    samples: Samples = None,
-    seed: Seed = None,
-    out: Out = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    revision: Revision = None,
-    device_map: DeviceMap = None,
-    quantization: Quantization = None,
-    chat_template: Template = None,
-) -> None:
+@grid_options(*_GRID, "out", help=_HELP)
+def allocation(**grid: Any) -> None:
     """Show how many entries each layer and KV head gets: a table and a heat map per policy."""
-    given = given_flags(context)
 
     def work(reporter: Reporter) -> Done:
         from kvbench.analysis.allocation.write import write_allocation
 
-        return write_allocation(given, reporter, command=command_line())
+        return write_allocation(given_values(grid), reporter, command=command_line())
 
     carry_out(work)
 
 
 @app.command("retention")
+@grid_options(
+    *(name for name in _GRID if name != "moments"),
+    help={"samples": "Texts per task. Default: 4."},
+)
+@grid_options("out", after="horizon", help=_HELP)
 def retention(
     context: typer.Context,
-    policy: Policies = None,
-    budget: Budgets = None,
-    model: Models = None,
-    task: Tasks = None,
     text: Annotated[
         str | None, option(WHAT, "FILE", "Analyse this text instead of a task.")
     ] = None,
@@ -174,8 +124,6 @@ def retention(
             autocompletion=complete.moments,
         ),
     ] = None,
-    length: Lengths = None,
-    samples: Annotated[int | None, option(PROMPTS, "N", "Texts per task. Default: 4.")] = None,
     traces: Annotated[
         int | None,
         option(ANALYSIS, "N", "Texts that policies run over and that are shown. Default: 1."),
@@ -207,25 +155,19 @@ def retention(
             ANALYSIS, "STEPS", "Number of steps to follow survival for. Default: half of the text."
         ),
     ] = None,
-    seed: Seed = None,
-    out: Out = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    revision: Revision = None,
-    device_map: DeviceMap = None,
-    quantization: Quantization = None,
-    chat_template: Template = None,
+    **grid: Any,
 ) -> None:
     """Show which tokens stay, and for how long: matrices, eviction maps, survival, the text."""
     own = {k: context.params[k] for k in _OF_RETENTION}
-    given = given_flags(context, *_OF_RETENTION)
 
     def work(reporter: Reporter) -> Done:
         from kvbench.analysis.retention.options import Options
         from kvbench.analysis.retention.write import write_retention
 
         options = Options.read({k: v for k, v in own.items() if v not in (None, [], ())})
-        return write_retention(given, reporter, options=options, command=command_line())
+        return write_retention(
+            given_values(grid), reporter, options=options, command=command_line()
+        )
 
     carry_out(work)
 
@@ -236,24 +178,17 @@ _OF_RETENTION = (
 
 
 @app.command("vision")
+@grid_options(
+    *_GRID,
+    help={
+        "moments": "When to compress, with commas: context, before the question (the default); "
+        "question, after it; or decode, while the answer is written, with a budget in tokens.",
+        "samples": "Samples per task. Default: 1.",
+    },
+)
+@grid_options("out", after="heads", help=_HELP)
 def vision(
     context: typer.Context,
-    policy: Policies = None,
-    budget: Budgets = None,
-    model: Models = None,
-    task: Tasks = None,
-    moment: Annotated[
-        Names,
-        option(
-            CACHE,
-            "WHEN",
-            "When to compress, with commas: context, before the question (the default); question, "
-            "after it; or decode, while the answer is written, with a budget in tokens.",
-            autocompletion=complete.moments,
-        ),
-    ] = None,
-    length: Lengths = None,
-    samples: Annotated[int | None, option(PROMPTS, "N", "Samples per task. Default: 1.")] = None,
     questions: Annotated[
         str | None,
         option(ANALYSIS, "WHICH", "Questions of a sample: last (the default) or all."),
@@ -272,24 +207,18 @@ def vision(
     ] = None,
     layers: DrawnLayers = None,
     heads: DrawnHeads = None,
-    seed: Seed = None,
-    out: Out = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    revision: Revision = None,
-    device_map: DeviceMap = None,
-    quantization: Quantization = None,
-    chat_template: Template = None,
+    **grid: Any,
 ) -> None:
     """Show what is kept of images: tokens over the picture, and cache use by modality."""
     own = {k: context.params[k] for k in _OF_VISION}
-    given = given_flags(context, *_OF_VISION)
 
     def work(reporter: Reporter) -> Done:
         from kvbench.analysis.vision.options import Options
         from kvbench.analysis.vision.write import write_vision
 
-        return write_vision(given, reporter, options=Options.read(own), command=command_line())
+        return write_vision(
+            given_values(grid), reporter, options=Options.read(own), command=command_line()
+        )
 
     carry_out(work)
 

@@ -27,10 +27,11 @@ from kvbench.cli import (
     table,
     train,
 )
-from kvbench.cli.options import FLAG, option
+from kvbench.cli.options import option
 from kvbench.cli.screen import CLOSED, FAILED, INTERRUPTED, OK, complain, console, print_json
 from kvbench.errors import UserError
 from kvbench.report.outputs import terminal
+from kvbench.runs.options import FLAG
 from kvbench.terminal import OutputError, filtered
 
 app = typer.Typer(

@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from kvbench.analysis.choosing import parts, whole
 from kvbench.cli.analyze import carry_out, command_line
-from kvbench.cli.options import (
-    MODEL,
-    OUTPUT,
-    PROMPTS,
-    Budgets,
-    Device,
-    Dtype,
-    Policies,
-    Revision,
-    Seed,
-    option,
-    split_names,
-)
+from kvbench.cli.options import grid_options, option, split_names
 from kvbench.progress import Reporter
+from kvbench.runs.options import MODEL, OUTPUT, PROMPTS
 
 if TYPE_CHECKING:
     from kvbench.analysis.write import Done
 
 
+@grid_options("policies", "budgets")
+@grid_options("seed", after="repeats")
+@grid_options("device", "dtype", "revision", after="out")
 def bench(
-    policy: Policies = None,
-    budget: Budgets = None,
     model: Annotated[
         str,
         option(
@@ -63,29 +53,26 @@ def bench(
         int,
         option(PROMPTS, "N", "How often everything is measured. Default: 5.", show_default=False),
     ] = 5,
-    seed: Seed = None,
     out: Annotated[
         Path | None, option(OUTPUT, "DIR", "Folder of the results. Default: results/bench-HASH.")
     ] = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    revision: Revision = None,
+    **grid: Any,
 ) -> None:
     """Measure time to first token, decode steps and memory beside the full cache."""
     from kvbench.bench.settings import Bench
 
     made = Bench(
         model=model,
-        policies=tuple(split_names(policy)) or ("snapkv",),
-        budgets=tuple(split_names(budget)) or ("0.2",),
+        policies=tuple(split_names(grid["policy"])) or ("snapkv",),
+        budgets=tuple(split_names(grid["budget"])) or ("0.2",),
         contexts=whole("context", parts(context), "512,2048"),
         batches=whole("batch", parts(batch), "1,8"),
         generates=whole("generate", parts(generate), "512,2048"),
         repeats=repeats,
-        seed=seed or 0,
-        device=device or "auto",
-        dtype=dtype or "auto",
-        revision=revision,
+        seed=grid["seed"] or 0,
+        device=grid["device"] or "auto",
+        dtype=grid["dtype"] or "auto",
+        revision=grid["revision"],
     )
 
     def work(reporter: Reporter) -> Done:

@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
-from kvbench.cli.options import FLAG, OUTPUT, AsJson, option
+from kvbench.cli.options import AsJson, option
 from kvbench.cli.screen import FAILED, MISUSE, OK, complain, print_json, show
 from kvbench.files import write_whole
+from kvbench.runs.options import FLAG, OUTPUT
 
 LIMITS = "Limits"
 

@@ -14,13 +14,14 @@ from rich.text import Text
 from kvbench import terminal
 from kvbench.benchmark import Source
 from kvbench.cli import complete
-from kvbench.cli.options import FLAG, option, split_names
+from kvbench.cli.options import option, split_names
 from kvbench.cli.screen import FAILED, complain, console, print_json
 from kvbench.data import records
 from kvbench.data.records import Damaged, Record
 from kvbench.errors import UserError
 from kvbench.files import cache_dir
 from kvbench.harness import catalogue
+from kvbench.runs.options import FLAG
 
 # The commands import `kvbench.data.fetching` when they run: `kvbench --help` imports this module,
 # and must not wait a second for `datasets`.

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from kvbench.cli import complete
-
-WHAT, MODEL, PROMPTS, ANSWERS = "What to run", "Model", "Prompts", "Answers"
-CACHE, MACHINES, OUTPUT = "Cache", "Machines", "Output"
-"""Headings under which the help groups options, in this order."""
-
-FLAG = " "
-"""Metavar of an option without a value: otherwise the help spends a column on `<bool>`."""
+from kvbench.runs.options import FLAG, MODEL, OUTPUT, Option, options
 
 Names = list[str] | None
+_Command = TypeVar("_Command", bound=Callable[..., None])
 
 
 def split_names(names: Sequence[str] | None) -> list[str]:
@@ -37,35 +33,63 @@ def option(panel: str | None, metavar: str, text: str, *flags: str, **more: Any)
     return typer.Option(*flags, metavar=metavar, help=text, rich_help_panel=panel, **more)
 
 
-Policies = Annotated[
-    Names,
-    option(
-        WHAT,
-        "NAME",
-        "Policies, with commas: snapkv:window=64,criticalkv, ./my_policy.py:MyPolicy, or all "
-        "(kvbench list policies).",
-        autocompletion=complete.policies,
-    ),
-]
-Tasks = Annotated[
-    Names,
-    option(
-        WHAT,
-        "NAME",
-        "Groups or tasks, with commas: ruler,vt, or your own ./mine.jsonl (kvbench list tasks).",
-        autocompletion=complete.tasks,
-    ),
-]
-Models = Annotated[
-    Names,
-    option(
-        MODEL,
-        "NAME",
-        "Models, with commas: reference (the default), a name of kvbench list models, a folder, a "
-        "GGUF file or a hub id.",
-        autocompletion=complete.models,
-    ),
-]
+def grid_options(
+    *names: str, after: str = "", help: Mapping[str, str] | None = None
+) -> Callable[[_Command], _Command]:
+    """Give a command options of a grid; it receives those that were given as keyword arguments.
+
+    Args:
+        names: Fields of `kvbench.runs.options.GridOptions`; none for all.
+        after: Own option of the command behind which the help shows them; "" for the beginning.
+        help: Help texts that differ in this command, by field.
+    """
+    declared = dict(options())
+
+    def decorate(command: _Command) -> _Command:
+        parameters: list[inspect.Parameter] = []
+        grid = [_parameter(name, declared[name], help or {}) for name in names or declared]
+        for parameter in inspect.signature(command, eval_str=True).parameters.values():
+            if parameter.kind is not inspect.Parameter.VAR_KEYWORD:
+                parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+            if parameter.name == after:
+                parameters += grid
+        parameters = parameters if after else [*grid, *parameters]
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {one.name: one.annotation for one in parameters}
+        return command
+
+    return decorate
+
+
+def _parameter(name: str, declared: Option, help: Mapping[str, str]) -> inspect.Parameter:
+    """The parameter of a command for an option of the grid; None where it is not given."""
+    complete_with = getattr(complete, declared.complete) if declared.complete else None
+    flag = option(
+        declared.panel,
+        declared.metavar,
+        help.get(name, declared.help),
+        *filter(None, [declared.spelling]),
+        autocompletion=complete_with,
+    )
+    kind: Any = list[str] if declared.kind is list else declared.kind
+    return inspect.Parameter(
+        declared.flag or name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[kind | None, flag],
+    )
+
+
+def given_values(values: Mapping[str, Any], but: Collection[str] = ()) -> dict[str, Any]:
+    """The options that were given, by name, as `Grid.from_dict` takes them.
+
+    Args:
+        values: All options; None and empty lists stand for those that were not given.
+        but: Names to leave out.
+    """
+    return {k: v for k, v in values.items() if v not in (None, [], ()) and k not in but}
+
+
 OneModel = Annotated[
     str,
     option(
@@ -77,124 +101,8 @@ OneModel = Annotated[
         show_default=False,
     ),
 ]
-Revision = Annotated[str | None, option(MODEL, "REV", "Branch, tag or commit of a hub model.")]
-Device = Annotated[str | None, option(MODEL, "DEV", "cpu, cuda, cuda:1 or auto (the default).")]
-Dtype = Annotated[
-    str | None,
-    option(MODEL, "TYPE", "float32, bfloat16, float16 or auto (the default)."),
-]
-DeviceMap = Annotated[
-    str | None,
-    option(MODEL, "MAP", "auto: spread the model over all GPUs. Replaces --device."),
-]
-BatchSize = Annotated[
-    str | None, option(MODEL, "N", "Most responses decoded together. Default: auto.")
-]
-PrefillBatch = Annotated[
-    str | None,
-    option(
-        MODEL,
-        "N",
-        "Most contexts prefilled together. Default: auto, which is 1 on a CPU, and as many as keep "
-        "a GPU busy. With more than 1, responses can differ by rounding.",
-    ),
-]
-CacheMemory = Annotated[
-    str | None,
-    option(
-        MODEL,
-        "SIZE",
-        "Memory for the caches that are decoded together, such as 40GB. Default: 80% of a GPU's "
-        "free memory; half of a CPU's memory, shared out by the cores in use.",
-    ),
-]
-Quantization = Annotated[
-    str | None,
-    option(
-        MODEL,
-        "HOW",
-        "Quantise weights while loading: bnb-4bit, bnb-8bit or torchao-int8. A quantised "
-        "checkpoint needs no flag.",
-    ),
-]
-Budgets = Annotated[
-    Names,
-    option(
-        CACHE,
-        "B",
-        "What is KEPT of the cache, per layer and KV head, with commas: a fraction (0.2), a "
-        "number of tokens (512), full, or all text and some visual tokens (visual:64). Default: "
-        "0.2. In kvpress a ratio is the fraction removed.",
-        autocompletion=complete.budgets,
-    ),
-]
-Lengths = Annotated[
-    Names,
-    option(
-        PROMPTS,
-        "TOKENS",
-        "Length of prompt and answer together, with commas: 1024,4096. Default: 1024.",
-    ),
-]
-Samples = Annotated[int | None, option(PROMPTS, "N", "Per task. Default: 50.")]
-Seed = Annotated[int | None, option(PROMPTS, "N", "Seed of the data and of all noise. Default: 0.")]
-Template = Annotated[
-    bool | None,
-    option(
-        PROMPTS,
-        FLAG,
-        "Apply the chat template. Default: if the tokenizer has one.",
-        "--chat-template/--no-chat-template",
-    ),
-]
-Truncate = Annotated[
-    str | None,
-    option(
-        PROMPTS,
-        "HOW",
-        "middle or middle:TOKENS: cut the middle of contexts until prompt and answer fit the "
-        "model, or TOKENS. Default: refuse what does not fit.",
-    ),
-]
-Temperature = Annotated[
-    float | None,
-    option(
-        ANSWERS, "T", "Draw answers at this temperature; 0 is greedy. Default: as the task says."
-    ),
-]
-TopP = Annotated[
-    float | None,
-    option(ANSWERS, "P", "Draw from the most likely tokens that together have this probability."),
-]
-TopK = Annotated[int | None, option(ANSWERS, "K", "Draw from the K most likely tokens.")]
-Repeats = Annotated[
-    int | None,
-    option(ANSWERS, "N", "Answers drawn for each question. A larger number extends a run."),
-]
-MaxNewTokens = Annotated[
-    int | None, option(ANSWERS, "N", "Maximum length of an answer. Default: as the task says.")
-]
-Thinking = Annotated[
-    bool | None,
-    option(
-        ANSWERS,
-        FLAG,
-        "Passed to the chat template. Only the text after the last </think> is scored.",
-        "--thinking/--no-thinking",
-    ),
-]
 Quiet = Annotated[
     bool, option(OUTPUT, FLAG, "Print only errors and the path of the result.", "--quiet")
 ]
 AsJson = Annotated[bool, option(OUTPUT, FLAG, "Print the results as JSON on stdout.", "--json")]
 DryRun = Annotated[bool, option(OUTPUT, FLAG, "Show what would be done; do nothing.", "--dry-run")]
-
-
-def given_flags(context: typer.Context, *own: str) -> dict[str, Any]:
-    """The flags that were given, by name, as `Grid.from_dict` takes them.
-
-    Args:
-        context: The command's context.
-        own: Names of flags that the command reads itself.
-    """
-    return {k: v for k, v in context.params.items() if v not in (None, [], ()) and k not in own}

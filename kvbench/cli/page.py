@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from kvbench.cli.options import FLAG, option
+from kvbench.cli.options import option
 from kvbench.cli.screen import complain
+from kvbench.runs.options import FLAG
 
 
 def view(

@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvbench.cli import complete
-from kvbench.cli.options import (
-    OUTPUT,
-    PROMPTS,
-    WHAT,
-    Device,
-    DeviceMap,
-    Dtype,
-    OneModel,
-    Quantization,
-    Revision,
-    Seed,
-    Template,
-    given_flags,
-    option,
-)
+from kvbench.cli.options import OneModel, given_values, grid_options, option
 from kvbench.cli.screen import progress, stopping
+from kvbench.runs.options import OUTPUT, WHAT
 
 if TYPE_CHECKING:
     from kvbench.profiles.summaries import QuerySummary
@@ -39,15 +26,20 @@ def _root() -> None:
     """Measure what some policies need to know about a model."""
 
 
-Length = Annotated[
-    str | None,
-    option(PROMPTS, "TOKENS", "Length of prompt and answer together, with commas. Default: 1024."),
-]
+_GRID = (
+    *("revision", "device", "dtype", "device_map", "quantization"),
+    *("samples", "lengths", "chat_template", "seed"),
+)
+_LENGTHS = "Length of prompt and answer together, with commas. Default: 1024."
 
 
 @app.command()
+@grid_options(
+    *_GRID,
+    after="model",
+    help={"samples": "Per task and length. Default: 33.", "lengths": _LENGTHS},
+)
 def heads(
-    context: typer.Context,
     kind: Annotated[
         str,
         option(
@@ -68,17 +60,6 @@ def heads(
         ),
     ] = None,
     model: OneModel = "reference",
-    revision: Revision = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    device_map: DeviceMap = None,
-    quantization: Quantization = None,
-    samples: Annotated[
-        int | None, option(PROMPTS, "N", "Per task and length. Default: 33.")
-    ] = None,
-    length: Length = None,
-    chat_template: Template = None,
-    seed: Seed = None,
     out: Annotated[
         Path | None,
         option(
@@ -87,11 +68,12 @@ def heads(
             "Where to write the profile. Default: the user's cache, where policies look.",
         ),
     ] = None,
+    **grid: Any,
 ) -> None:
     """Measure how much each KV head retrieves, for headkv and duo_attention."""
     from kvbench.profiles.command import profile_heads
 
-    given = given_flags(context, "kind", "model", "out")
+    given = given_values({"task": task, **grid})
     told = progress()
     with stopping(told, "a profile is written when it is complete"):
         told.busy(f"loading model {model}")
@@ -100,6 +82,11 @@ def heads(
         print(line)
 
 
+_query_options = grid_options(
+    *_GRID,
+    after="model",
+    help={"samples": "Per task and length. Default: 20.", "lengths": _LENGTHS},
+)
 QueryTask = Annotated[
     str | None,
     option(
@@ -109,7 +96,6 @@ QueryTask = Annotated[
         autocompletion=complete.tasks,
     ),
 ]
-QuerySamples = Annotated[int | None, option(PROMPTS, "N", "Per task and length. Default: 20.")]
 QueryOut = Annotated[
     Path | None,
     option(
@@ -121,53 +107,37 @@ QueryOut = Annotated[
 
 
 @app.command()
+@_query_options
 def qfilters(
-    context: typer.Context,
     task: QueryTask = None,
     model: OneModel = "reference",
-    revision: Revision = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    device_map: DeviceMap = None,
-    quantization: Quantization = None,
-    samples: QuerySamples = None,
-    length: Length = None,
-    chat_template: Template = None,
-    seed: Seed = None,
     out: QueryOut = None,
+    **grid: Any,
 ) -> None:
     """Estimate the direction that the queries of each KV head share, for qfilters."""
     from kvbench.profiles.summaries import FILTERS
 
-    _summarise(FILTERS, context, model, out)
+    _summarise(FILTERS, {"task": task, **grid}, model, out)
 
 
 @app.command()
+@_query_options
 def queries(
-    context: typer.Context,
     task: QueryTask = None,
     model: OneModel = "reference",
-    revision: Revision = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    device_map: DeviceMap = None,
-    quantization: Quantization = None,
-    samples: QuerySamples = None,
-    length: Length = None,
-    chat_template: Template = None,
-    seed: Seed = None,
     out: QueryOut = None,
+    **grid: Any,
 ) -> None:
     """Measure mean and covariance of each head's queries, for expected_attention."""
     from kvbench.profiles.summaries import STATISTICS
 
-    _summarise(STATISTICS, context, model, out)
+    _summarise(STATISTICS, {"task": task, **grid}, model, out)
 
 
-def _summarise(sort: QuerySummary, context: typer.Context, model: str, out: Path | None) -> None:
+def _summarise(sort: QuerySummary, values: dict[str, Any], model: str, out: Path | None) -> None:
     from kvbench.profiles.command import profile_queries
 
-    given = given_flags(context, "model", "out")
+    given = given_values(values)
     told = progress()
     with stopping(told, f"{sort.noun} are written when they are complete"):
         told.busy(f"loading model {model}")

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvbench.cli import complete
-from kvbench.cli.options import FLAG, OUTPUT, Names, option, split_names
+from kvbench.cli.options import Names, option, split_names
 from kvbench.cli.screen import console, print_json, show
 from kvbench.errors import UserError
 from kvbench.report.outputs import terminal
+from kvbench.runs.options import FLAG, OUTPUT
 
 if TYPE_CHECKING:
     from kvbench.published.browse import Filter

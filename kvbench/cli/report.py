@@ -9,8 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from kvbench.cli import complete
-from kvbench.cli.options import FLAG, Names, option
+from kvbench.cli.options import Names, option
 from kvbench.cli.screen import console, print_json, rows_of, show
+from kvbench.runs.options import FLAG
 
 
 def report(

@@ -11,56 +11,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvbench.cli import complete
-from kvbench.cli.options import (
-    ANSWERS,
-    CACHE,
-    FLAG,
-    MACHINES,
-    OUTPUT,
-    PROMPTS,
-    WHAT,
-    AsJson,
-    BatchSize,
-    Budgets,
-    CacheMemory,
-    Device,
-    DeviceMap,
-    Dtype,
-    Lengths,
-    MaxNewTokens,
-    Models,
-    Names,
-    Policies,
-    PrefillBatch,
-    Quantization,
-    Quiet,
-    Repeats,
-    Revision,
-    Seed,
-    Tasks,
-    Temperature,
-    Template,
-    Thinking,
-    TopK,
-    TopP,
-    Truncate,
-    given_flags,
-    option,
-    split_names,
-)
+from kvbench.cli.options import AsJson, Quiet, given_values, grid_options, option, split_names
 from kvbench.cli.screen import FAILED, complain, console, print_json, progress, rows_of, stopping
 from kvbench.errors import UserError
 from kvbench.progress import Reporter, Silent
+from kvbench.runs.options import FLAG, OUTPUT, WHAT
 
 if TYPE_CHECKING:
     from kvbench.runs.grid import Grid
     from kvbench.runs.runner import Run
 
 
+@grid_options()
 def run(
-    context: typer.Context,
-    policy: Policies = None,
-    task: Tasks = None,
     config: Annotated[
         Path | None,
         option(WHAT, "FILE", "Read the options from a YAML file. Flags take precedence."),
@@ -76,93 +39,7 @@ def run(
             autocompletion=complete.recipes,
         ),
     ] = None,
-    model: Models = None,
-    revision: Revision = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    device_map: DeviceMap = None,
-    quantization: Quantization = None,
-    batch_size: BatchSize = None,
-    cache_memory: CacheMemory = None,
-    prefill_batch: PrefillBatch = None,
     attn: Annotated[str | None, typer.Option(metavar="A", hidden=True)] = None,
-    samples: Annotated[
-        int | None, option(PROMPTS, "N", "Per task. A larger number extends a run. Default: 50.")
-    ] = None,
-    length: Lengths = None,
-    truncate: Truncate = None,
-    chat_template: Template = None,
-    seed: Seed = None,
-    max_new_tokens: MaxNewTokens = None,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    top_k: TopK = None,
-    repeats: Repeats = None,
-    thinking: Thinking = None,
-    judge: Annotated[
-        str | None,
-        option(
-            ANSWERS,
-            "WHO",
-            "For tasks that need a judge: endpoint (KVBENCH_JUDGE_URL), local (compares "
-            "words; for tests) or auto (the default: endpoint if it is set).",
-        ),
-    ] = None,
-    budget: Budgets = None,
-    moment: Annotated[
-        Names,
-        option(
-            CACHE,
-            "WHEN",
-            "When to compress, with commas. context: before the question (the default); "
-            "question: after it; decode: during the answer; chunked or chunked:512: after each "
-            "chunk of the prompt; turns: before each turn of a dialogue.",
-            autocompletion=complete.moments,
-        ),
-    ] = None,
-    full: Annotated[
-        bool | None,
-        option(
-            CACHE,
-            FLAG,
-            "Also run the full cache, to compare with. Default: yes.",
-            "--full/--no-full",
-        ),
-    ] = None,
-    executor: Annotated[
-        str | None,
-        option(
-            MACHINES,
-            "WHERE",
-            "local (the default): this process; ray: workers on every core or GPU of this machine, "
-            "or of a cluster (docs/clusters.md).",
-        ),
-    ] = None,
-    ray_address: Annotated[
-        str | None,
-        option(
-            MACHINES,
-            "HOST:PORT",
-            "Ray cluster to use, or auto. Default: RAY_ADDRESS, otherwise this machine alone.",
-        ),
-    ] = None,
-    gpus_per_cell: Annotated[
-        float | None,
-        option(
-            MACHINES,
-            "N",
-            "GPUs of each Ray worker: 0.5 puts two on a GPU; for more than 1 add --device-map "
-            "auto. Default: 1 with CUDA.",
-        ),
-    ] = None,
-    workers: Annotated[
-        int | None,
-        option(MACHINES, "N", "Ray workers. Default: as many as the machines have room for."),
-    ] = None,
-    out: Annotated[
-        str | None,
-        option(OUTPUT, "DIR", "Folder of the results. Default: results/MODEL-TASK-POLICY-HASH."),
-    ] = None,
     fresh: Annotated[
         bool, option(OUTPUT, FLAG, "Discard an earlier run in the folder.", "--fresh")
     ] = False,
@@ -181,6 +58,7 @@ def run(
     ] = False,
     quiet: Quiet = False,
     as_json: AsJson = False,
+    **grid_values: Any,
 ) -> None:
     """Run every combination of policy, budget, model and task, and score it.
 
@@ -197,32 +75,30 @@ def run(
         raise UserError(f"--extend and {other} exclude each other; give only one")
     if quiet:
         warnings.simplefilter("ignore")
+    given = given_values(grid_values)
     told = Silent() if quiet else progress()
     with stopping(told):
         of_file = config or recipe
-        told.busy("loading" if of_file else f"loading model {', '.join(model or ['reference'])}")
+        models = split_names(given.get("model"))
+        told.busy("loading" if of_file else f"loading model {', '.join(models or ['reference'])}")
         # With --json nothing else may appear on stdout, not even what a user's policy prints.
         with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-            given = given_flags(context, *_OF_RUN)
-            grid = _extended(out, given) if extend else _grid(config, recipe, given)
+            grid = _extended(given) if extend else _grid(config, recipe, given)
             done = _execute(grid, told, fresh=fresh, extend=extend, dry_run=dry_run)
     if done is None:
         if recipe:
-            _show_differences(recipe, split_names(model))
+            _show_differences(recipe, models)
         return
     if as_json:
         print_json(_as_json(done))
     else:
         _show(done, quiet=quiet)
         if recipe and not quiet:
-            _show_recipe(recipe, split_names(model), done)
+            _show_recipe(recipe, models, done)
     failed = done.cells[done.cells["status"] != "ok"]
     if len(failed):
         complain(f"{len(failed)} of {len(done.cells)} cells failed: {failed.iloc[0]['error']}")
         raise typer.Exit(FAILED)
-
-
-_OF_RUN = ("config", "recipe", "fresh", "extend", "dry_run", "quiet", "as_json")
 
 
 def _grid(config: Path | None, recipe: str | None, given: dict[str, Any]) -> Grid:
@@ -236,12 +112,12 @@ def _grid(config: Path | None, recipe: str | None, given: dict[str, Any]) -> Gri
     return Grid.from_yaml(config, given) if config else Grid.from_dict(given)
 
 
-def _extended(out: str | None, given: dict[str, Any]) -> Grid:
+def _extended(given: dict[str, Any]) -> Grid:
     """The grid of the run in a folder, with the lists that were given added to its own."""
     from kvbench.runs.grid import Grid
     from kvbench.runs.store import GRID
 
-    if out is None:
+    if (out := given.get("out")) is None:
         raise UserError("--extend needs the folder of the run; add --out DIR")
     file = Path(out) / GRID
     if not file.exists():

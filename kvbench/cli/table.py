@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvbench.cli import complete
-from kvbench.cli.options import FLAG, OUTPUT, Names, option, split_names
+from kvbench.cli.options import Names, option, split_names
 from kvbench.cli.screen import show
 from kvbench.errors import UserError
 from kvbench.files import write_whole
 from kvbench.layouts.value import Value
 from kvbench.layouts.write import Format, written
+from kvbench.runs.options import FLAG, OUTPUT
 
 if TYPE_CHECKING:
     from kvbench.layouts.measures import Measures

@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from kvbench.cli import complete
-from kvbench.cli.options import (
-    FLAG,
-    MODEL,
-    OUTPUT,
-    WHAT,
-    Device,
-    DryRun,
-    OneModel,
-    Revision,
-    given_flags,
-    option,
-)
+from kvbench.cli.options import DryRun, OneModel, given_values, grid_options, option
 from kvbench.cli.screen import progress, stopping
+from kvbench.runs.options import FLAG, MODEL, OUTPUT, WHAT
 
 app = typer.Typer(
     help="Train the gates that learned policies score with.",
@@ -36,6 +26,7 @@ def _root() -> None:
 
 
 @app.command()
+@grid_options("revision", "device", after="model")
 def gates(
     context: typer.Context,
     policy: Annotated[
@@ -66,8 +57,6 @@ def gates(
     ] = None,
     subset: Annotated[str | None, option(WHAT, "NAME", "Configuration of a hub data set.")] = None,
     model: OneModel = "reference",
-    revision: Revision = None,
-    device: Device = None,
     dtype: Annotated[
         str,
         option(
@@ -210,6 +199,7 @@ def gates(
         ),
     ] = True,
     dry_run: DryRun = False,
+    **grid: Any,
 ) -> None:
     """Train the gates of trimkv, dbtrimkv, locret or kvzap, or the convolutions of lococo.
 
@@ -219,11 +209,18 @@ def gates(
     """
     from kvbench.training.command import plan, train
 
-    given = given_flags(context, *_OF_THE_COMMAND)
+    given = given_values(context.params, _OF_THE_COMMAND)
     left_out = {"kl": no_kl, "ntp": no_ntp, "with_capacity": no_capacity}
     given |= {loss: False for loss, is_out in left_out.items() if is_out}
     planned = plan(
-        model, policy, data, given, out=out, device=device or "auto", dtype=dtype, revision=revision
+        model,
+        policy,
+        data,
+        given,
+        out=out,
+        device=grid["device"] or "auto",
+        dtype=dtype,
+        revision=grid["revision"],
     )
     if dry_run:
         print("\n".join(planned.lines()))

@@ -102,7 +102,7 @@ def load_model(
         device: The device to load it to, unless a device map is given.
         dtype: Dtype of everything that is not quantised, and of the cache.
         device_map: As transformers takes it: `auto`, or module names to devices.
-        quantization: One of `kvbench.engine.quantization.PACKAGES`, for weights that are not
+        quantization: One of `kvbench.engine.weight_schemes.PACKAGES`, for weights that are not
             quantised on disk.
 
     Raises:

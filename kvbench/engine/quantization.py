@@ -12,29 +12,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from kvbench.errors import UserError, unknown
-
-PACKAGES: dict[str, str] = {
-    "bnb-4bit": "bitsandbytes",
-    "bnb-8bit": "bitsandbytes",
-    "torchao-int8": "torchao",
-}
-"""Schemes that quantise weights while they are loaded, and the package that each needs.
-
-`bnb-4bit` is NF4 and computes in the model's dtype; `bnb-8bit` is LLM.int8() and computes in
-float16 and int8; `torchao-int8` stores weights as int8 and computes in the model's dtype.
-"""
-
-
-def scheme_name(value: object) -> str:
-    """Check the name of a scheme.
-
-    Raises:
-        UserError: There is no such scheme.
-    """
-    if value not in PACKAGES:
-        raise unknown("quantization", value, PACKAGES)
-    return str(value)
+from kvbench.engine.weight_schemes import PACKAGES
+from kvbench.errors import UserError
 
 
 def method_of(config: Any) -> str:

@@ -15,7 +15,8 @@ import yaml
 from kvbench.errors import UserError, unknown
 from kvbench.harness import catalogue
 from kvbench.published.figures import papers
-from kvbench.runs.grid import Grid, overlaid, singular
+from kvbench.runs.grid import Grid, overlaid
+from kvbench.runs.options import flag_of
 from kvbench.spelling import policy
 
 RUN = "run"
@@ -99,7 +100,7 @@ class Recipe:
         words = ["kvbench", *self.by.split()]
         for key, value in self.settings(models).items():
             values = value if isinstance(value, list) else [value]
-            words += [f"--{singular(key).replace('_', '-')}", ",".join(map(str, values))]
+            words += [f"--{flag_of(key).replace('_', '-')}", ",".join(map(str, values))]
         return shlex.join(words)
 
     def grid(self, models: Sequence[str] = (), override: Mapping[str, Any] | None = None) -> Grid:
@@ -181,7 +182,7 @@ def left_out() -> tuple[LeftOutItem, ...]:
 
 def missing_parts(one: Recipe) -> list[str]:
     """What of a recipe cannot be run here: what it lacks, and parts that are not installed."""
-    names = {singular(key): value for key, value in one.full.items()}
+    names = {flag_of(key): value for key, value in one.full.items()}
     missing = list(one.lacks)
     for spec in names["policy"]:
         try:

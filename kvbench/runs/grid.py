@@ -19,111 +19,29 @@ from kvbench.plugin import Policy
 from kvbench.runs.cell import FULL_BUDGET, Variant
 from kvbench.runs.folders import default_folder
 from kvbench.runs.generation import GenerationFlags
-from kvbench.runs.values import READERS, read_yaml
+from kvbench.runs.options import GridOptions, OptionError, field_of, options
+from kvbench.runs.values import read_yaml
 from kvbench.spelling import policy as kvbench_policy
 
 ALL = "all"
 """Stands for every installed policy."""
 
-_LISTS = ("policies", "budgets", "models", "tasks", "moments", "lengths")
-_SINGULAR = {
-    "policy": "policies",
-    "budget": "budgets",
-    "model": "models",
-    "task": "tasks",
-    "moment": "moments",
-    "length": "lengths",
-}
 _ON_RAY = ("ray_address", "gpus_per_cell", "workers")
-_NOT_IN_DIGEST = (
-    *("samples", "repeats", "out", "batch_size", "cache_memory", "device_map", "judge"),
-    *("prefill_batch", "executor", *_ON_RAY),
-)
-"""Fields that extend, move, speed up or score a run without changing a response."""
 _RETIRED = {"attn": "auto"}
 """Fields of earlier versions. They stay in the digest, and a file may still contain them."""
 
 
 @dataclass(frozen=True)
-class Grid:
-    """The product of policies, budgets, models, tasks, moments and lengths, and how to run it.
-
-    Attributes:
-        policies: Spellings, `NAME[:key=value...]`.
-        budgets: Canonical spellings of `Budget`: the fraction KEPT, tokens, or "full".
-        models: `reference`, local paths or hub ids.
-        tasks: Groups, leaves or `.jsonl` files.
-        moments: When the cache is compressed.
-        lengths: Tokens of prompt and answer.
-        samples: Samples per task.
-        seed: Seed of data and policy noise.
-        out: Folder of the run; None for `kvbench.runs.folders.default_folder`.
-        device: A torch device or "auto".
-        dtype: "auto", "float32", "bfloat16" or "float16".
-        batch_size: Most responses decoded together, or "auto".
-        cache_memory: Bytes that the caches of a batch may take, such as "40GB"; None for a share
-            of the device's memory.
-        prefill_batch: Most contexts prefilled together, or "auto".
-        revision: Revision of a hub model.
-        chat_template: Whether to apply it; None applies it if the tokenizer has one.
-        full: Whether to run the full cache as well.
-        judge: Who judges responses, for tasks that need it: "auto" (the environment decides),
-            "endpoint" or "local".
-        temperature: Temperature of drawn answers; 0 is greedy. This and the following fields take
-            precedence over the task; None leaves them to the task.
-        top_p: See `kvbench.decoding.Sampling`.
-        top_k: See `kvbench.decoding.Sampling`.
-        repeats: Answers to each question, if they are drawn.
-        max_new_tokens: Limit of an answer.
-        thinking: Passed to the chat template as `enable_thinking`.
-        truncate: "middle" or "middle:4096"; see `kvbench.runs.generation.Truncation`.
-        device_map: As transformers takes it, "auto" or module names to devices; `device` must then
-            be "auto".
-        quantization: How weights are quantised while they are loaded; a name from
-            `kvbench.engine.quantization.PACKAGES`.
-        executor: Where responses are generated: "local" (this process) or "ray".
-        ray_address: Address of a Ray cluster; None for `RAY_ADDRESS`, or a Ray of this machine
-            alone. This and the following fields are for the executor "ray".
-        gpus_per_cell: GPUs of a worker, which runs all cells of its contexts; a fraction shares a
-            GPU. None is 1 on CUDA devices, otherwise 0.
-        workers: Number of workers; None is as many as the machines have room for.
-    """
-
-    policies: tuple[str, ...]
-    tasks: tuple[str, ...]
-    budgets: tuple[str, ...] = ("0.2",)
-    models: tuple[str, ...] = ("reference",)
-    moments: tuple[str, ...] = ("context",)
-    lengths: tuple[int, ...] = (1024,)
-    samples: int = 50
-    seed: int = 0
-    out: str | None = None
-    device: str = "auto"
-    dtype: str = "auto"
-    batch_size: int | str = "auto"
-    cache_memory: int | None = None
-    prefill_batch: int | str = "auto"
-    revision: str | None = None
-    chat_template: bool | None = None
-    full: bool = True
-    judge: str = "auto"
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    repeats: int | None = None
-    max_new_tokens: int | None = None
-    thinking: bool | None = None
-    truncate: str | None = None
-    device_map: str | dict[str, str | int] | None = None
-    quantization: str | None = None
-    executor: str = "local"
-    ray_address: str | None = None
-    gpus_per_cell: float | None = None
-    workers: int | None = None
+class Grid(GridOptions):
+    """The product of policies, budgets, models, tasks, moments and lengths, and how to run it."""
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            object.__setattr__(self, name, READERS[name](value))
+        """Read every field, and check those that depend on each other.
+
+        Raises:
+            UserError: A value is wrong, or two contradict each other.
+        """
+        super().__post_init__()
         shares = [str(b) for b in self.parsed_budgets if b.absolute is None and not b.is_full]
         if self.has_moment("decode") and shares:
             raise UserError(
@@ -168,36 +86,37 @@ class Grid:
         """
         data, lines = read_yaml(path)
         given = override or {}
-        replaced = {_SINGULAR.get(k, k) for k in given}
+        replaced = {field_of(k) for k in given}
 
         def where(key: str) -> str:
-            own = key in lines and _SINGULAR.get(key, key) not in replaced
+            own = key in lines and field_of(key) not in replaced
             return f"{path}:{lines[key]}: " if own else ""
 
         return cls._read(overlaid(data, given), where, str(path))
 
     @classmethod
     def _read(
-        cls, data: Mapping[str, Any], where: Callable[[str], str], name: str = "the grid"
+        cls, data: Mapping[str, Any], where: Callable[[str], str], source: str = "the grid"
     ) -> Grid:
         values: dict[str, Any] = {}
-        known = [field.name for field in fields(cls)]
+        keys: dict[str, str] = {}
+        known = {name: option.flag or name for name, option in options()}
         for key, value in data.items():
-            target = _SINGULAR.get(key, key)
-            if target in _RETIRED:
+            name = field_of(key)
+            if name in _RETIRED:
                 continue
-            try:
-                if target not in known:
-                    raise unknown("key", key, [*known, *_SINGULAR])
-                if target in values:
-                    raise UserError(f"{key!r} is given twice")
-                values[target] = READERS[target](value)
-            except UserError as error:
-                raise UserError(f"{where(key)}{error}") from None
-        for target, flag in (("policies", "--policy"), ("tasks", "--task")):
-            if target not in values:
-                raise UserError(f"{name} has no {target}; give {flag} or the key {target}")
-        return cls(**values)
+            if name not in known:
+                raise UserError(f"{where(key)}{unknown('key', key, {*known, *known.values()})}")
+            if name in values:
+                raise UserError(f"{where(key)}{key!r} is given twice")
+            values[name], keys[name] = value, key
+        for name in ("policies", "tasks"):
+            if name not in values:
+                raise UserError(f"{source} has no {name}; give --{known[name]} or the key {name}")
+        try:
+            return cls(**values)
+        except OptionError as error:
+            raise UserError(f"{where(keys[error.name])}{error}") from None
 
     @classmethod
     def extending(cls, path: Path, more: Mapping[str, Any]) -> Grid:
@@ -211,10 +130,11 @@ class Grid:
             UserError: As `from_dict`.
         """
         base = cls.from_yaml(path)
-        given = {_SINGULAR.get(key, key): value for key, value in more.items()}
-        for name in given.keys() & set(_LISTS):
-            own = getattr(base, name)
-            given[name] = list(dict.fromkeys([*own, *READERS[name](given[name])]))
+        given = {field_of(key): value for key, value in more.items()}
+        for name, option in options():
+            if name in given and option.kind is list:
+                added = option.read(given[name])
+                given[name] = list(dict.fromkeys([*getattr(base, name), *added]))
         return cls.from_dict(overlaid(base.to_dict(), given))
 
     def differs(self, other: Grid) -> list[str]:
@@ -230,7 +150,8 @@ class Grid:
         return [
             name
             for name in self.differs(other)
-            if name not in _LISTS or not set(getattr(self, name)) >= set(getattr(other, name))
+            if not isinstance(getattr(self, name), tuple)
+            or not set(getattr(self, name)) >= set(getattr(other, name))
         ]
 
     def to_dict(self) -> dict[str, Any]:
@@ -249,13 +170,12 @@ class Grid:
     @property
     def _counting(self) -> dict[str, Any]:
         """What counts for the digest."""
-        own = {k: v for k, v in self.to_dict().items() if k not in _NOT_IN_DIGEST}
-        for name in ("quantization", *(flag.name for flag in fields(GenerationFlags))):
-            if own.get(name) is None:
-                own.pop(name, None)
-        for name in _LISTS:
-            own[name] = sorted(own[name])
-        return own
+        counting: dict[str, Any] = {}
+        for name, option in options():
+            value = getattr(self, name)
+            if option.digest == "always" or (option.digest == "if set" and value is not None):
+                counting[name] = sorted(value) if isinstance(value, tuple) else value
+        return counting
 
     @property
     def generation(self) -> GenerationFlags:
@@ -354,13 +274,8 @@ class Grid:
 
 def overlaid(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a grid with others in their place, whether keys are `policy` or `policies`."""
-    given = {_SINGULAR.get(k, k): v for k, v in over.items()}
-    return {k: v for k, v in base.items() if _SINGULAR.get(k, k) not in given} | given
-
-
-def singular(key: str) -> str:
-    """The flag of a key of a grid, without dashes: `policy` for `policies`."""
-    return next((flag for flag, name in _SINGULAR.items() if name == key), key)
+    given = {field_of(k): v for k, v in over.items()}
+    return {k: v for k, v in base.items() if field_of(k) not in given} | given
 
 
 class _Builder(dict[str, Policy]):

@@ -11,9 +11,7 @@ from typing import Any
 import yaml
 
 from kvbench.budget import Budget
-from kvbench.engine.quantization import scheme_name
 from kvbench.errors import UserError, unknown
-from kvbench.judge.choosing import judge_name
 from kvbench.moments import Timing
 from kvbench.runs.generation import Truncation
 
@@ -24,7 +22,7 @@ _HOT, _TINY = 100, 1e-6
 _MEMORY = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([KMGT]?)i?B?", re.IGNORECASE)
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _INT32 = 2**31 - 1
-_INT64 = 2**63 - 1
+INT64 = 2**63 - 1
 
 
 def read_yaml(path: str | Path) -> tuple[dict[Any, Any], dict[Any, int]]:
@@ -95,7 +93,7 @@ def _items(value: Any, what: str) -> list[Any]:
     return found
 
 
-def _names(what: str) -> Callable[[Any], tuple[str, ...]]:
+def names(what: str) -> Callable[[Any], tuple[str, ...]]:
     def read(value: Any) -> tuple[str, ...]:
         found = _items(value, what)
         if wrong := [v for v in found if not isinstance(v, str)]:
@@ -105,17 +103,17 @@ def _names(what: str) -> Callable[[Any], tuple[str, ...]]:
     return read
 
 
-def _budgets(value: Any) -> tuple[str, ...]:
+def budgets(value: Any) -> tuple[str, ...]:
     parsed = [Budget.parse(v) for v in _items(value, "budgets")]
     return tuple(dict.fromkeys(str(budget) for budget in parsed))
 
 
-def _moments(value: Any) -> tuple[str, ...]:
-    parsed = [Timing.parse(spelling) for spelling in _names("moments")(value)]
+def moments(value: Any) -> tuple[str, ...]:
+    parsed = [Timing.parse(spelling) for spelling in names("moments")(value)]
     return tuple(dict.fromkeys(str(timing) for timing in parsed))
 
 
-def _integer(what: str, low: int, high: int = _INT32) -> Callable[[Any], int]:
+def integer(what: str, low: int, high: int = _INT32) -> Callable[[Any], int]:
     def read(value: Any) -> int:
         if isinstance(value, str) and value.strip().isdecimal():
             value = int(value)
@@ -126,15 +124,15 @@ def _integer(what: str, low: int, high: int = _INT32) -> Callable[[Any], int]:
     return read
 
 
-def _lengths(value: Any) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(_integer("length", 1)(v) for v in _items(value, "lengths")))
+def lengths(value: Any) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(integer("length", 1)(v) for v in _items(value, "lengths")))
 
 
-def _batch(what: str) -> Callable[[Any], int | str]:
-    return lambda value: "auto" if value == "auto" else _integer(what, 1)(value)
+def batch(what: str) -> Callable[[Any], int | str]:
+    return lambda value: "auto" if value == "auto" else integer(what, 1)(value)
 
 
-def _memory(value: Any) -> int:
+def memory(value: Any) -> int:
     found = _MEMORY.fullmatch(str(value).strip()) if not isinstance(value, bool) else None
     size = int(float(found[1]) * _UNITS[found[2].upper()]) if found else 0
     if not size:
@@ -142,7 +140,7 @@ def _memory(value: Any) -> int:
     return size
 
 
-def _text(what: str) -> Callable[[Any], str]:
+def text(what: str) -> Callable[[Any], str]:
     def read(value: Any) -> str:
         if not isinstance(value, str) or not value.strip():
             raise UserError(f"{what} must be a name, not {value!r}")
@@ -151,19 +149,19 @@ def _text(what: str) -> Callable[[Any], str]:
     return read
 
 
-def _folder(value: Any) -> str:
+def folder(value: Any) -> str:
     if not str(value).strip():
         raise UserError("out must be a folder, not an empty name")
     return str(value)
 
 
-def _dtype(value: Any) -> str:
+def dtype(value: Any) -> str:
     if value not in _DTYPES:
         raise unknown("dtype", value, _DTYPES)
     return str(value)
 
 
-def _device_map(value: Any) -> str | dict[str, str | int]:
+def device_map(value: Any) -> str | dict[str, str | int]:
     if isinstance(value, Mapping) and value:
         if all(isinstance(k, str) and isinstance(v, str | int) for k, v in value.items()):
             return dict(value)
@@ -175,13 +173,13 @@ def _device_map(value: Any) -> str | dict[str, str | int]:
     )
 
 
-def _executor(value: Any) -> str:
+def executor(value: Any) -> str:
     if value not in _EXECUTORS:
         raise unknown("executor", value, _EXECUTORS)
     return str(value)
 
 
-def _gpus(value: Any) -> float:
+def gpus(value: Any) -> float:
     wanted = "a fraction of a GPU or a whole number of GPUs"
     count = _number("gpus_per_cell", _TINY, _INT32, wanted)(value)
     if count > 1 and count != int(count):
@@ -189,7 +187,7 @@ def _gpus(value: Any) -> float:
     return count
 
 
-def _truth(what: str) -> Callable[[Any], bool]:
+def truth(what: str) -> Callable[[Any], bool]:
     def read(value: Any) -> bool:
         if not isinstance(value, bool):
             raise UserError(f"{what} must be true or false, not {value!r}")
@@ -211,47 +209,17 @@ def _number(what: str, low: float, high: float, wanted: str) -> Callable[[Any], 
     return read
 
 
-def _truncate(value: Any) -> str:
+def temperature(value: Any) -> float:
+    return _number("temperature", 0, _HOT, f"a number from 0 (greedy) to {_HOT}")(value)
+
+
+def probability(what: str) -> Callable[[Any], float]:
+    return _number(what, _TINY, 1, "a number above 0 and at most 1")
+
+
+def truncation(value: Any) -> str:
     return str(Truncation.parse(str(value)))
 
 
-def _optional(read: Callable[[Any], Any], *unset: str) -> Callable[[Any], Any]:
+def optional(read: Callable[[Any], Any], *unset: str) -> Callable[[Any], Any]:
     return lambda value: None if value is None or value in unset else read(value)
-
-
-READERS: dict[str, Callable[[Any], Any]] = {
-    "policies": _names("policies"),
-    "tasks": _names("tasks"),
-    "budgets": _budgets,
-    "models": _names("models"),
-    "moments": _moments,
-    "lengths": _lengths,
-    "samples": _integer("samples", 1),
-    "seed": _integer("seed", 0, _INT64),
-    "out": _optional(_folder),
-    "device": _text("device"),
-    "dtype": _dtype,
-    "batch_size": _batch("batch_size"),
-    "prefill_batch": _batch("prefill_batch"),
-    "cache_memory": _optional(_memory),
-    "revision": _optional(_text("revision")),
-    "chat_template": _optional(_truth("chat_template"), "auto"),
-    "full": _truth("full"),
-    "temperature": _optional(
-        _number("temperature", 0, _HOT, f"a number from 0 (greedy) to {_HOT}")
-    ),
-    "top_p": _optional(_number("top_p", _TINY, 1, "a number above 0 and at most 1")),
-    "top_k": _optional(_integer("top_k", 1)),
-    "repeats": _optional(_integer("repeats", 1)),
-    "max_new_tokens": _optional(_integer("max_new_tokens", 1)),
-    "thinking": _optional(_truth("thinking"), "auto"),
-    "truncate": _optional(_truncate),
-    "device_map": _optional(_device_map),
-    "quantization": _optional(scheme_name),
-    "judge": judge_name,
-    "executor": _executor,
-    "ray_address": _optional(_text("ray_address")),
-    "gpus_per_cell": _optional(_gpus),
-    "workers": _optional(_integer("workers", 1)),
-}
-"""A reader for each attribute of `Grid`: turns what a user gives into what the grid holds."""

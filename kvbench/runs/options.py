@@ -1,0 +1,261 @@
+"""The options of a run. Each is declared once, as a field of `GridOptions`.
+
+The flags of the commands, the keys of a YAML file and the arguments in Python are all read from
+these fields. Nothing heavy is imported here, so that the help is fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from kvbench.engine.weight_schemes import scheme_name
+from kvbench.errors import UserError
+from kvbench.judge.choosing import judge_name
+from kvbench.runs import values
+
+WHAT, MODEL, PROMPTS, ANSWERS = "What to run", "Model", "Prompts", "Answers"
+CACHE, MACHINES, OUTPUT = "Cache", "Machines", "Output"
+"""Headings under which the help groups options."""
+
+FLAG = " "
+"""Metavar of an option without a value: otherwise the help spends a column on `<bool>`."""
+
+_OPTION = "option"
+
+
+class OptionError(UserError):
+    """The value of an option is wrong.
+
+    Attributes:
+        name: The field of `GridOptions`.
+    """
+
+    def __init__(self, name: str, message: str) -> None:
+        super().__init__(message)
+        self.name = name
+
+
+@dataclass(frozen=True)
+class Option:
+    """How an option is given and read.
+
+    Attributes:
+        read: Turns what a user gives into the value of the field, or raises `UserError`.
+        kind: Type of the flag's value; `list` for several, separated by commas.
+        panel: Heading in the help.
+        metavar: What the help shows for the value.
+        help: What the help says.
+        flag: Name of the flag and of the YAML key, where it is not the field's.
+        spelling: Spelling of a flag with a negative form, such as `--full/--no-full`.
+        complete: Function of `kvbench.cli.complete` that completes the value.
+        digest: When it counts for the digest of the grid, because it changes a response or adds a
+            cell: "always", "if set" (it is not None) or "never", so that a run continues with
+            another value.
+    """
+
+    read: Callable[[Any], Any]
+    kind: type
+    panel: str
+    metavar: str
+    help: str
+    flag: str = ""
+    spelling: str = ""
+    complete: str = ""
+    digest: str = "always"
+
+
+def _option(
+    default: Any, read: Callable[[Any], Any], kind: type, panel: str, metavar: str, help: str,
+    **more: Any,
+) -> Any:  # fmt: skip
+    """Declare an option; a default of `...` makes it required."""
+    metadata = {_OPTION: Option(read, kind, panel, metavar, help, **more)}
+    return field(metadata=metadata) if default is ... else field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class GridOptions:
+    """What a grid consists of and how it is run; `kvbench run --help` says what each field means.
+
+    None leaves a field to the task, the model or the machine.
+    """
+
+    policies: tuple[str, ...] = _option(
+        ..., values.names("policies"), list, WHAT, "NAME",
+        "Policies, with commas: snapkv:window=64,criticalkv, ./my_policy.py:MyPolicy, or all "
+        "(kvbench list policies).",
+        flag="policy", complete="policies",
+    )  # fmt: skip
+    tasks: tuple[str, ...] = _option(
+        ..., values.names("tasks"), list, WHAT, "NAME",
+        "Groups or tasks, with commas: ruler,vt, or your own ./mine.jsonl (kvbench list tasks).",
+        flag="task", complete="tasks",
+    )  # fmt: skip
+    models: tuple[str, ...] = _option(
+        ("reference",), values.names("models"), list, MODEL, "NAME",
+        "Models, with commas: reference (the default), a name of kvbench list models, a folder, a "
+        "GGUF file or a hub id.",
+        flag="model", complete="models",
+    )  # fmt: skip
+    revision: str | None = _option(
+        None, values.optional(values.text("revision")), str, MODEL, "REV",
+        "Branch, tag or commit of a hub model.",
+    )  # fmt: skip
+    device: str = _option(
+        "auto", values.text("device"), str, MODEL, "DEV",
+        "cpu, cuda, cuda:1 or auto (the default).",
+    )  # fmt: skip
+    dtype: str = _option(
+        "auto", values.dtype, str, MODEL, "TYPE",
+        "float32, bfloat16, float16 or auto (the default).",
+    )  # fmt: skip
+    device_map: str | dict[str, str | int] | None = _option(
+        None, values.optional(values.device_map), str, MODEL, "MAP",
+        "auto: spread the model over all GPUs. Replaces --device.", digest="never",
+    )  # fmt: skip
+    quantization: str | None = _option(
+        None, values.optional(scheme_name), str, MODEL, "HOW",
+        "Quantise weights while loading: bnb-4bit, bnb-8bit or torchao-int8. A quantised "
+        "checkpoint needs no flag.", digest="if set",
+    )  # fmt: skip
+    batch_size: int | str = _option(
+        "auto", values.batch("batch_size"), str, MODEL, "N",
+        "Most responses decoded together. Default: auto.", digest="never",
+    )  # fmt: skip
+    cache_memory: int | None = _option(
+        None, values.optional(values.memory), str, MODEL, "SIZE",
+        "Memory for the caches that are decoded together, such as 40GB. Default: 80% of a GPU's "
+        "free memory; half of a CPU's memory, shared out by the cores in use.", digest="never",
+    )  # fmt: skip
+    prefill_batch: int | str = _option(
+        "auto", values.batch("prefill_batch"), str, MODEL, "N",
+        "Most contexts prefilled together. Default: auto, which is 1 on a CPU, and as many as keep "
+        "a GPU busy. With more than 1, responses can differ by rounding.", digest="never",
+    )  # fmt: skip
+    samples: int = _option(
+        50, values.integer("samples", 1), int, PROMPTS, "N",
+        "Per task. A larger number extends a run. Default: 50.", digest="never",
+    )  # fmt: skip
+    lengths: tuple[int, ...] = _option(
+        (1024,), values.lengths, list, PROMPTS, "TOKENS",
+        "Length of prompt and answer together, with commas: 1024,4096. Default: 1024.",
+        flag="length",
+    )  # fmt: skip
+    truncate: str | None = _option(
+        None, values.optional(values.truncation), str, PROMPTS, "HOW",
+        "middle or middle:TOKENS: cut the middle of contexts until prompt and answer fit the "
+        "model, or TOKENS. Default: refuse what does not fit.", digest="if set",
+    )  # fmt: skip
+    chat_template: bool | None = _option(
+        None, values.optional(values.truth("chat_template"), "auto"), bool, PROMPTS, FLAG,
+        "Apply the chat template. Default: if the tokenizer has one.",
+        spelling="--chat-template/--no-chat-template",
+    )  # fmt: skip
+    seed: int = _option(
+        0, values.integer("seed", 0, values.INT64), int, PROMPTS, "N",
+        "Seed of the data and of all noise. Default: 0.",
+    )  # fmt: skip
+    max_new_tokens: int | None = _option(
+        None, values.optional(values.integer("max_new_tokens", 1)), int, ANSWERS, "N",
+        "Maximum length of an answer. Default: as the task says.", digest="if set",
+    )  # fmt: skip
+    temperature: float | None = _option(
+        None, values.optional(values.temperature), float, ANSWERS, "T",
+        "Sample at this temperature; 0 is greedy. Default: as the task says.",
+        digest="if set",
+    )  # fmt: skip
+    top_p: float | None = _option(
+        None, values.optional(values.probability("top_p")), float, ANSWERS, "P",
+        "Sample from the most likely tokens that together have this probability.",
+        digest="if set",
+    )  # fmt: skip
+    top_k: int | None = _option(
+        None, values.optional(values.integer("top_k", 1)), int, ANSWERS, "K",
+        "Sample from the K most likely tokens.", digest="if set",
+    )  # fmt: skip
+    repeats: int | None = _option(
+        None, values.optional(values.integer("repeats", 1)), int, ANSWERS, "N",
+        "Samples per question (temperature > 0 only). A larger number extends a run.",
+        digest="never",
+    )  # fmt: skip
+    thinking: bool | None = _option(
+        None, values.optional(values.truth("thinking"), "auto"), bool, ANSWERS, FLAG,
+        "Passed to the chat template. Only the text after the last </think> is scored.",
+        spelling="--thinking/--no-thinking", digest="if set",
+    )  # fmt: skip
+    judge: str = _option(
+        "auto", judge_name, str, ANSWERS, "WHO",
+        "For tasks that need a judge: endpoint (KVBENCH_JUDGE_URL), local (compares words; for "
+        "tests) or auto (the default: endpoint if it is set).", digest="never",
+    )  # fmt: skip
+    budgets: tuple[str, ...] = _option(
+        ("0.2",), values.budgets, list, CACHE, "B",
+        "What is KEPT of the cache, per layer and KV head, with commas: a fraction (0.2), a "
+        "number of tokens (512), full, or all text and some visual tokens (visual:64). Default: "
+        "0.2. In kvpress a ratio is the fraction removed.",
+        flag="budget", complete="budgets",
+    )  # fmt: skip
+    moments: tuple[str, ...] = _option(
+        ("context",), values.moments, list, CACHE, "WHEN",
+        "When to compress, with commas. context: before the question (the default); question: "
+        "after it; decode: during the answer; chunked or chunked:512: after each chunk of the "
+        "prompt; turns: before each turn of a dialogue.",
+        flag="moment", complete="moments",
+    )  # fmt: skip
+    full: bool = _option(
+        True, values.truth("full"), bool, CACHE, FLAG,
+        "Also run the full cache, to compare with. Default: yes.", spelling="--full/--no-full",
+    )  # fmt: skip
+    executor: str = _option(
+        "local", values.executor, str, MACHINES, "WHERE",
+        "local (the default): this process; ray: workers on every core or GPU of this machine, or "
+        "of a cluster (docs/clusters.md).", digest="never",
+    )  # fmt: skip
+    ray_address: str | None = _option(
+        None, values.optional(values.text("ray_address")), str, MACHINES, "HOST:PORT",
+        "Ray cluster to use, or auto. Default: RAY_ADDRESS, otherwise this machine alone.",
+        digest="never",
+    )  # fmt: skip
+    gpus_per_cell: float | None = _option(
+        None, values.optional(values.gpus), float, MACHINES, "N",
+        "GPUs of each Ray worker: 0.5 puts two on a GPU; for more than 1 add --device-map auto. "
+        "Default: 1 with CUDA.", digest="never",
+    )  # fmt: skip
+    workers: int | None = _option(
+        None, values.optional(values.integer("workers", 1)), int, MACHINES, "N",
+        "Ray workers. Default: as many as the machines have room for.", digest="never",
+    )  # fmt: skip
+    out: str | None = _option(
+        None, values.optional(values.folder), str, OUTPUT, "DIR",
+        "Folder of the results. Default: results/MODEL-TASK-POLICY-HASH.", digest="never",
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        """Read every field.
+
+        Raises:
+            OptionError: A value is wrong.
+        """
+        for name, option in options():
+            try:
+                object.__setattr__(self, name, option.read(getattr(self, name)))
+            except UserError as error:
+                raise OptionError(name, str(error)) from None
+
+
+def options() -> Iterator[tuple[str, Option]]:
+    """Yield each field of `GridOptions` with its option."""
+    for one in fields(GridOptions):
+        yield one.name, one.metadata[_OPTION]
+
+
+def field_of(key: str) -> str:
+    """Return the field that a flag or YAML key sets: `policies` for `policy`."""
+    return next((name for name, option in options() if option.flag == key), key)
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of a field, without dashes: `policy` for `policies`."""
+    return next((option.flag for known, option in options() if known == name), "") or name
