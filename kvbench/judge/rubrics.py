@@ -105,7 +105,7 @@ def _file(stem: str) -> tuple[dict[str, Any], dict[str, str]]:
         raise unknown("rubric", stem, sorted(shipped.stem for shipped in _FOLDER.glob("*.json")))
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"cannot read the rubric {path}: {str(error).splitlines()[0]}") from None
     data = data if isinstance(data, dict) else {}
     templates = {"": data["template"]} if "template" in data else data.get("templates")

@@ -235,7 +235,7 @@ def parse(text: str) -> dict[str, Any]:
     """
     try:
         content = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise UserError("it is not JSON") from None
     if not isinstance(content, dict):
         raise UserError("it is not a JSON object")
