@@ -57,7 +57,8 @@ class Timing:
         # Python reads no integer of more than 4,300 digits.
         if not (size.isdecimal() and len(size) <= 10 and 1 <= int(size) < 2**31):
             raise UserError(
-                f"moment {quoted(spelling)}: the chunk size is not a number of tokens; use chunked:512"
+                f"moment {quoted(spelling)}: the chunk size is not a number of tokens; use "
+                "chunked:512"
             )
         return cls(moment, int(size))
 

@@ -195,9 +195,9 @@ def _open_closed_streams() -> None:
         except OSError:
             os.open(os.devnull, os.O_RDONLY)  # gets the smallest number that is free
     if cast(Any, sys.stdout) is None:
-        sys.stdout = open(1, "w", closefd=False)
+        sys.stdout = os.fdopen(1, "w", closefd=False)
     if cast(Any, sys.stderr) is None:
-        sys.stderr = open(2, "w", closefd=False)
+        sys.stderr = os.fdopen(2, "w", closefd=False)
 
 
 class _Filtered(Console):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ _DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 _HOT, _TINY = 100, 1e-6
 _MEMORY = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([KMGT]?)i?B?", re.IGNORECASE)
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_MOST = 1000
+"""Values of one list; building that many policies takes seconds."""
 _INT32 = 2**31 - 1
 _INT64 = 2**63 - 1
 _DIGITS = 400
@@ -92,6 +94,8 @@ def _items(value: Any, what: str) -> list[Any]:
         found = [value]
     if not found or any(v is None or isinstance(v, (Mapping, list, tuple)) for v in found):
         raise UserError(f"{what} must be a value or a list of values, not {quoted(value)}")
+    if len(found) > _MOST:
+        raise UserError(f"{len(found):,} {what} are too many for a run; use at most {_MOST:,}")
     return found
 
 
@@ -219,7 +223,30 @@ def _optional(read: Callable[[Any], Any], *unset: str) -> Callable[[Any], Any]:
     return lambda value: None if value is None or value in unset else read(value)
 
 
-READERS: dict[str, Callable[[Any], Any]] = {
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        inside = value.items() if isinstance(value, Mapping) else value
+        for item in inside:
+            yield from _texts(item)
+
+
+def _checked(what: str, read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Refuse texts that no file can be named after, and that no table can hold."""
+
+    def checked(value: Any) -> Any:
+        for text in _texts(value):
+            if "\0" in text:
+                raise UserError(f"{what} contains a NUL character: {quoted(text)}")
+            if re.search("[\ud800-\udfff]", text):
+                raise UserError(f"{what} contains a character that is not UTF-8: {quoted(text)}")
+        return read(value)
+
+    return checked
+
+
+_READERS: dict[str, Callable[[Any], Any]] = {
     "policies": _names("policies"),
     "tasks": _names("tasks"),
     "budgets": _budgets,
@@ -254,4 +281,5 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "gpus_per_cell": _optional(_gpus),
     "workers": _optional(_integer("workers", 1)),
 }
+READERS = {name: _checked(name, read) for name, read in _READERS.items()}
 """A reader for each attribute of `Grid`: turns what a user gives into what the grid holds."""

@@ -65,7 +65,9 @@ def test_an_error_of_the_wrong_shape_is_one_line(server: Server, tmp_path: Path,
 
 def test_a_reply_has_a_limit_of_bytes(server: Server, tmp_path: Path) -> None:
     server.replies(Reply(text="yes " * (2 << 20)))
-    assert f"cannot read the reply of the judge at {server.host}: it is longer than 4 MB" in error(make(server, tmp_path))
+    assert f"cannot read the reply of the judge at {server.host}: it is longer than 4 MB" in error(
+        make(server, tmp_path)
+    )
 
 
 def test_a_reply_is_not_unpacked(server: Server, tmp_path: Path) -> None:
