@@ -100,7 +100,7 @@ def quoted(value: object) -> str:
     try:
         return shorten(repr(value))
     except ValueError:  # Python spells no integer of more than 4,300 digits
-        return f"a {type(value).__name__} of thousands of digits"
+        return f"<{type(value).__name__} of thousands of digits>"
 
 
 def message_of(error: BaseException) -> str:

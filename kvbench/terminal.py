@@ -184,7 +184,7 @@ def filtered() -> Iterator[None]:
 
 
 def _open_closed_streams() -> None:
-    """Open what the shell has closed (`>&-`) in such a way that writing to it fails.
+    """Open what the shell has closed (`>&-`): writing to stdout then fails, as it should.
 
     Otherwise the next file that is opened gets the number of stdout, and what is printed lands in
     it; and `sys.stdout` is None.
@@ -193,7 +193,8 @@ def _open_closed_streams() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDONLY)  # gets the smallest number that is free
+            # It gets the smallest number that is free. What is said on stderr may be lost.
+            os.open(os.devnull, os.O_WRONLY if number == 2 else os.O_RDONLY)
     if cast(Any, sys.stdout) is None:
         sys.stdout = os.fdopen(1, "w", closefd=False)
     if cast(Any, sys.stderr) is None:
