@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import warnings
@@ -29,7 +30,7 @@ from kvbench.cli import (
 )
 from kvbench.cli.options import FLAG, option
 from kvbench.cli.screen import CLOSED, FAILED, INTERRUPTED, OK, complain, console, print_json
-from kvbench.errors import UserError, quoted, shorten
+from kvbench.errors import UserError, quoted, shorten, shorten_words
 from kvbench.report.outputs import terminal
 from kvbench.terminal import OutputError, filtered
 
@@ -91,6 +92,10 @@ def _call(arguments: Sequence[str]) -> int:
         return complain(str(error))
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
+    except OSError as error:
+        if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES):
+            raise
+        return complain(shorten_words(f"cannot use {error.filename}: {error.strerror}"))
     except Exception as error:
         # Typer's own usage errors: their class is not part of its public interface.
         if not hasattr(error, "format_message"):

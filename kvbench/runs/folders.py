@@ -208,4 +208,7 @@ def _strings(value: object) -> list[str]:
 
 
 def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:120] or type(error).__name__
+    return (
+        " ".join(str(getattr(error, "problem", None) or error).split())[:120]
+        or type(error).__name__
+    )

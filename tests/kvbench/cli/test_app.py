@@ -121,6 +121,7 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
         ([*RUN, "--policy", "x" * 5000], "unknown policy 'xxx"),
         ([*RUN, "--task", "\udcff"], "tasks contains a character that is not UTF-8"),
         (["x" * 5000], "xxx"),
+        (["list", "runs", "x" * 5000], "File name too long"),
     ],
 )
 def test_what_the_user_can_mend_is_one_line_and_exit_code_2(

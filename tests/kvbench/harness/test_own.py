@@ -128,7 +128,7 @@ def test_a_file_that_is_not_there_or_empty(tmp_path: Path) -> None:
         own_benchmark(str(tmp_path / "none.jsonl"))
     with pytest.raises(UserError, match="no rows"):
         own_benchmark(str(write(tmp_path / "empty.jsonl", "")))
-    with pytest.raises(UserError, match="cannot read .*null byte"):
+    with pytest.raises(UserError, match=r"cannot read .*null byte"):
         own_benchmark("a\0b.jsonl")
 
 
