@@ -53,7 +53,7 @@ class Budget:
         if isinstance(value, bool):
             raise UserError(f"budget {quoted(value)} is not a number; {_RIGHT}")
         if isinstance(value, numbers.Integral):
-            if not 1 <= value <= _LARGEST:
+            if not 1 <= int(value) <= _LARGEST:
                 raise UserError(f"budget {quoted(value)} is out of range; {_RIGHT}")
             return cls(tokens=int(value))
         text = str(value).strip()

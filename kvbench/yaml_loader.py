@@ -27,7 +27,7 @@ class Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """Compose a node and count its values."""
-        mark = self.peek_event().start_mark
+        mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
         is_alias, before = self.check_event(yaml.AliasEvent), self._count
         node = super().compose_node(parent, index)
         if node is None:
