@@ -17,7 +17,7 @@ import yaml
 
 from kvbench.errors import UserError
 from kvbench.runs.store import CELLS, GRID, LOCK, RESPONSES
-from kvbench.yaml_loader import Loader, read_text
+from kvbench.runs.yaml_loader import Loader, read_text
 
 RESULTS = "results"
 """The folder that holds the folders of runs without `--out`."""

@@ -16,7 +16,7 @@ from kvbench.errors import UserError, quoted, unknown
 from kvbench.judge.choosing import judge_name
 from kvbench.moments import Timing
 from kvbench.runs.generation import Truncation
-from kvbench.yaml_loader import Loader, read_text
+from kvbench.runs.yaml_loader import Loader, read_text
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _EXECUTORS = ("local", "ray")

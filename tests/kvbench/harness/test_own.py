@@ -93,7 +93,7 @@ def test_fewer_samples_are_the_first_rows_and_the_hash_is_the_content(
         ({**GOOD, "met\udfffic": 1}, r"\udfff is a lone surrogate"),
         ("[" * 100_000, "the JSON is nested too deeply"),
         ("9" * 5000, "a number has more digits than kvbench reads"),
-        ({**GOOD, "metric": ["f1"]}, "unknown metric ['f1']; did you mean f1?"),
+        ({**GOOD, "metric": ["f1"]}, "unknown metric ['f1']; choose from"),
         ({**GOOD, "metric": {"f1": 1}}, "unknown metric {'f1': 1}"),
         ({**GOOD, "metric": 10**400}, "unknown metric 1000"),
         ({**GOOD, "max_new_tokens": 10**400}, "'max_new_tokens' must be a whole number from 1 to"),

@@ -137,7 +137,7 @@ def test_assumptions_that_cannot_be(arguments: tuple, says: str) -> None:
         ({"alpha": 2.0}, "--alpha 2"),
         ({"cells": 0}, "--cells 0"),
         ({"cells": 10**20}, "--cells 100000000000000000000 is out of range"),
-        ({"cells": 10**5000}, "--cells <int of thousands of digits is out of range"),
+        ({"cells": 10**5000}, "--cells <int of thousands of digits> is out of range"),
         ({"alpha": 5e-324}, "--alpha 4.94066e-324 is too small"),
     ],
 )

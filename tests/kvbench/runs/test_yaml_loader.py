@@ -12,7 +12,7 @@ from kvbench.errors import UserError
 from kvbench.runs.folders import find_runs
 from kvbench.runs.grid import Grid
 from kvbench.runs.values import read_yaml
-from kvbench.yaml_loader import Loader
+from kvbench.runs.yaml_loader import Loader
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{key}: &{key} [{', '.join([f'*{before}'] * 9)}]\n"
