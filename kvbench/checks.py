@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from kvbench.budget import Budget
 from kvbench.engine.models import model_info
 from kvbench.engine.session import entries_read, kept
-from kvbench.errors import BudgetRefused, UserError
+from kvbench.errors import BudgetRefused, UserError, message_of
 from kvbench.plugin import Part, Policy
 from kvbench.probes import Failed, ReaderProbe, ScoreProbe
 from kvbench.spelling import KINDS, policy, spell
@@ -139,7 +139,7 @@ def _where(error: BaseException) -> str:
     folders = tuple(str(Path(file or "").parent) for file in ours)
     own = [f for f in frames if not f.filename.startswith(folders)]
     place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
-    lines = str(error).splitlines()
+    lines = message_of(error).splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}{place}"
 
 

@@ -7,11 +7,11 @@ import hashlib
 import importlib.util
 import sys
 import traceback
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import Distribution, EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvbench.errors import UserError, nearest, unknown
+from kvbench.errors import UserError, message_of, nearest, quoted, shorten_words, unknown
 
 if TYPE_CHECKING:
     pass
@@ -85,7 +85,13 @@ def _entry(group: str, name: str) -> EntryPoint:
 
 
 def _package(entry: EntryPoint) -> str:
-    return f"{entry.dist.name}=={entry.dist.version}" if entry.dist else entry.value
+    return _release(entry.dist) if entry.dist else entry.value
+
+
+@functools.cache
+def _release(package: Distribution) -> str:
+    # Each of the two properties parses the package's whole metadata.
+    return f"{package.name}=={package.version}"
 
 
 def _load(entry: EntryPoint) -> Any:
@@ -102,7 +108,7 @@ def _load(entry: EntryPoint) -> Any:
 
 def _line(error: BaseException) -> str:
     """Describe an error in one line."""
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+    return shorten_words(f"{type(error).__name__}: {message_of(error)}".splitlines()[0])
 
 
 # --- a user's own file ----------------------------------------------------------------------------
@@ -139,6 +145,8 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:  # a path with a NUL byte
+        raise UserError(f"cannot read {path}: {error}") from None
 
 
 def load_file(spec: str) -> Any:
@@ -155,13 +163,13 @@ def load_file(spec: str) -> Any:
     file = split_file(spec)
     if file is None or not file[1]:
         raise UserError(
-            f"{spec!r} does not name an object in a file; write ./my_policy.py:MyPolicy"
+            f"{quoted(spec)} does not name an object in a file; write ./my_policy.py:MyPolicy"
         )
     path, name = file
     module = _run_file(path.resolve(), str(path), file_digest(spec))
     if not hasattr(module, name):
         public = [n for n in vars(module) if not n.startswith("_")]
-        raise UserError(f"{path} has no {name!r}{nearest(name, public)}")
+        raise UserError(f"{path} has no {quoted(name)}{nearest(name, public)}")
     return getattr(module, name)
 
 

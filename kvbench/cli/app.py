@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import warnings
@@ -29,7 +30,7 @@ from kvbench.cli import (
 )
 from kvbench.cli.options import FLAG, option
 from kvbench.cli.screen import CLOSED, FAILED, INTERRUPTED, OK, complain, console, print_json
-from kvbench.errors import UserError
+from kvbench.errors import UserError, quoted, shorten, shorten_words
 from kvbench.report.outputs import terminal
 from kvbench.terminal import OutputError, filtered
 
@@ -84,16 +85,25 @@ def call(arguments: Sequence[str]) -> int:
 
 def _call(arguments: Sequence[str]) -> int:
     try:
+        if wrong := [argument for argument in arguments if "\0" in argument]:
+            raise UserError(f"{quoted(wrong[0])} contains a NUL character; leave it out")
         code = app(args=list(arguments) or ["--help"], standalone_mode=False, prog_name="kvbench")
     except UserError as error:
         return complain(str(error))
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
+    except OSError as error:
+        if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES):
+            raise
+        return complain(shorten_words(f"cannot use {error.filename}: {error.strerror}"))
     except Exception as error:
         # Typer's own usage errors: their class is not part of its public interface.
         if not hasattr(error, "format_message"):
             raise
-        return complain(f"{error.format_message()} (kvbench --help lists the commands and options)")
+        message = str(error.format_message())
+        for argument in arguments:
+            message = message.replace(argument, shorten(argument)) if argument else message
+        return complain(f"{message} (kvbench --help lists the commands and options)")
     return code if isinstance(code, int) else OK
 
 

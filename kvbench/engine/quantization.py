@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from kvbench.errors import UserError, unknown
+from kvbench.errors import UserError, reason_of, unknown
 
 PACKAGES: dict[str, str] = {
     "bnb-4bit": "bitsandbytes",
@@ -32,7 +32,7 @@ def scheme_name(value: object) -> str:
     Raises:
         UserError: There is no such scheme.
     """
-    if value not in PACKAGES:
+    if not isinstance(value, str) or value not in PACKAGES:
         raise unknown("quantization", value, PACKAGES)
     return str(value)
 
@@ -148,7 +148,7 @@ def _probed(module: nn.Module, width: int, dtype: torch.dtype) -> Tensor:
         if isinstance(bias, Tensor):
             out = out - bias
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        reason = reason_of(error)
         raise UserError(
             f"the weights of {type(module).__name__} cannot be dequantised ({reason}); policies "
             "that need the output projection cannot run on this model"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbench.benchmark import Doc
-from kvbench.errors import UserError
+from kvbench.errors import UserError, quoted
 from kvbench.harness import rows as data
 from kvbench.harness.chat import Message, Render, shot_text
 
@@ -89,7 +89,7 @@ def complete(row: Mapping[str, Any], where: str) -> Doc:
             raise UserError(f"{name}: a dialogue cannot have a 'gen_prefix'")
         for field in ("given", "shots"):
             if full.get(field):
-                raise UserError(f"{name}: a dialogue cannot have {field!r}")
+                raise UserError(f"{name}: a dialogue cannot have {quoted(field)}")
         made.append(full)
     return {**row, "turns": made}
 

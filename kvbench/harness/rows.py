@@ -11,7 +11,7 @@ from typing import Any
 
 from kvbench.benchmark import IMAGE, VIDEO, Doc
 from kvbench.data.media import is_medium
-from kvbench.errors import UserError
+from kvbench.errors import UserError, quoted
 from kvbench.files import replacing
 
 SENTINEL = "<|kvb_split|>"
@@ -40,8 +40,9 @@ def read_rows(path: Path) -> list[tuple[int, Any]]:
         # utf-8-sig drops a byte order mark. Only line feeds end a line of JSONL: str.splitlines
         # would also split at a separator such as U+2028 inside a string.
         lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+    except (OSError, ValueError) as error:
+        no_text = isinstance(error, UnicodeDecodeError)
+        reason = getattr(error, "strerror", None) or ("it is not UTF-8 text" if no_text else error)
         raise UserError(f"cannot read {path}: {reason}") from None
     rows = []
     for number, line in enumerate(lines, 1):
@@ -55,9 +56,12 @@ def _parsed(line: str, where: str) -> Any:
         value = json.loads(line, object_pairs_hook=_unique)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
-    except (ValueError, RecursionError) as error:
-        reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-        raise UserError(f"{where}: not JSON: {reason}") from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where}: not JSON: {error.msg}") from None
+    except ValueError:
+        raise UserError(f"{where}: a number has more digits than kvbench reads") from None
+    except RecursionError:
+        raise UserError(f"{where}: the JSON is nested too deeply") from None
     if "\\u" in line:  # only an escape can spell half a character; the file itself is UTF-8
         try:
             json.dumps(value, ensure_ascii=False).encode()
@@ -73,7 +77,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(value) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise UserError(f"the key {twice!r} is given twice")
+        raise UserError(f"the key {quoted(twice)} is given twice")
     return value
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from kvbench.artifacts import Artifacts, MadeFor
-from kvbench.errors import UserError
+from kvbench.errors import UserError, quoted
 
 Kind = Literal["ablation", "reason", "copy"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -99,7 +99,7 @@ def read(path: Path) -> HeadProfile:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cannot read the head profile {path}: {error.strerror}") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise UserError(f"{path} is not a head profile: it is not JSON") from None
     wrong = _wrong(content)
     if wrong:
@@ -129,11 +129,11 @@ def _wrong(content: Any) -> str:
     if not isinstance(content, Mapping):
         return "it is not a JSON object"
     if content.get("kind") not in KINDS:
-        return f"its kind is {content.get('kind')!r} instead of {' or '.join(KINDS)}"
+        return f"its kind is {quoted(content.get('kind'))} instead of {' or '.join(KINDS)}"
     for key in ("layers", "kv_heads", "query_heads"):
         value = content.get(key)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            return f"{key} is {value!r} instead of a whole number, 1 or more"
+            return f"{key} is {quoted(value)} instead of a whole number, 1 or more"
     layers, heads, query_heads = (content[k] for k in ("layers", "kv_heads", "query_heads"))
     if query_heads % heads:
         return f"{query_heads} query heads do not divide among {heads} KV heads"
@@ -143,7 +143,7 @@ def _wrong(content: Any) -> str:
         return f"its scores are not a table of {layers} layers by {heads} KV heads"
     lengths = content.get("lengths", [])
     if not isinstance(lengths, list) or any(not isinstance(x, int) for x in lengths):
-        return f"lengths is {lengths!r} instead of a list of whole numbers"
+        return f"lengths is {quoted(lengths)} instead of a list of whole numbers"
     flat = [x for row in rows for x in row]
     if any(not isinstance(x, int | float) or isinstance(x, bool) for x in flat):
         return "a score is not a number"

@@ -114,9 +114,12 @@ class QuerySummary:
                 raise UserError(f"{path} holds no {self.noun}: no tensor {name} of {axes} axes")
             if not bool(found[name].isfinite().all()):
                 raise UserError(f"{path} holds no {self.noun}: a number is not finite")
-        notes: dict[str, Any] = json.loads(header.get("kvbench", "{}"))
-        notes["lengths"] = tuple(notes.get("lengths", ()))
-        return found, SummaryNotes(**notes)
+        try:
+            notes: dict[str, Any] = json.loads(header.get("kvbench", "{}"))
+            notes["lengths"] = tuple(notes.get("lengths", ()))
+            return found, SummaryNotes(**notes)
+        except (ValueError, TypeError, AttributeError, RecursionError):
+            raise UserError(f"{path} holds no {self.noun}: its notes cannot be read") from None
 
     def _made_for(self, folder: Path) -> MadeFor:
         _, notes = self.read(folder)

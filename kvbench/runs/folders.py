@@ -17,6 +17,7 @@ import yaml
 
 from kvbench.errors import UserError
 from kvbench.runs.store import CELLS, GRID, LOCK, RESPONSES
+from kvbench.runs.yaml_loader import Loader, read_text
 
 RESULTS = "results"
 """The folder that holds the folders of runs without `--out`."""
@@ -150,7 +151,7 @@ def summarise(folder: Path) -> RunSummary:
 def _grid(path: Path) -> tuple[dict[str, Any], str]:
     """The grid as it was written, and what is wrong with it."""
     try:
-        grid = yaml.safe_load(path.read_text(encoding="utf-8"))
+        grid = yaml.load(read_text(path), Loader)
     except FileNotFoundError:
         return {}, f"{GRID} is missing"
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
@@ -207,4 +208,7 @@ def _strings(value: object) -> list[str]:
 
 
 def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:120] or type(error).__name__
+    return (
+        " ".join(str(getattr(error, "problem", None) or error).split())[:120]
+        or type(error).__name__
+    )

@@ -8,8 +8,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from kvbench.decoding import THOUGHT, Sampling
-from kvbench.errors import UserError
+from kvbench.errors import UserError, quoted
 from kvbench.harness.protocol import Request
+
+_DIGITS = 10
+"""Most digits of a number of tokens."""
 
 
 @dataclass(frozen=True)
@@ -121,9 +124,10 @@ class Truncation:
             UserError: It is neither.
         """
         name, colon, size = spelling.strip().partition(":")
-        if name != "middle" or (colon and not (size.isdecimal() and int(size) > 0)):
+        sized = size.isdecimal() and len(size) <= _DIGITS and int(size) > 0
+        if name != "middle" or (colon and not sized):
             raise UserError(
-                f"unknown truncation {spelling!r}; use middle (to the model's window) or "
+                f"unknown truncation {quoted(spelling)}; use middle (to the model's window) or "
                 "middle:4096 (tokens of prompt and answer)"
             )
         return cls(int(size or 0))

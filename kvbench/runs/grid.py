@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 from kvbench import registry
 from kvbench.benchmark import Benchmark
 from kvbench.budget import Budget
-from kvbench.errors import UserError, unknown
+from kvbench.errors import UserError, quoted, unknown
 from kvbench.files import digest_of
 from kvbench.harness import catalogue
 from kvbench.moments import Moment, Timing
@@ -34,6 +35,7 @@ _SINGULAR = {
     "moment": "moments",
     "length": "lengths",
 }
+_MOST_VARIANTS = 100_000
 _ON_RAY = ("ray_address", "gpus_per_cell", "workers")
 _NOT_IN_DIGEST = (
     *("samples", "repeats", "out", "batch_size", "cache_memory", "device_map", "judge"),
@@ -124,6 +126,12 @@ class Grid:
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             object.__setattr__(self, name, READERS[name](value))
+        variants = math.prod(len(getattr(self, name)) for name in _LISTS)
+        if variants > _MOST_VARIANTS:
+            raise UserError(
+                f"the product of {', '.join(_LISTS)} has {variants:,} combinations; use at most "
+                f"{_MOST_VARIANTS:,} in a run"
+            )
         shares = [str(b) for b in self.parsed_budgets if b.absolute is None and not b.is_full]
         if self.has_moment("decode") and shares:
             raise UserError(
@@ -190,7 +198,7 @@ class Grid:
                 if target not in known:
                     raise unknown("key", key, [*known, *_SINGULAR])
                 if target in values:
-                    raise UserError(f"{key!r} is given twice")
+                    raise UserError(f"{quoted(key)} is given twice")
                 values[target] = READERS[target](value)
             except UserError as error:
                 raise UserError(f"{where(key)}{error}") from None

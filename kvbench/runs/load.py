@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from kvbench.errors import UserError, nearest
+from kvbench.errors import UserError, nearest, quoted
 from kvbench.runs.schema import ADDED, CELLS_SCHEMA, COPIED, SAMPLES_SCHEMA, SCHEMA_VERSION
 from kvbench.runs.store import CELLS, SAMPLES
 
@@ -120,7 +120,7 @@ def _check_columns(table: str, names: Iterable[str], schema: pa.Schema) -> None:
     """Refuse a column that a table does not have."""
     for name in names:
         if name not in schema.names:
-            raise UserError(f"{table} have no column {name!r}{nearest(name, schema.names)}")
+            raise UserError(f"{table} have no column {quoted(name)}{nearest(name, schema.names)}")
 
 
 def _fullest(cells: pd.DataFrame, folders: Sequence[Path]) -> pd.DataFrame:

@@ -181,6 +181,11 @@ def test_an_object_of_a_file_is_loaded_once_per_content(script: Callable[[str], 
         ("class MyPolicy: ...", "MyPolcy", r"has no 'MyPolcy'; did you mean MyPolicy"),
         ("x = 1\nclass (", "A", r"my_policy\.py:2 cannot be executed: SyntaxError"),
         ("x = 1\n\n1 / 0", "A", r"my_policy\.py:3 cannot be executed: ZeroDivisionError"),
+        (
+            "class E(Exception):\n    def __str__(self): raise ValueError\nraise E",
+            "A",
+            r"my_policy\.py:3 cannot be executed: E: its message cannot be read",
+        ),
         ("A = 1", "", "does not name an object"),
     ],
 )
