@@ -134,6 +134,4 @@ def check_consumed(module: nn.Module, pending: object) -> None:
 
 
 def _refusal(module: nn.Module, what: str) -> UserError:
-    return UserError(
-        f"{family_of(module)} attention {what}, which kvbench does not implement yet"
-    )
+    return UserError(f"{family_of(module)} attention {what}, which kvbench does not implement yet")

@@ -77,7 +77,13 @@ def load_tokenizer(name: str, revision: str | None = None) -> Any:
         UserError: The model has no tokenizer, or it cannot be loaded.
     """
     tokenizer = read_model(AutoTokenizer, name, revision, padding_side="left")
-    if not tokenizer("The quick brown fox", add_special_tokens=False)["input_ids"]:
+    try:
+        tokens = tokenizer("The quick brown fox", add_special_tokens=False)["input_ids"]
+    except Exception as error:  # damaged settings, which are read at the first use only
+        raise UserError(
+            f"model {name} cannot be loaded: its tokenizer: {_reason(error)}"
+        ) from error
+    if not tokens:
         raise UserError(
             f"model {name} has no usable tokenizer: it turns text into no tokens; copy the "
             "tokenizer's files (tokenizer.json) into the model's folder"
