@@ -182,8 +182,8 @@ def _read_header(name: str, file: Path) -> _Header:
         found = metadata.get(key, default)
         if type(found) is not type(default):
             raise UserError(
-                f"model {name}: {file.name} is damaged: {key} has the type {type(found).__name__} instead "
-                f"of {type(default).__name__}"
+                f"model {name}: {file.name} is damaged: {key} has the type "
+                f"{type(found).__name__} instead of {type(default).__name__}"
             )
         return found
 

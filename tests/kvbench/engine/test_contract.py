@@ -143,7 +143,9 @@ def test_attention_past_the_interface_is_refused(monkeypatch: pytest.MonkeyPatch
         return hidden_states, None
 
     monkeypatch.setattr(LlamaAttention, "forward", forward)
-    with pytest.raises(UserError, match="^llama attention does not use transformers' attention in"):
+    with pytest.raises(
+        UserError, match=r"^llama attention does not use transformers' attention in"
+    ):
         check_supported(build("llama"))
 
 
@@ -165,7 +167,9 @@ def test_keywords_are_known_by_a_list_of_what_is_allowed() -> None:
         with pytest.raises(UserError, match=f"^odd attention passes {next(iter(keywords))}"):
             check_keywords(module(), keywords)
     for odd, keywords in ((module(), {"is_causal": False}), (module(is_causal=False), {})):
-        with pytest.raises(UserError, match="^odd attention is not causal, which kvbench does not"):
+        with pytest.raises(
+            UserError, match=r"^odd attention is not causal, which kvbench does not"
+        ):
             check_keywords(odd, keywords)
 
 
@@ -193,5 +197,5 @@ def test_a_mask_that_is_not_causal_is_refused() -> None:
 
     config = SimpleNamespace(model_type="odd")
     check_mask(config, causal_mask_function)
-    with pytest.raises(UserError, match="^odd attention uses a mask that is not causal"):
+    with pytest.raises(UserError, match=r"^odd attention uses a mask that is not causal"):
         check_mask(config, or_masks(causal_mask_function, causal_mask_function))
