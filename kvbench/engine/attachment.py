@@ -22,6 +22,7 @@ from transformers.masking_utils import sdpa_mask
 from kvbench.engine.attend import attend
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.channels import reordered
+from kvbench.engine.contract import check_attention, check_consumed, check_keywords, check_mask
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.models import attention_modules, decoder_of, visual_ids
 from kvbench.engine.pruning import prune_embeddings, prune_inside
@@ -157,6 +158,7 @@ def _open(
 def kvbench_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """The mask of transformers for sliding-window layers and forwards without a ragged cache."""
     if _ACTIVE and kwargs.get("local_size") is None:
+        check_mask(kwargs.get("config"), kwargs.get("mask_function"))
         return None
     mask: Tensor | None = sdpa_mask(*args, **kwargs)
     return mask
@@ -172,16 +174,20 @@ def kvbench_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The attention function: `query` `[B, H_q, n, d]` after RoPE, output `[B, n, H_q, d]`."""
+    """The attention function: `query` `[B, H_q, n, d]` after RoPE, output `[B, n, H_q, d]`.
+
+    Raises:
+        UserError: The attention of this family does what kvbench does not implement.
+    """
     hooked: _Hooked | None = module.__dict__.get("_kvbench")
     if hooked is None:
+        check_keywords(module, kwargs)
         out: tuple[Tensor, Tensor | None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
         )
         return out
-    if kwargs.get("softcap") is not None:
-        raise ValueError("attention with a soft cap on its logits is not supported")
     forward, layer = hooked.forward, hooked.layer
+    check_attention(module, key, value, attention_mask, kwargs, layer.pending)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     step = Step(hooked.index, query, key, value, hooked.hidden, scale)
     if layer.packed:
@@ -363,7 +369,10 @@ def attached(
         module.__dict__["_kvbench"] = _Hooked(state.active, layer, index, hidden)
 
     def leaving(module: nn.Module, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+        hooked: _Hooked | None = module.__dict__.get("_kvbench")
         module.__dict__["_kvbench"] = None
+        if hooked is not None and out is not None:  # None: the module raised
+            check_consumed(module, hooked.layer.pending)
 
     def heading(module: nn.Module, args: Any) -> Any:
         # A slice of several rows is not contiguous: its product would copy the head once per row.

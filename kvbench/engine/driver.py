@@ -16,7 +16,7 @@ from kvbench.engine.attachment import Forward, Step, attached
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.evict import after_forward
 from kvbench.engine.layer import RaggedLayer
-from kvbench.engine.models import head_of, rotary_model
+from kvbench.engine.models import decoder_of, head_of, rotary_model
 from kvbench.engine.observers import SurprisalObserver, observer_for
 from kvbench.engine.showing import Showing
 from kvbench.engine.vision import media_positions
@@ -91,6 +91,23 @@ def engine(model: nn.Module, watch: Watch | None = None) -> Iterator[None]:
     """
     with Driver(model, watch).running():
         yield
+
+
+@torch.no_grad()
+def check_supported(model: nn.Module) -> None:
+    """Refuse a model whose attention kvbench does not implement, by a forward of four tokens.
+
+    For those who run a model with another attention function: kvbench's own refuses by itself.
+
+    Args:
+        model: A causal language model, outside `engine`.
+
+    Raises:
+        UserError: The contract of `kvbench.engine.contract` does not hold.
+    """
+    ids = torch.zeros(1, 4, dtype=torch.long, device=next(model.parameters()).device)
+    with engine(model):
+        forward(model, RaggedCache(decoder_of(model).config), ids)
 
 
 def left_padded(tokens: Sequence[Sequence[int]], width: int) -> tuple[Tensor, Tensor]:
