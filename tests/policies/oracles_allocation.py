@@ -123,14 +123,14 @@ def first_stage(
     for h in range(layer.heads):
         own = slip if variant == "release" else sum(plain[h][i] for i in held[h])
         past = [i for i in range(layer.tokens) if i not in held[h]]
+        total = sum(plain[h][i] for i in past)
         most = b - len(held[h])
         if variant == "release":  # the kept fraction is taken of the length without the window
             most = int(Fraction(b, layer.tokens) * len(past) - len(held[h]))
             if most < 0:  # used as the end of a slice
                 order = sorted(past, key=lambda i: (plain[h][i], i), reverse=True)[:most]
-                chosen.append({i: plain[h][i] for i in order})
+                chosen.append({i: plain[h][i] / total for i in order})
                 continue
-        total = sum(plain[h][i] for i in past)
         taken: dict[int, float] = {}
         reached = 0.0
         for i in sorted(past, key=lambda i: (plain[h][i], i), reverse=True):
@@ -223,7 +223,7 @@ def sirllm(
 ) -> Kept:
     """Surprisal with decay and sinks; sinks that leave no room make way for the last token.
 
-    `release`: the largest of all, sinks or not, and the sinks; then tokens from the end of the text.
+    `release`: the largest of all, sinks or not, and the sinks; then tokens from the text's end.
     """
     tokens = len(surprisal)
     worth = [x * decay**turns for x, turns in zip(surprisal, turns_ago, strict=True)]
