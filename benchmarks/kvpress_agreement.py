@@ -69,7 +69,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.kvpress_cases import artifacts, cases, random_models
-from benchmarks.kvpress_compare import KINDS, Cell, cells_of
+from benchmarks.kvpress_compare import KINDS, Cell, cells_of, draws
 from benchmarks.kvpress_rows import NOT_RUN, ROWS, Case, Row, compared
 from benchmarks.two_sides import KVPRESS, environment
 
@@ -94,8 +94,7 @@ def verdict(row: Row, cells: list[Cell]) -> str:
     other, kept = sum(c.other for c in cells), sum(c.kept for c in cells)
     said = {
         "tie": "ties",
-        "newest": "the newest token, which kvpress always keeps",
-        "design": row.reason,
+        "design": f"{row.reason}; with that mended, kvpress keeps the same",
         "real": "for no reason that is known",
     }
     found = [said[kind] for kind in KINDS if any(c.kind == kind for c in cells)]
@@ -103,6 +102,9 @@ def verdict(row: Row, cells: list[Cell]) -> str:
         text = f"{other} of {kept} ({_percent(other / kept)}): {', '.join(found)}"
     else:
         text = f"0 of {kept}" + (f", although {row.reason}" if row.reason else "")
+    merged = [c.merged for c in cells if c.merged is not None]
+    if merged:
+        text += f"; keys and values that stay then differ by {max(merged):.0e} at most"
     moved = [c.moved for c in cells if c.moved is not None]
     if moved:
         text += f"; keys differ from ours at adjacent positions by {max(moved):.0e} at most"
@@ -140,8 +142,7 @@ def markdown(done: dict[str, list[Cell]], versions: str) -> str:
         row = ROWS[name]
         spelling = row.spelling.format_map(Places())
         here = f"`{spelling}`{_notes(row)}"
-        press = f"`{row.press}`" + (f" mended: {row.mended}" if row.mended else "")
-        lines.append(f"| {press} | {here} | {len(cells)} | {verdict(row, cells)} |")
+        lines.append(f"| `{row.press}` | {here} | {len(cells)} | {verdict(row, cells)} |")
     lines += [f"| `{press}` | | | {reason} |" for press, reason in NOT_RUN.items()]
     return "\n".join(lines) + "\n"
 
@@ -178,7 +179,7 @@ def report(folder: Path, page: Path | None) -> int:
     count = {kind: sum(c.other for c in cells if c.kind == kind) for kind in KINDS}
     print(
         f"\n{len(cells)} cells, {sum(c.kept for c in cells)} entries: {count['tie']} differ by a "
-        f"tie, {count['newest']} by TOVA's newest token, {count['design']} by design, "
+        f"tie, {count['design']} by design, "
         f"{count['real']} for real"
     )
     missing = sorted({*theirs["exported"].tolist()} - compared())
@@ -209,6 +210,7 @@ def main() -> int:
         models = random_models(folder)
         listed = cases(models, artifacts(models, folder), chosen)
         (folder / "cases.json").write_text(json.dumps(listed))
+        draws(listed, folder)
         command = [python, "-m", "benchmarks.kvpress_side", name]
         if subprocess.run(command, check=False, cwd=ROOT).returncode:
             return 2
