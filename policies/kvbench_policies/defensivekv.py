@@ -120,7 +120,8 @@ class ByMass(Selector):
             window. If `k` is negative (the budget hardly exceeds the window), the code slices with
             it, so stage 1 is everything but the `-k` least attended entries. It gives them the
             score of the window, more equals than the budget has room for; of these the window and
-            then the most attended ones stay here.
+            then the most attended ones stay here. With `allocate=global` that score is the largest
+            of each layer, so in the code they can lose against another layer's entries; not here.
         window: Number of observing queries, in tokens.
     """
 
