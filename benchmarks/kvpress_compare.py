@@ -30,8 +30,8 @@ class Cell:
         error: Largest difference of the scores, relative to the head's largest.
         moved: Largest difference of the keys that kvpress has moved to adjacent positions from ours
             moved likewise, relative to the largest; None if it moves none, or keeps other entries.
-        merged: Largest difference of the keys and values of heads that keep the same, relative to
-            the largest of all; None if nothing is merged.
+        merged: Largest difference of the keys and values of heads, relative to the largest of all,
+            but for heads in which rounding decides; None if nothing is merged.
     """
 
     kept: int
@@ -50,7 +50,8 @@ class Side:
         model: The model.
         theirs: What kvpress keeps, in rows with a reason without it (`kept`, bool `[L, H, T]`) and,
             if they are known, its scores or the norms that it scores by, float32 `[L, H, T]`, the
-            keys that it has moved, and the keys and values that it has merged.
+            keys that it has moved, the keys and values that it has merged, and the heads in which
+            rounding decides that (`close`, bool `[L, H]`), which are then not compared.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Side:
         self.scores = torch.from_numpy(theirs["scores"]) if "scores" in theirs else None
         self.norms, self.keys = theirs.get("norms"), theirs.get("keys")
         self.theirs, self.merged = theirs["kept"], theirs.get("merged")
+        self.sure = ~theirs.get("close", np.zeros(self.theirs.shape[:2], bool))
         # How many entries every head keeps, if kvpress decides that.
         self.counts = torch.from_numpy(theirs["kept"].sum(-1)) if row.counts else None
         self.policy = kvbench.policy(spelled(row, case))
@@ -190,9 +192,8 @@ class Side:
             return None
         stored = np.stack([self.stored[layer].numpy() for layer in sorted(self.stored)])
         stored = stored[:, :, : ours.shape[-1]]
-        same = (ours == self.theirs).all(-1)
-        off = np.abs(stored - self.merged)[same]
-        return float(off.max() / np.abs(self.merged).max()) if off.size else float("inf")
+        off = np.abs(stored - self.merged)[self.sure]
+        return float(off.max(initial=0.0) / np.abs(self.merged).max())
 
 
 def compare(side: Side, kept: np.ndarray) -> Cell:
@@ -202,7 +203,7 @@ def compare(side: Side, kept: np.ndarray) -> Cell:
     """
     ours = side.kept()
     count, other, error = int(kept.sum()), int((kept & ~ours).sum()), side.error
-    same = np.array_equal(ours, side.theirs)
+    same = np.array_equal(ours[side.sure], side.theirs[side.sure])
     merged = side.merged_error(ours)
     if side.row.merges and not (merged is not None and merged <= ROUNDING):
         return Cell(count, other, "real", error, merged=merged)
@@ -316,7 +317,7 @@ def cells_of(folder: Path, theirs: Any) -> Iterator[tuple[str, Case, list[tuple[
                 mended = f"{prefix}mended/" if row.reason else prefix
                 found = {
                     what: theirs[mended + what]
-                    for what in ("kept", "scores", "norms", "keys", "merged")
+                    for what in ("kept", "scores", "norms", "keys", "merged", "close")
                     if mended + what in theirs
                 }
                 side = Side(row, case, budget, load(case), found)

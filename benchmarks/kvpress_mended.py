@@ -17,6 +17,9 @@ import torch
 import torch.nn.functional as F
 from kvpress.utils import compute_n_kept
 
+CLOSE = 1e-5
+"""Numbers that differ by less may be in another order on the other side."""
+
 Draws = dict[str, Any]
 """What kvbench has drawn for a cell: `noise` and `merging` `[L, H, T]`, and Gaussian matrices."""
 
@@ -192,12 +195,14 @@ class InOrder(kvpress.SnapKVPress):
 class Averaging(kvpress.MergingPress):
     """D2O's merging: keys and values, weights by similarity, where it reaches the mean similarity.
 
-    `places` notes the positions of what every layer keeps, `[H, n]`.
+    `places` notes the positions of what every layer keeps, `[H, n]`, and `close` the (layer, head)
+    pairs in which rounding decides what is merged, or where.
     """
 
     def __init__(self, press: Any) -> None:
         super().__init__(press)
         self.places: list[torch.Tensor] = []
+        self.close: set[tuple[int, int]] = set()
 
     def merge(self, keys: Any, values: Any, indices: Any) -> Any:
         """Merge what is evicted, head by head."""
@@ -209,7 +214,14 @@ class Averaging(kvpress.MergingPress):
             if not len(gone):
                 continue
             unit = F.normalize(key, dim=-1)
-            nearest, target = (unit[gone] @ unit[kept].T).max(-1)
+            similarity = unit[gone] @ unit[kept].T
+            nearest, target = similarity.max(-1)
+            best = similarity.topk(min(2, len(kept)), dim=-1).values
+            if (
+                min((best[:, 0] - best[:, -1]).min(), (nearest - nearest.mean()).abs().min())
+                < CLOSE
+            ):
+                self.close.add((len(self.places) - 1, head))
             go = nearest >= nearest.mean()
             rows = both[head].clone()
             for slot, own in enumerate(kept.tolist()):
@@ -227,7 +239,8 @@ class OwnHeads(kvpress.CAMPress):
 
     All queries count, those of the prompt as well. What came since the last cut is merged, into the
     kept ones among the next `merge_budget` tokens, and compared with the mean of all of these. The
-    draws are kvbench's. `places` notes the positions of what every layer holds, `[H, n]`.
+    draws are kvbench's. `places` notes the positions of what every layer holds, `[H, n]`, and
+    `close` the (layer, head) pairs in which rounding decides what is evicted or merged.
     """
 
     def __init__(self, *arguments: Any, draws: Any, **settings: Any) -> None:
@@ -235,6 +248,7 @@ class OwnHeads(kvpress.CAMPress):
         self.draws = draws
         self.places: dict[int, torch.Tensor] = {}
         self.seen: dict[int, int] = defaultdict(int)
+        self.close: set[tuple[int, int]] = set()
 
     def forward_hook(self, module: Any, inputs: Any, kwargs: Any, output: Any) -> Any:
         """Count the prompt's attention, which the press leaves out."""
@@ -256,6 +270,11 @@ class OwnHeads(kvpress.CAMPress):
         place = torch.cat([place, new], 1)
         score = self.base_press.score(module, hidden_states, keys, values, None, kwargs)
         index = score.topk(self.target_size, dim=-1).indices.sort(-1).values
+        ordered = score[0].sort(-1, descending=True).values
+        gap = (
+            ordered[:, self.target_size - 1] - ordered[:, self.target_size]
+        ) / ordered.abs().amax(1)
+        self.close |= {(layer, head) for head in (gap < CLOSE).nonzero()[:, 0].tolist()}
         merged = values.clone()
         for head, stays in enumerate(index[0]):
             kept, mass = torch.zeros(held, dtype=torch.bool), attentions[0, head].double()
@@ -266,7 +285,10 @@ class OwnHeads(kvpress.CAMPress):
                 if not behind.any():
                     continue
                 draw = self.draws[layer, head, int(place[head, i])]
-                if draw < mass[i] / mass[behind].mean():
+                chance = float(mass[i] / mass[behind].mean())
+                if abs(draw - chance) < CLOSE:
+                    self.close.add((layer, head))
+                if draw < chance:
                     merged[0, head, behind & kept] += values[0, head, i] / self.merge_budget
         self.places[layer], self.seen[layer] = place.gather(1, index[0]), int(place.max()) + 1
         self._running_attn_sum[layer] = attentions.gather(2, index)

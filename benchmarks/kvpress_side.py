@@ -116,8 +116,9 @@ def watched(
 ) -> dict[str, np.ndarray]:
     """Run a press; give what it kept, bool `[L, H, T]`, and its scores, float32 `[L, H, T]`.
 
-    If the press says where what it holds belongs, also its keys and values, float32
-    `[L, H, T, 2 d]`, 0 elsewhere. `whole`: chunks of a prompt are computed at once.
+    If the press says where what it holds belongs, also its keys and values behind the last cut,
+    float32 `[L, H, T, 2 d]`, 0 elsewhere, and in which heads rounding decides (`close`, bool
+    `[L, H]`). `whole`: chunks of a prompt are computed at once.
     """
     if run.settle is not None:
         with noted(run) as scores:
@@ -133,10 +134,12 @@ def watched(
         left = [held.keys[0], held.values[0]]
         if places is not None:
             rows = torch.zeros(*full[0].shape[:2], 2 * full[0].shape[2])
-            at = places[index][..., None].expand(-1, -1, rows.shape[-1])
-            merged.append(rows.scatter(1, at, torch.cat(left, -1)).numpy())
+            own = places[index]
+            at, size = own[..., None].expand(-1, -1, rows.shape[-1]), own.shape[1]
+            merged.append(rows.scatter(1, at, torch.cat(left, -1)[:, :size]).numpy())
             stays = torch.zeros(full[0].shape[:2], dtype=torch.bool)
-            stays.scatter_(1, places[index], True)
+            stays.scatter_(1, own, True)
+            stays[:, tokens - (left[0].shape[1] - size) :] = True  # since the last cut
         elif row.match == "rotated":
             stays = torch.zeros(full[0].shape[:2], dtype=torch.bool)
             stays.scatter_(1, cache.moved[index][0], True)
@@ -153,6 +156,12 @@ def watched(
         found["keys"] = np.stack([layer.keys[0].numpy() for layer in cache.layers])
     if merged:
         found["merged"] = np.stack(merged)
+        close = np.zeros(found["kept"].shape[:2], bool)
+        for layer, head in run.press.close:
+            close[layer, head] = True
+            if row.moment != "context":  # later layers feel it while tokens are decoded
+                close[layer + 1 :] = True
+        found["close"] = close
     if scores:
         found["scores"] = np.stack(scores)
     elif "KnormPress" in row.press:  # it scored what it held at the time; norms do not change
