@@ -21,6 +21,7 @@ VARIANTS = {
     "defensivekv:variant=release": {"select.mass": 2},
     "layer_defensivekv:variant=release": {"select.mass": 2},
     "criticalkv:variant=release": {"select.two_stage": 2},
+    "finch:variant=release": {"score.question_attention": 2},
     "rkv:variant=release": {},
     "snapkv:select=two_stage": {},
     "knorm:merge=value": {"merge.value": 2},
@@ -29,6 +30,7 @@ VARIANTS = {
     "roco:sinks=0": {},
     "d2o:sinks=1": {},
     "sirllm:sinks=0": {},
+    "sirllm:sinks=0:variant=release": {},
 }
 NAMES = [
     n
