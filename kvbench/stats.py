@@ -48,7 +48,7 @@ T = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622)
 """The 97.5% quantiles of Student's t with 1, 2, ... degrees of freedom."""
 _NORMAL = statistics.NormalDist()
 _BLOCK = 1_000_000  # weights that are drawn at once, 8 MB; a matrix that is no larger is kept
-_ROWS = 8  # resamples of a block, or a multiple
+_ROWS = 24  # resamples of a block, or a multiple: rows that BLAS sums alike
 
 
 @dataclass(frozen=True)

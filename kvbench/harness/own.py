@@ -17,8 +17,10 @@ from kvbench import metrics
 from kvbench.benchmark import Benchmark, Doc
 from kvbench.errors import UserError, nearest
 from kvbench.harness.rows import complete, read_rows
+from kvbench.spool import Spool
 
 _MAX_NEW_TOKENS = 128
+_METRIC = "contains_all"
 _REQUIRED = ("context", "question", "answers")
 _OTHERWISE = {
     "context": ("document", "passage", "prompt", "text"),
@@ -41,10 +43,13 @@ def own_benchmark(path: str | Path) -> Benchmark:
     file = Path(path)
     if not file.stem:
         raise UserError(f"{path} has no name to call a task by")
-    rows = [_row(row, f"{file}:{number}") for number, row in read_rows(file)]
+    rows: Spool[Doc] = Spool()
+    named = set()
+    for number, row in read_rows(file):
+        rows.append(_row(row, f"{file}:{number}"))
+        named.add(row.get("metric", _METRIC))
     if not rows:
         raise UserError(f"{file} has no rows")
-    named = {row["metric"] for row in rows}
     return Benchmark(
         name="own",
         leaves=(file.stem,),
@@ -57,7 +62,7 @@ def own_benchmark(path: str | Path) -> Benchmark:
     )
 
 
-def _docs(rows: list[Doc], leaf: str, **_: Any) -> list[Doc]:
+def _docs(rows: Sequence[Doc], leaf: str, **_: Any) -> Sequence[Doc]:
     return rows
 
 
@@ -78,7 +83,7 @@ def _row(row: Any, where: str) -> Doc:
     answers = [row["answers"]] if isinstance(row["answers"], str) else row["answers"]
     if not isinstance(answers, list) or not answers or not all(map(_filled, answers)):
         raise UserError(f"{where}: 'answers' must be a text or a list of texts that are not empty")
-    metric = row.get("metric", "contains_all")
+    metric = row.get("metric", _METRIC)
     if metric not in METRICS:
         hint = nearest(str(metric), METRICS) or f"; there are {', '.join(METRICS)}"
         raise UserError(f"{where}: unknown metric {metric!r}{hint}")
