@@ -36,7 +36,7 @@ from kvbench.harness.protocol import Key, LoadedTask, Request, TaskSettings
 from kvbench.harness.requests import requests
 from kvbench.spool import Spool
 
-_ROWS = 10_000
+_ROWS = 1024
 """Rows that are converted at a time."""
 
 _PART = 1024
