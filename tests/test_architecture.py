@@ -21,7 +21,7 @@ PACKAGES = {
     "kvbench_tasks": ROOT / "tasks" / "kvbench_tasks",
 }
 
-GROUND = "errors terminal files spool budget moments decoding metrics stats progress"
+GROUND = "errors terminal files budget moments decoding metrics stats progress"
 PAGES = "registry named view plugin parts spelling artifacts benchmark"
 ROOMS = "data harness judge engine runs"
 ABOVE = (

@@ -64,10 +64,11 @@ def test_the_wheel_carries_the_licences_of_what_is_not_ours(tmp_path: Path) -> N
 
 def test_the_notice_names_every_task_with_a_prompt_under_the_mit_licence() -> None:
     notice = (ROOT / "NOTICE").read_text()
+    prompts = re.compile(r"Licence: MIT (\([^)]*prompt|AND .*prompts? (is|are) MIT)")
     shipped = {
         readme.parent.name
         for readme in (ROOT / "tasks" / "kvbench_tasks").glob("*/README.md")
-        if re.search(r"Licence: MIT (\([^)]*prompt|AND .*prompts? (is|are) MIT)", readme.read_text())
+        if prompts.search(readme.read_text())
     }
     assert shipped >= {"longbench", "infinitebench", "scbench", "longmemeval", "coqa"}
     for task in shipped:
@@ -89,7 +90,8 @@ def test_what_was_made_for_a_model_names_it_and_its_licence() -> None:
         assert yaml.safe_load(front)["base_model"] == named.get(base, base)
         assert facts["base_revision"] in body and "Apache-2.0" in body
     shipped = ROOT / "kvbench" / "profiles" / "shipped"
-    listed = re.findall(r"^\| `(.+?)\*` .*Apache-2\.0 \|$", (shipped / "README.md").read_text(), re.M)
+    card = (shipped / "README.md").read_text()
+    listed = re.findall(r"^\| `(.+?)\*` .*Apache-2\.0 \|$", card, re.MULTILINE)
     for path in shipped.iterdir():
         if path.name not in ("README.md", "__init__.py", "__pycache__"):
             assert any(path.name.startswith(name) for name in listed), path

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbench.benchmark import Doc
+from kvbench.data.spool import Spool
 from kvbench.errors import UserError
 from kvbench.harness import rows as data
 from kvbench.harness.chat import Message, Render, shot_text
-from kvbench.spool import Spool
 
 _FRAME = ("user", "assistant", "end")
 

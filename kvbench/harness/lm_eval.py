@@ -27,6 +27,7 @@ from lm_eval.utils import env
 from kvbench.benchmark import Ask, Benchmark, Doc, Marks
 from kvbench.data import media
 from kvbench.data.sources import hinting
+from kvbench.data.spool import Spool
 from kvbench.decoding import Thinking, scored_text
 from kvbench.errors import UserError
 from kvbench.harness import chat, dialogue, loading
@@ -34,7 +35,6 @@ from kvbench.harness import rows as data
 from kvbench.harness.encode import count_tokens, tokenizer_hash
 from kvbench.harness.protocol import Key, LoadedTask, Request, TaskSettings
 from kvbench.harness.requests import requests
-from kvbench.spool import Spool
 
 _ROWS = 1024
 """Rows that are converted at a time."""

@@ -15,9 +15,9 @@ from typing import Any
 
 from kvbench import metrics
 from kvbench.benchmark import Benchmark, Doc
+from kvbench.data.spool import Spool
 from kvbench.errors import UserError, nearest
 from kvbench.harness.rows import complete, read_rows
-from kvbench.spool import Spool
 
 _MAX_NEW_TOKENS = 128
 _METRIC = "contains_all"

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvbench.benchmark import Ask, Benchmark, Marks, Medium
+from kvbench.data.spool import Spool
 from kvbench.decoding import Sampling
 from kvbench.progress import Reporter
-from kvbench.spool import Spool
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

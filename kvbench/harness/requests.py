@@ -8,13 +8,13 @@ from typing import Any
 
 from kvbench.benchmark import Doc, Medium
 from kvbench.data.media import medium
+from kvbench.data.spool import Spool
 from kvbench.decoding import from_yaml
 from kvbench.errors import UserError
 from kvbench.harness import chat, dialogue
 from kvbench.harness import rows as data
 from kvbench.harness.protocol import Request, kept
 from kvbench.progress import Late, Reporter
-from kvbench.spool import Spool
 
 
 def requests(

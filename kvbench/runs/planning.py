@@ -236,7 +236,13 @@ class _Planner:
             self._judged.add(benchmark.name)
             self.say(f"{benchmark.name} is {judge.notice}")
         prompts, truncated = prompts_of(
-            task, model.tokenizer, model.window, grid.truncate, self.say, model.vision, self.reporter
+            task,
+            model.tokenizer,
+            model.window,
+            grid.truncate,
+            self.say,
+            model.vision,
+            self.reporter,
         )
         check_moments(grid, leaf, prompts, truncated, self.say)
         template = Cell(

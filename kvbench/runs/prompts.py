@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, overload
 
+from kvbench.data.spool import Spool
 from kvbench.engine.vision import Vision
 from kvbench.errors import UserError
 from kvbench.harness.encode import split_encode
@@ -16,7 +17,6 @@ from kvbench.harness.protocol import LoadedTask, Request
 from kvbench.progress import Late, Reporter
 from kvbench.runs.answers import Prompt
 from kvbench.runs.generation import Truncation
-from kvbench.spool import Spool
 
 
 @dataclass(frozen=True)

@@ -265,7 +265,9 @@ def test_weights_are_shared_and_strata_are_independent():
     assert abs(np.corrcoef(one[:, 0], two[:, 0])[0, 1]) < 0.1
 
 
-@pytest.mark.parametrize(("contexts", "draws"), [(50, 2000), (501, 2000), (1234, 2000), (9973, 777)])
+@pytest.mark.parametrize(
+    ("contexts", "draws"), [(50, 2000), (501, 2000), (1234, 2000), (9973, 777)]
+)
 def test_blocks_change_no_draw_and_no_interval(contexts, draws):
     whole = weights_of(contexts, seed=3, draws=draws, stream=5)
     blocks = []

@@ -77,9 +77,7 @@ def compared(a: Floats, b: Floats, contexts: list[str]) -> Row:
     if len(ids) < FEW:
         lo, hi = wilson(won, len(ids))
     else:
-        drawn = resampled(
-            lambda w: np.array([_wins(*(one @ sums)).mean() for one in w]), len(ids)
-        )
+        drawn = resampled(lambda w: np.array([_wins(*(one @ sums)).mean() for one in w]), len(ids))
         # The share over heads is not a mean over contexts: near ties its draws lie to one side.
         lo, hi = np.quantile(drawn, [0.025, 0.975])
         lo, hi = min(float(lo), won), max(float(hi), won)

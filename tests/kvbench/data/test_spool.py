@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from kvbench.data.spool import Spool
 from kvbench.errors import UserError
-from kvbench.spool import Spool
 
 
 def opened() -> int:
