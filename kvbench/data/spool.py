@@ -99,7 +99,8 @@ class _File:
         self._lock = threading.Lock()
         self._size = 0
         with _telling():
-            self._file = tempfile.TemporaryFile(prefix="kvbench-", buffering=0)
+            # Its sequences close it: it goes with the last of them.
+            self._file = tempfile.TemporaryFile(prefix="kvbench-", buffering=0)  # noqa: SIM115
 
     def append(self, data: bytes) -> int:
         """Write at the end; return where that was."""

@@ -171,8 +171,8 @@ def prompts_of(
     late.stop()
     if truncated:
         say(
-            f"{task.name}: {truncated} of {len(task.requests)} contexts were cut in the middle, so that "
-            f"prompt and answer fit into {limit} tokens"
+            f"{task.name}: {truncated} of {len(task.requests)} contexts were cut in the middle, so "
+            f"that prompt and answer fit into {limit} tokens"
         )
     for request, repeat in _repeated(task.requests):
         made.ask(request, repeat)
