@@ -195,6 +195,7 @@ def _rows(
             size=size,
         )
 
+    rows: Iterable[Doc]
     if bench.sized:
         # Everything that the rows depend on besides the generator: it names the cached file.
         depends = [
@@ -210,8 +211,8 @@ def _rows(
         ]
         name = f"{leaf}-{data.digest(depends)}.jsonl"
         file = settings.cache_dir / "data" / bench.name / name
-        rows = data.cached(file, settings.samples, make)
-        first = media.identity(rows[0]) if bench.media else rows[0]
+        rows = generated = data.cached(file, settings.samples, make)
+        first = media.identity(generated[0]) if bench.media else generated[0]
         data_hash = data.digest([*depends, first])
     else:
         given = make(settings.samples)

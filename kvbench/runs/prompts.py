@@ -174,8 +174,8 @@ def prompts_of(
             f"{task.name}: {truncated} of {len(task.requests)} contexts were cut in the middle, so "
             f"that prompt and answer fit into {limit} tokens"
         )
-    for request, repeat in _repeated(task.requests):
-        made.ask(request, repeat)
+    for place, repeat in _repeated(task.requests):
+        made.ask(place, repeat)
     return made, truncated
 
 
