@@ -254,7 +254,7 @@ def _execute(grid: Grid, told: Reporter, *, fresh: bool, extend: bool, dry_run: 
     from kvbench.runs.runner import describe, execute
 
     if dry_run:
-        lines = describe(grid, told.message, fresh=fresh)
+        lines = describe(grid, told.message, fresh=fresh, reporter=told)
         told.stop()
         for line in lines:
             print(line)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbench.benchmark import Doc
+from kvbench.data.spool import Spool
 from kvbench.errors import UserError, quoted
 from kvbench.harness import rows as data
 from kvbench.harness.chat import Message, Render, shot_text
@@ -94,7 +95,7 @@ def complete(row: Mapping[str, Any], where: str) -> Doc:
     return {**row, "turns": made}
 
 
-def flat(rows: Sequence[Doc], chat: bool) -> tuple[list[Doc], list[Place | None]]:
+def flat(rows: Sequence[Doc], chat: bool) -> tuple[Sequence[Doc], list[Place | None]]:
     """Make a document of every turn, and of every row that is not a dialogue.
 
     Args:
@@ -105,7 +106,7 @@ def flat(rows: Sequence[Doc], chat: bool) -> tuple[list[Doc], list[Place | None]
     Returns:
         The documents, and the place of each in a dialogue (None outside dialogues).
     """
-    docs: list[Doc] = []
+    docs: list[Doc] | Spool[Doc] = Spool() if isinstance(rows, Spool) else []
     places: list[Place | None] = []
     for index, row in enumerate(rows):
         if not is_dialogue(row):

@@ -15,11 +15,13 @@ from typing import Any
 
 from kvbench import metrics
 from kvbench.benchmark import Benchmark, Doc
+from kvbench.data.spool import Spool
 from kvbench.errors import UserError, nearest, quoted, unknown
 from kvbench.harness.rows import complete, read_rows
 
 _MAX_NEW_TOKENS = 128
 _LARGEST = 2**31 - 1
+_METRIC = "contains_all"
 _REQUIRED = ("context", "question", "answers")
 _OTHERWISE = {
     "context": ("document", "passage", "prompt", "text"),
@@ -42,10 +44,13 @@ def own_benchmark(path: str | Path) -> Benchmark:
     file = Path(path)
     if not file.stem:
         raise UserError(f"{path} has no name to call a task by")
-    rows = [_row(row, f"{file}:{number}") for number, row in read_rows(file)]
+    rows: Spool[Doc] = Spool()
+    named = set()
+    for number, row in read_rows(file):
+        rows.append(_row(row, f"{file}:{number}"))
+        named.add(row.get("metric", _METRIC))
     if not rows:
         raise UserError(f"{file} has no rows")
-    named = {row["metric"] for row in rows}
     return Benchmark(
         name="own",
         leaves=(file.stem,),
@@ -58,7 +63,7 @@ def own_benchmark(path: str | Path) -> Benchmark:
     )
 
 
-def _docs(rows: list[Doc], leaf: str, **_: Any) -> list[Doc]:
+def _docs(rows: Sequence[Doc], leaf: str, **_: Any) -> Sequence[Doc]:
     return rows
 
 
@@ -79,7 +84,7 @@ def _row(row: Any, where: str) -> Doc:
     answers = [row["answers"]] if isinstance(row["answers"], str) else row["answers"]
     if not isinstance(answers, list) or not answers or not all(map(_filled, answers)):
         raise UserError(f"{where}: 'answers' must be a text or a list of texts that are not empty")
-    metric = row.get("metric", "contains_all")
+    metric = row.get("metric", _METRIC)
     if not isinstance(metric, str) or metric not in METRICS:
         raise UserError(f"{where}: {unknown('metric', metric, METRICS)}")
     limit = row.get("max_new_tokens", _MAX_NEW_TOKENS)

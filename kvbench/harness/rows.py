@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,21 @@ def digest(value: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def read_rows(path: Path) -> list[tuple[int, Any]]:
-    """Read a JSONL file.
+def digest_rows(version: str, rows: Sequence[Any]) -> str:
+    """`digest` of `[version, rows]`, without a text of them all."""
+    hashed = hashlib.sha256()
+    between = f"[{json.dumps(version, ensure_ascii=False)}, ["
+    for row in rows:
+        hashed.update(f"{between}{json.dumps(row, sort_keys=True, ensure_ascii=False)}".encode())
+        between = ", "
+    hashed.update(b"]]" if rows else f"{between}]]".encode())
+    return hashed.hexdigest()[:16]
 
-    Returns:
+
+def read_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    """Read a JSONL file, line by line.
+
+    Yields:
         Line number (from 1) and value of every line that is not blank.
 
     Raises:
@@ -39,16 +50,16 @@ def read_rows(path: Path) -> list[tuple[int, Any]]:
     try:
         # utf-8-sig drops a byte order mark. Only line feeds end a line of JSONL: str.splitlines
         # would also split at a separator such as U+2028 inside a string.
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
+        with path.open(encoding="utf-8-sig", newline="\n") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield number, _parsed(line.removesuffix("\n"), f"{path}:{number}")
+    except UserError:  # it is a ValueError as well
+        raise
     except (OSError, ValueError) as error:
         no_text = isinstance(error, UnicodeDecodeError)
         reason = getattr(error, "strerror", None) or ("it is not UTF-8 text" if no_text else error)
         raise UserError(f"cannot read {path}: {reason}") from None
-    rows = []
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            rows.append((number, _parsed(line, f"{path}:{number}")))
-    return rows
 
 
 def _parsed(line: str, where: str) -> Any:

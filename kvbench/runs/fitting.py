@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from kvbench.engine.pruning import prunes
 from kvbench.errors import UserError
-from kvbench.runs.answers import Prompt
 from kvbench.runs.grid import Grid
+from kvbench.runs.prompts import Prompts
 
 
 def check_moments(
-    grid: Grid, leaf: str, prompts: Sequence[Prompt], truncated: int, say: Callable[[str], None]
+    grid: Grid, leaf: str, prompts: Prompts, truncated: int, say: Callable[[str], None]
 ) -> None:
     """Check that a task can run at all moments and budgets, and say where nothing would be cut.
 
@@ -25,15 +25,14 @@ def check_moments(
     Raises:
         UserError: Moment `turns` needs dialogues that fit.
     """
-    shows = any(prompt.media for prompt in prompts)
-    if grid.has_moment("chunked") and shows:
+    if grid.has_moment("chunked") and prompts.shows:
         raise UserError(
             f"{leaf} shows images, which moment chunked does not split; use another --moment"
         )
-    if any(b.visual for b in grid.parsed_budgets) and not shows:
+    if any(b.visual for b in grid.parsed_budgets) and not prompts.shows:
         raise UserError(f"{leaf} shows no images; use a budget such as 0.2 instead of a visual one")
     if grid.has_moment("turns"):
-        if not all(prompt.request.dialogue for prompt in prompts):
+        if not prompts.dialogues:
             raise UserError(
                 f"{leaf} has no turns; moment turns needs dialogues such as --task dialogue"
             )
@@ -43,29 +42,27 @@ def check_moments(
                 "dialogues that fit"
             )
     if grid.has_moment("decode"):
-        _say_idle_buffers(grid, leaf, max(prompt.limit for prompt in prompts), say)
-    longest = max(len(prompt.ids) for prompt in prompts)
+        _say_idle_buffers(grid, leaf, prompts.limit, say)
     for timing in grid.timings:
-        if timing.chunk and longest <= timing.chunk:
+        if timing.chunk and prompts.longest <= timing.chunk:
             say(
                 f"{leaf}: no prompt is longer than a chunk of {timing.chunk} tokens, so the "
-                f"cache is cut only once; use --moment chunked:{max(1, longest // 4)}"
+                f"cache is cut only once; use --moment chunked:{max(1, prompts.longest // 4)}"
             )
 
 
-def unfit_policies(grid: Grid, leaf: str, prompts: Sequence[Prompt]) -> dict[str, str]:
+def unfit_policies(grid: Grid, leaf: str, prompts: Prompts) -> dict[str, str]:
     """Why policies cannot run on a task, by policy; only `all` may have included them.
 
     Raises:
         UserError: One of them is named.
     """
     found: dict[str, str] = {}
-    shows = any(prompt.media for prompt in prompts)
     late = [str(t) for t in grid.timings if t.moment not in ("context", "question")]
     for policy in grid.built_policies:
         if not prunes(policy):
             continue
-        if not shows:
+        if not prompts.shows:
             found[str(policy)] = f"it prunes images, and {leaf} shows none"
         elif late:
             found[str(policy)] = (

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvbench.decoding import THOUGHT, Sampling
 from kvbench.errors import UserError, quoted
-from kvbench.harness.protocol import Request
+from kvbench.harness.protocol import Request, kept
 
 _DIGITS = 10
 """Most digits of a number of tokens."""
@@ -37,7 +37,7 @@ class GenerationFlags:
     thinking: bool | None = None
     truncate: str | None = None
 
-    def applied(self, requests: Sequence[Request], say: Callable[[str], None]) -> list[Request]:
+    def applied(self, requests: Sequence[Request], say: Callable[[str], None]) -> Sequence[Request]:
         """Apply the flags to the requests of one task.
 
         Args:
@@ -47,18 +47,20 @@ class GenerationFlags:
         Raises:
             UserError: `top_p` or `top_k` would have no effect because the answers are greedy.
         """
-        made = []
         most = 1
-        for request in requests:
+
+        def changed(request: Request) -> Request:
+            nonlocal most
             if request.given:
-                made.append(request)
-                continue
+                return request
             sampling = self._sampling(request.sampling, request.task)
             repeats = self.repeats or request.repeats
             if sampling is None:
                 most, repeats = max(most, repeats), 1
             limit = self.max_new_tokens or request.max_new_tokens
-            made.append(replace(request, sampling=sampling, repeats=repeats, max_new_tokens=limit))
+            return replace(request, sampling=sampling, repeats=repeats, max_new_tokens=limit)
+
+        made = kept(map(changed, requests))
         if most > 1:
             say(
                 f"{requests[0].task} is answered greedily, so its {most} repeats would be the "

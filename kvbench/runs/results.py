@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from kvbench import stats
 from kvbench.benchmark import Marks
@@ -47,6 +47,29 @@ class _FullCache:
     estimate: stats.Estimate
 
 
+class _Asked(NamedTuple):
+    """What the tables say about a request; the prompts of all do not fit into memory."""
+
+    doc_id: int
+    context_id: str
+    repeats: int
+    extra: str
+    prompt_end: str
+    target: list[str]
+
+    @classmethod
+    def of(cls, request: Request) -> _Asked:
+        """What they say about this one."""
+        return cls(
+            request.doc_id,
+            request.context_id,
+            request.repeats,
+            _extra(request),
+            prompt_end(request),
+            list(request.target),
+        )
+
+
 def scored(
     jobs: Iterable[Job], responses_of: Callable[[str], Sequence[Response]]
 ) -> Iterator[tuple[Row, Columns]]:
@@ -72,8 +95,7 @@ class _Scorer:
 
     def __init__(self, job: Job) -> None:
         self.job, self.task = job, job.task
-        self.requests = {(r.sample_id, r.question_id): r for r in job.task.requests}
-        self._told: dict[tuple[str, int], tuple[str, str, list[str]]] = {}
+        self.requests = {(r.sample_id, r.question_id): _Asked.of(r) for r in job.task.requests}
         # The full cache of live dialogues has a history of its own, so it is another baseline.
         self.full: dict[bool, _FullCache] = {}
 
@@ -111,7 +133,7 @@ class _Scorer:
         wanted = sum(r.repeats for r in self.requests.values())
         if not error and len(responses) < wanted:
             error = f"{len(responses)} of {wanted} responses"
-        repeats = max((r.repeats for r in self.task.requests), default=1)
+        repeats = max((r.repeats for r in self.requests.values()), default=1)
         more = {"repeats": repeats if repeats > 1 else 0, "truncated": self.job.truncated}
         row: dict[str, Any] = {
             **cell.row(**{name: count for name, count in more.items() if count}),
@@ -211,25 +233,17 @@ class _Scorer:
     def _samples(
         self, cell: Cell, responses: Sequence[Response], scores: dict[Key, float]
     ) -> Columns:
-        requests = [self.requests[r.sample_id, r.question_id] for r in responses]
-        facts = [self._facts(request) for request in requests]
+        asked = [self.requests[r.sample_id, r.question_id] for r in responses]
         labels = {name: cell.labels[name] for name in ("task", "policy", "budget", "moment")}
         same = {"cell": cell.cell, **labels, "schema": SCHEMA_VERSION, "length": self.task.length}
         return {
             **{name: [value] * len(responses) for name, value in same.items()},
             **{name: [getattr(r, name) for r in responses] for name in _OF_RESPONSE},
-            "extra": [extra for extra, _, _ in facts],
-            "prompt_end": [end for _, end, _ in facts],
-            "target": [target for _, _, target in facts],
+            "extra": [request.extra for request in asked],
+            "prompt_end": [request.prompt_end for request in asked],
+            "target": [request.target for request in asked],
             "score": [scores.get(_key(r), math.nan) for r in responses],
         }
-
-    def _facts(self, request: Request) -> tuple[str, str, list[str]]:
-        """What all cells tell of a request: extra, end of the prompt, target."""
-        key = (request.sample_id, request.question_id)
-        if key not in self._told:
-            self._told[key] = _extra(request), prompt_end(request), list(request.target)
-        return self._told[key]
 
 
 def _key(response: Response) -> Key:

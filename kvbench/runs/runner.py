@@ -101,7 +101,7 @@ def execute(
             device has too little memory.
     """
     reporter = Silent() if reporter is None else reporter
-    planned = plan(grid, reporter.message)
+    planned = plan(grid, reporter.message, reporter=reporter)
     with RunStore(grid.path, fresh=fresh) as store:
         _check_same_grid(grid, extend=extend)
         store.save_grid(grid.to_dict())
@@ -144,7 +144,9 @@ def _check_same_grid(grid: Grid, *, extend: bool) -> None:
 # --- dry run --------------------------------------------------------------------------------------
 
 
-def describe(grid: Grid, say: Say, *, fresh: bool = False) -> list[str]:
+def describe(
+    grid: Grid, say: Say, *, fresh: bool = False, reporter: Reporter | None = None
+) -> list[str]:
     """What `--dry-run` shows: cells, samples, what exists already, and an estimate.
 
     The estimate runs some of the missing contexts, with all their cells, on the real model.
@@ -153,12 +155,13 @@ def describe(grid: Grid, say: Say, *, fresh: bool = False) -> list[str]:
         grid: What would be run.
         say: Told of tasks that are left out.
         fresh: Whether existing results would be discarded.
+        reporter: Told how far planning is, where it takes seconds.
 
     Returns:
         Lines to print.
     """
     _check_writable(grid.path)
-    planned = plan(grid, say)
+    planned = plan(grid, say, reporter=reporter)
     lines = []
     exists = not fresh and (grid.path / "responses.jsonl").exists()
     store = RunStore(grid.path) if exists else None
