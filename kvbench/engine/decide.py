@@ -227,26 +227,13 @@ class Cut(Showing):
         rows = range(len(self.budget))
         return [{name: x[row : row + 1] for name, x in state.items()} for row in rows]
 
-    def note_changes(self) -> str:
-        """Find out whether the policy has changed a tensor that other cells see.
-
-        Sets `cache.spoiled` if so, and also if that cannot be known.
-
-        Returns:
-            The name of a changed tensor, or an empty string.
-        """
-        changed = self._changes.first()
-        self.cache.spoiled |= bool(changed) or self._changes.unknown
-        return changed
-
     def _untouched(self) -> None:
         """Check that the policy left its inputs alone: other cells see the same tensors.
 
         Raises:
             BudgetError: The policy changed a tensor of the view in place.
         """
-        if self._changes.first():
-            name = self.note_changes()
+        if name := self._changes.first():
             raise BudgetError(f"{self.policy} changed {name} in place; change a copy instead")
         self._changes.forget()
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from kvbench.engine.integrity import Ledger
 from kvbench.plugin import Score, Scores
 
 
@@ -29,10 +30,12 @@ class Shared:
     """What the cells of one prefill share.
 
     Attributes:
+        ledger: Checksums of all tensors that the cells are shown.
         scores: Scores by (layer, score).
         made: What `View.once` has made, and the seconds that it took, by (layer, name).
     """
 
+    ledger: Ledger
     scores: dict[tuple[int, Score], Known] = field(default_factory=dict)
     made: dict[tuple[int, Hashable], tuple[Tensor, float]] = field(default_factory=dict)
 
@@ -48,9 +51,9 @@ class Changes:
     def __init__(self) -> None:
         self._shown: list[tuple[str, Tensor, int]] = []
 
-    def show(self, name: str, tensor: Tensor, version: int) -> None:
-        """Note a tensor and the version that it had when the policy first saw it."""
-        self._shown.append((name, tensor, version))
+    def show(self, name: str, tensor: Tensor, version: int | None = None) -> None:
+        """Note a tensor, and its version when the policy first saw it (None: its version now)."""
+        self._shown.append((name, tensor, versions(tensor)[0] if version is None else version))
 
     def forget(self) -> None:
         """Forget all tensors."""
@@ -59,8 +62,3 @@ class Changes:
     def first(self) -> str:
         """The name of the first changed tensor, or an empty string."""
         return next((name for name, x, was in self._shown if versions(x) != (was,)), "")
-
-    @property
-    def unknown(self) -> bool:
-        """Whether a change could go unnoticed: tensors of inference mode have no version."""
-        return any(x.is_inference() for _, x, _ in self._shown)

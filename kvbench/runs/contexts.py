@@ -20,7 +20,7 @@ from kvbench.engine.pool import Pooled
 from kvbench.engine.prefix import Prefix
 from kvbench.engine.pruning import prunes, pruning_of
 from kvbench.engine.upkeep import tail_of
-from kvbench.errors import PluginError, plugin_call
+from kvbench.errors import PluginError
 from kvbench.moments import LATER
 from kvbench.runs.answers import (
     Answer,
@@ -212,7 +212,7 @@ class _Contexts:
             prompt = together[0]
             ids = prompt.ids if asked else prompt.context_ids
             try:
-                with plugin_call():
+                with worker.policy_call():
                     prefix, logits = worker.prefill(ids, cell.policy.needs, prompt.media, pruning)
             except PluginError as error:
                 worker.fail(cell, prompt, str(error))
@@ -271,7 +271,7 @@ class _Contexts:
         worker = self.worker
         began = now(worker.device)
         try:
-            with plugin_call():  # a policy also runs between chunks
+            with worker.policy_call():  # a policy also runs between chunks
                 logits = self._later_chunks(cell, repeats[0].ids, cache, logits, tail)
         except PluginError as error:
             worker.fail(cell, repeats[0], str(error))
@@ -358,7 +358,7 @@ class _Contexts:
             self.worker.done(self._decode(answers, lane.asked))
             return
         try:
-            with plugin_call():
+            with self.worker.policy_call():
                 responses = self._decode(answers, lane.asked)
         except PluginError as error:
             groups = by_cell(answers)

@@ -20,7 +20,7 @@ from kvbench.engine.clock import now
 from kvbench.engine.decode import Batch, Row
 from kvbench.engine.evict import read_few, restore
 from kvbench.engine.models import model_info
-from kvbench.errors import PluginError, plugin_call
+from kvbench.errors import PluginError
 from kvbench.harness.protocol import Request
 from kvbench.runs.answers import Prompt, begun, by_cell, empty, ended, forks, key_of
 from kvbench.runs.cell import Cell
@@ -99,7 +99,7 @@ def _name(prompt: Prompt) -> tuple[str, int]:
 def _hold(worker: Worker, dialogues: list[Dialogue], width: int, done: Container[Key]) -> None:
     """Run dialogues of one policy to their end in one batch, and store the answers."""
     try:
-        with plugin_call():  # the policy runs again before every turn
+        with worker.policy_call():  # the policy runs again before every turn
             responses = list(_turns(worker, dialogues, width))
     except PluginError as error:
         groups = by_cell(dialogues)
