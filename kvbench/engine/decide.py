@@ -22,8 +22,8 @@ from kvbench.plugin import (
     Scored,
     Scores,
     View,
-    protect_nothing,
 )
+from kvbench.view.scores import checked_scores
 
 
 class Decision(NamedTuple):
@@ -105,7 +105,7 @@ class Cut(Showing):
         total = self.shares[:, view.layer].to(view.col.device)
         shares = self.policy.allocate.allocate([Scored(view, scores)], total)
         decision = self._select(view, scores, shares[:, 0])
-        self._untouched()
+        self.untouched()
         return decision
 
     def model(self, views: list[View]) -> list[Decision]:
@@ -115,14 +115,14 @@ class Cut(Showing):
         shares = self.policy.allocate.allocate(_gathered(scored, total.device), total)
         parts = zip(scored, shares.unbind(1), strict=True)
         decisions = [self._select(v, s, share.to(v.col.device)) for (v, s), share in parts]
-        self._untouched()
+        self.untouched()
         return decisions
 
     def whole(self, view: View) -> Decision:
         """Keep everything in one layer; the policy still initialises its extras."""
         if self.policy.score is not None and self.policy.score.extras:
             self._score(view)
-        self._untouched()
+        self.untouched()
         return Decision(view.valid.expand(len(self.budget), -1, -1), self._extras(view))
 
     def check(self, held: list[int]) -> None:
@@ -176,20 +176,11 @@ class Cut(Showing):
             self._show_scores(known.scores, known.versions)
             return known.scores
         begin = now(view.col.device)
-        found: object = score.score(view)
-        if isinstance(found, Tensor):
-            found = Scores(found, protect_nothing(view))
-        if not isinstance(found, Scores):
-            raise BudgetError(
-                f"{self.policy}: the score returned {type(found).__name__}; "
-                "return a float tensor [B, H, n] or Scores"
-            )
-        if found.value.shape != view.shape or found.protect.shape != view.shape:
-            raise BudgetError(
-                f"{self.policy}: the score returned shape {list(found.value.shape)}; "
-                f"return {list(view.shape)}"
-            )
-        found = Scores(found.value.float(), found.protect)
+        try:
+            rated = checked_scores(score.score(view), view)
+        except BudgetError as error:
+            raise BudgetError(f"{self.policy}: {error}") from error
+        found = Scores(rated.value.float(), rated.protect)
         finite = (found.value.isfinite() | ~view.valid).all()
         flag = (f"a score of layer {view.layer} is not finite", ~finite)
         self._flags.append(flag)
@@ -200,6 +191,9 @@ class Cut(Showing):
             self.shared_seconds += seconds
             entry = Known(found, dict(view.extras), marks, seconds, flag)
             self.shared.scores[view.layer, score] = entry
+            held = {"scores": found.value, "protect": found.protect, **view.extras}
+            for name, x in held.items():
+                self.shared.ledger.add(name, x)
         return found
 
     def _show_scores(self, scores: Scores, marks: tuple[int, ...]) -> None:
@@ -226,16 +220,6 @@ class Cut(Showing):
         state = self.states.get(layer, {})
         rows = range(len(self.budget))
         return [{name: x[row : row + 1] for name, x in state.items()} for row in rows]
-
-    def _untouched(self) -> None:
-        """Check that the policy left its inputs alone: other cells see the same tensors.
-
-        Raises:
-            BudgetError: The policy changed a tensor of the view in place.
-        """
-        if name := self._changes.first():
-            raise BudgetError(f"{self.policy} changed {name} in place; change a copy instead")
-        self._changes.forget()
 
 
 def _gathered(scored: list[Scored], device: torch.device) -> list[Scored]:

@@ -220,6 +220,8 @@ def _keep_up(cache: RaggedCache, layer: RaggedLayer, step: Step) -> None:
     score = upkeep.policy.score
     if score is not None and score.extras:
         u = upkeep
-        view = Showing(u.policy, cache, u.info, u.moment, u.budget, u.seeds).view(layer, step.index)
+        showing = Showing(u.policy, cache, u.info, u.moment, u.budget, u.seeds)
+        view = showing.view(layer, step.index)
         score.step(view)
+        showing.untouched()
         layer.store_extras(view.extras)

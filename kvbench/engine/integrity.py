@@ -38,9 +38,12 @@ def checksum(x: Tensor) -> Tensor:
     whole = flat[: len(flat) - rest].view(torch.int64)
     sums = whole.view(-1, _BLOCK, _WIDTH).sum(1).sum(0)
     if rest:
-        sums += pad(flat[len(flat) - rest :], (0, size - rest)).view(torch.int64).view(
-            _BLOCK, _WIDTH
-        ).sum(0)
+        sums += (
+            pad(flat[len(flat) - rest :], (0, size - rest))
+            .view(torch.int64)
+            .view(_BLOCK, _WIDTH)
+            .sum(0)
+        )
     return sums
 
 
@@ -127,6 +130,6 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters and buffers by name, without the buffers that a forward itself updates."""
     yield from model.named_parameters()
     for path, module in model.named_modules():
-        if not any(kind in str(getattr(module, "rope_type", "")) for kind in ("dynamic", "longrope")):
-            for name, tensor in module.named_buffers(path, recurse=False):
-                yield name, tensor
+        kind = str(getattr(module, "rope_type", ""))
+        if "dynamic" not in kind and "longrope" not in kind:
+            yield from module.named_buffers(path, recurse=False)

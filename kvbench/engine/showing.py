@@ -13,6 +13,7 @@ from kvbench.engine.cache import RaggedCache
 from kvbench.engine.clock import now
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.shared import Changes, Shared
+from kvbench.errors import BudgetError
 from kvbench.plugin import CHANNEL_QUERIES, ModelInfo, Moment, Need, Policy, View
 
 
@@ -148,6 +149,16 @@ class Showing:
     def _each(self, entries: Hashable, name: str, make: Callable[[], Tensor]) -> Tensor:
         """`_fixed` for a field that is the same in all layers with the same entries."""
         return self._fixed(name, make, entries)
+
+    def untouched(self) -> None:
+        """Check that the policy left its inputs alone: other cells see the same tensors.
+
+        Raises:
+            BudgetError: The policy changed a tensor of the view in place.
+        """
+        if name := self._changes.first():
+            raise BudgetError(f"{self.policy} changed {name} in place; change a copy instead")
+        self._changes.forget()
 
     def channel_queries(self, index: int) -> Tensor:
         """The queries that choose key channels in a layer, `[B, H_q, w, d]`."""

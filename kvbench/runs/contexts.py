@@ -87,6 +87,7 @@ class _Contexts:
         self.worker = worker
         self.prompts = prompts
         self.lanes: dict[str, Lane] = {}
+        self._cells: Sequence[Cell] = ()
         # The same room and width for every row, also if only some of them are left to do: the
         # bits of a response must not depend on what was resumed.
         self.reserve = max(len(p.question_ids) + p.limit for p in prompts)
@@ -99,6 +100,7 @@ class _Contexts:
         self.pool = worker.pool(self.width)
 
     def answer(self, cells: Sequence[Cell]) -> None:
+        self._cells = cells
         for wave in self._waves(self._open(cells)):
             for context, made in zip(wave, self._prefilled(wave), strict=True):
                 self._whole(context, made)
@@ -343,7 +345,7 @@ class _Contexts:
         """Store the responses that the pool has ended."""
         responses = [ended(item.owner, item.row, item.seconds) for item in items]
         if responses:
-            self.worker.done(responses)
+            self.worker.done(responses, self._cells)
 
     def _waiting_caches(self) -> Iterator[RaggedCache]:
         return (answer.cache for lane in self.lanes.values() for answer in lane.waiting)
@@ -354,8 +356,9 @@ class _Contexts:
         answers, lane.waiting = lane.waiting, []
         if not answers:
             return
+        cells = [a.cell for a in answers]
         if not name.startswith(_RUNNING):
-            self.worker.done(self._decode(answers, lane.asked))
+            self.worker.done(self._decode(answers, lane.asked), cells)
             return
         try:
             with self.worker.policy_call():
@@ -370,7 +373,7 @@ class _Contexts:
                 lane.waiting = [replace(a, row=self.worker.row(a.cell, a.prompt)) for a in group]
                 self._flush(name)
             return
-        self.worker.done(responses)
+        self.worker.done(responses, cells)
 
     def _decode(self, answers: list[Answer], asked: bool) -> list[Response]:
         """Decode answers in one batch."""

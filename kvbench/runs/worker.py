@@ -37,7 +37,6 @@ from kvbench.runs.planning import Say, Stage
 from kvbench.runs.store import Response
 from kvbench.view import Need
 
-
 _CHANGED = "the policy changed the model's parameter {} in place; change a copy instead"
 
 
@@ -298,17 +297,24 @@ class Worker:
 
         return Pool(self.model, batching.counts, batching.asking, width, room)
 
-    def done(self, responses: Sequence[Response]) -> None:
-        """Store responses."""
+    def done(self, responses: Sequence[Response], cells: Iterable[Cell]) -> None:
+        """Store responses of some cells; a cell whose response has failed is given up."""
+        named = {cell.cell: cell for cell in cells}
+        for response in responses:
+            if response.error:
+                self._give_up(named[response.cell], response.error)
         self.store.append(responses)
         self.reporter.advance(len(responses))
 
     def fail(self, cell: Cell, prompt: Prompt, reason: str) -> None:
         """Give a cell up."""
+        self._give_up(cell, reason)
+        self.store.append([replace(empty(cell, prompt), error=reason)])
+
+    def _give_up(self, cell: Cell, reason: str) -> None:
         if cell.cell not in self.failed:
             self.reporter.message(f"{cell} failed: {reason}")
         self.failed[cell.cell] = reason
-        self.store.append([replace(empty(cell, prompt), error=reason)])
 
 
 def model_of(stage: Stage, grid: Grid) -> nn.Module:

@@ -108,6 +108,10 @@ class View:
             return _repeated(self._alone.once(name, make), len(self._budget))
         return make(self) if self._share is None else self._share(name, partial(make, self))
 
+    def share(self, once: Callable[[Hashable, Callable[[], Tensor]], Tensor]) -> None:
+        """Let `once` decide what is made anew, given a name and what makes the tensor."""
+        self._share = once
+
     def for_budgets(self, budget: Tensor) -> View:
         """Show the only sequence of this view once for every budget, int64 `[B]`.
 
