@@ -270,12 +270,18 @@ def _clean(p: Policy) -> str:
     (ids, mask), budget = _padded(), _small(p)
     for name, model in _models().items():
         weights = Weights(model)
-        _keep(model, ids, watched, budget, mask)
+        error: Exception | None = None
+        try:
+            _keep(model, ids, watched, budget, mask)
+        except Exception as raised:
+            error = raised
         probe.settle()
         if changed := weights.changed():
             raise Failed(f"{name}: the model's parameter {changed} was changed in place")
-        if probe.found:
+        if probe.found:  # a change is a better reason than an error that follows from it
             raise Failed(f"{name}: {probe.found[0]}")
+        if error is not None:
+            raise error
     return "in every layer, with padding"
 
 

@@ -22,7 +22,7 @@ from kvbench.engine.pruning import Pruning, watching
 from kvbench.engine.replay import observe_replays
 from kvbench.engine.shared import Shared
 from kvbench.engine.upkeep import first_budget, goes_on
-from kvbench.errors import BudgetError
+from kvbench.errors import BudgetError, out_of_memory
 from kvbench.moments import Moment
 from kvbench.plugin import Policy, Replay
 from kvbench.view import ModelInfo, Need
@@ -159,14 +159,30 @@ class Prefix:
             for groups in self._packings(wanted):
                 caches = self._compress([[wanted[i] for i in group] for group in groups], reserve)
                 made.update(zip(chain.from_iterable(groups), caches, strict=True))
-        except BaseException:
-            self.cache.spoiled |= bool(self._ledger.changed())
+        except (Exception, SystemExit) as error:
+            self._check_shared(wanted, error)
             raise
+        self._check_shared(wanted)
+        return [made[i] for i in range(len(wanted))]
+
+    def _check_shared(
+        self, wanted: Sequence[Compression], error: BaseException | None = None
+    ) -> None:
+        """Check that what the cells share is as it was.
+
+        Args:
+            wanted: The compressions since the last check.
+            error: What they have raised; a change is the more helpful reason.
+
+        Raises:
+            BudgetError: A policy changed it.
+        """
         if name := self._ledger.changed():
             self.cache.spoiled = True
-            policies = " or ".join(dict.fromkeys(str(one.policy) for one in wanted))
-            raise BudgetError(f"{policies} changed {name} in place; change a copy instead")
-        return [made[i] for i in range(len(wanted))]
+            if error is None or not out_of_memory(error):
+                policies = " or ".join(dict.fromkeys(str(one.policy) for one in wanted))
+                text = f"{policies} changed {name} in place; change a copy instead"
+                raise BudgetError(text) from error
 
     def _packings(self, wanted: Sequence[Compression]) -> list[list[list[int]]]:
         """Group compressions that are packed together; groups of them are decided together.
