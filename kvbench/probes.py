@@ -41,7 +41,7 @@ class ScoreProbe(Score):
 
     def score(self, v: View) -> Scores:
         self.settle()
-        self.shown[:] = [(name, x, x.clone()) for name, x in v.tensors()]
+        self.shown[:] = [(str(name), x, x.clone()) for name, x in v.tensors()]
         v.share(self._once)
         try:
             found = checked_scores(self.inner.score(v), v)

@@ -7,65 +7,89 @@ miss none.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from kvbench.errors import UserError
 
 _WIDTH = 509
 """Columns of a checksum. The number is prime, so that parts that change places are noticed."""
 
-_BLOCK = 16
-"""Rows that are summed at once: a CPU reads large tensors fastest this way."""
+
+class _Watched(NamedTuple):
+    """A tensor and its first checksum.
+
+    Attributes:
+        name: What it is called.
+        tensor: The tensor.
+        start: Where its memory began.
+        table: See `_table`; None if the tensor is not contiguous and has to be copied for it.
+        was: The checksum.
+    """
+
+    name: str
+    tensor: Tensor
+    start: int
+    table: tuple[Tensor, Tensor] | None
+    was: list[Tensor]
+
+    def now(self) -> list[Tensor]:
+        """The checksum as it is now."""
+        return _sums(*(_table(self.tensor) if self.table is None else self.table))
 
 
 def checksum(x: Tensor) -> Tensor:
-    """Return sums over the bits of a tensor, int64 `[509]`.
+    """Return sums over the bits of a tensor, int64.
 
     Sums of integers are exact in any order: an unchanged tensor always has the same checksum.
     """
-    for axis, stride in enumerate(x.stride()):
-        if stride == 0:  # an expanded axis repeats the same memory
-            x = x.narrow(axis, 0, min(1, x.shape[axis]))
-    flat = x.detach().contiguous().view(-1).view(torch.uint8)
-    if flat.storage_offset() % 8:  # the bits cannot be read as int64 from there
-        flat = flat.clone()
-    size = 8 * _WIDTH * _BLOCK
-    rest = len(flat) % size
-    whole = flat[: len(flat) - rest].view(torch.int64)
-    sums = whole.view(-1, _BLOCK, _WIDTH).sum(1).sum(0)
-    if rest:
-        sums += (
-            pad(flat[len(flat) - rest :], (0, size - rest))
-            .view(torch.int64)
-            .view(_BLOCK, _WIDTH)
-            .sum(0)
-        )
-    return sums
+    return torch.cat(_sums(*_table(x)))
+
+
+def _table(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The bits of a tensor as rows of 509 numbers and a rest; the same memory if contiguous."""
+    x = x.detach()
+    if not x.is_contiguous():
+        for axis, stride in enumerate(x.stride()):
+            if stride == 0:  # an expanded axis repeats the same memory
+                x = x.narrow(axis, 0, min(1, x.shape[axis]))
+    flat = x.contiguous().view(-1)
+    size = flat.element_size()
+    aligned = not (len(flat) * size % 8 or flat.storage_offset() * size % 8)
+    bits = flat.view(torch.int64 if aligned else torch.uint8)
+    whole = len(bits) // _WIDTH * _WIDTH
+    return bits[:whole].view(-1, _WIDTH), bits[whole:]
+
+
+def _sums(table: Tensor, rest: Tensor) -> list[Tensor]:
+    return [table.sum(0), rest.long()]
 
 
 class Ledger:
     """Tensors that several cells use, with the checksums that they had at first."""
 
     def __init__(self) -> None:
-        self._entries: list[tuple[str, Tensor, Tensor]] = []
+        self._watched: dict[torch.device, list[_Watched]] = {}
         self._known: dict[Hashable, Tensor] = {}
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Note a tensor before a policy can write to it."""
+        """Watch a tensor that no policy has been able to write to so far."""
         if tensor.device.type == "meta":  # accelerate keeps such weights elsewhere
             return
         if hasattr(tensor, "__tensor_flatten__"):  # a quantised weight consists of several tensors
             for part in tensor.__tensor_flatten__()[0]:
                 self.add(name, getattr(tensor, part))
             return
-        self._entries.append((name, tensor, checksum(tensor)))
+        table = _table(tensor)
+        was = [table[0].sum(0), table[1].to(torch.int64, copy=True)]
+        shared = table if tensor.is_contiguous() else None
+        watched = _Watched(name, tensor, tensor.data_ptr(), shared, was)
+        self._watched.setdefault(tensor.device, []).append(watched)
 
     def once(self, key: Hashable, name: str, make: Callable[[], Tensor]) -> Tensor:
-        """Return the tensor of a key; it is made and noted the first time."""
+        """Return the tensor of a key; it is made and watched the first time."""
         if key not in self._known:
             self._known[key] = make()
             self.add(name, self._known[key])
@@ -73,12 +97,16 @@ class Ledger:
 
     def changed(self) -> str:
         """Return the name of a tensor that has changed, or an empty string; a GPU waits once."""
-        if not self._entries:
-            return ""
-        where = self._entries[0][1].device
-        flags = [(checksum(x) != was).any().to(where) for _, x, was in self._entries]
-        wrong = torch.stack(flags).tolist()
-        return next((name for (name, *_), bad in zip(self._entries, wrong, strict=True) if bad), "")
+        for watched in self._watched.values():
+            moved = (w.name for w in watched if w.tensor.data_ptr() != w.start)
+            if name := next(moved, ""):
+                return name
+            now = [part for w in watched for part in w.now()]
+            was = [part for w in watched for part in w.was]
+            if not torch.equal(torch.cat(now), torch.cat(was)):
+                pairs = ((w.name, zip(w.now(), w.was, strict=True)) for w in watched)
+                return next(n for n, sums in pairs if not all(a.equal(b) for a, b in sums))
+        return ""
 
 
 class Weights:

@@ -49,11 +49,12 @@ class Changes:
     """The tensors that a policy is shown, and how often each had been written to before."""
 
     def __init__(self) -> None:
-        self._shown: list[tuple[str, Tensor, int]] = []
+        self._shown: list[tuple[object, Tensor, int]] = []
 
-    def show(self, name: str, tensor: Tensor, version: int | None = None) -> None:
+    def show(self, name: object, tensor: Tensor, version: int | None = None) -> None:
         """Note a tensor, and its version when the policy first saw it (None: its version now)."""
-        self._shown.append((name, tensor, versions(tensor)[0] if version is None else version))
+        if not tensor.is_inference():  # such a tensor has no version
+            self._shown.append((name, tensor, tensor._version if version is None else version))
 
     def forget(self) -> None:
         """Forget all tensors."""
@@ -61,4 +62,4 @@ class Changes:
 
     def first(self) -> str:
         """The name of the first changed tensor, or an empty string."""
-        return next((name for name, x, was in self._shown if versions(x) != (was,)), "")
+        return next((str(name) for name, x, was in self._shown if x._version != was), "")

@@ -14,7 +14,10 @@ from kvbench.engine.clock import now
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.shared import Changes, Shared
 from kvbench.errors import BudgetError
-from kvbench.plugin import CHANNEL_QUERIES, ModelInfo, Moment, Need, Policy, View
+from kvbench.plugin import CHANNEL_QUERIES, ModelInfo, Moment, Need, Policy, Surprisal, View
+
+_OWN: tuple[object, ...] = ("budget", Surprisal())
+"""Tensors of a view that are made for every policy anew."""
 
 
 @dataclass
@@ -142,8 +145,9 @@ class Showing:
             asked=0 if layer.packed else self.cache.asked,
             share=None if layer.packed or self.shared is None else partial(self._once, index),
         )
-        for name, x in view.tensors():
-            self._changes.show(name, x)
+        for field, x in view.tensors():
+            if self.shared is None or field in _OWN:  # the ledger watches the others
+                self._changes.show(field, x)
         return view
 
     def _each(self, entries: Hashable, name: str, make: Callable[[], Tensor]) -> Tensor:
@@ -196,7 +200,8 @@ class Showing:
             held = layer.extras[need][rows]
             return held if held.dim() == 3 else held.transpose(2, 3).flatten(1, 2)
         observed = self.cache.observers[need]
-        return self._fixed(f"obs[{need}]", lambda: self._own(observed.read(index)), index)
+        name = "obs" if self.shared is None else f"obs[{need}]"
+        return self._fixed(name, lambda: self._own(observed.read(index)), index)
 
     def _turns_ago(self, col: Tensor) -> Tensor:
         """How many turns before the newest one each entry was added; 0 outside dialogues."""

@@ -128,11 +128,10 @@ class View:
         out._budget, out.read_budget, out._alone = budget, False, self
         return out
 
-    def tensors(self) -> list[tuple[str, Tensor]]:
-        """The tensors that nobody may change in place, by name: all but the extras."""
-        named: list[tuple[str, Tensor]] = [(name, getattr(self, name)) for name in _BY_SEQUENCE]
-        observed = [(f"obs[{need}]", x) for need, x in self.obs.items()]
-        return [*named, ("budget", self._budget), *observed]
+    def tensors(self) -> list[tuple[object, Tensor]]:
+        """The tensors that nobody may change in place, by name or need: all but the extras."""
+        named = [(name, getattr(self, name)) for name in _BY_SEQUENCE]
+        return [*named, ("budget", self._budget), *self.obs.items()]
 
     @property
     def budget(self) -> Tensor:
