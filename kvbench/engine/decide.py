@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.clock import now
-from kvbench.engine.shared import Known, versions
+from kvbench.engine.shared import Known
 from kvbench.engine.showing import Showing
 from kvbench.engine.upkeep import goes_on
 from kvbench.errors import BudgetError
@@ -170,11 +170,10 @@ class Cut(Showing):
         assert score is not None
         known = None if self.shared is None else self.shared.scores.get((view.layer, score))
         if known is not None:
-            view.extras = dict(known.extras)
+            view.extras = {name: x.clone() for name, x in known.extras.items()}
             self.saved += known.seconds
             self._flags.append(known.flag)
-            self._show_scores(known.scores, known.versions)
-            return known.scores
+            return self._shown_scores(_copied(known.scores))
         begin = now(view.col.device)
         try:
             rated = checked_scores(score.score(view), view)
@@ -184,21 +183,20 @@ class Cut(Showing):
         finite = (found.value.isfinite() | ~view.valid).all()
         flag = (f"a score of layer {view.layer} is not finite", ~finite)
         self._flags.append(flag)
-        marks = versions(found.value, found.protect)
-        self._show_scores(found, marks)
         if self.shared is not None and not view.read_budget:
             seconds = now(view.col.device) - begin
             self.shared_seconds += seconds
-            entry = Known(found, dict(view.extras), marks, seconds, flag)
+            # Copies: a selector may write to its scores, whichever way.
+            extras = {name: x.clone() for name, x in view.extras.items()}
+            entry = Known(_copied(found), extras, seconds, flag)
             self.shared.scores[view.layer, score] = entry
-            held = {"scores": found.value, "protect": found.protect, **view.extras}
-            for name, x in held.items():
-                self.shared.ledger.add(name, x)
-        return found
+        return self._shown_scores(found)
 
-    def _show_scores(self, scores: Scores, marks: tuple[int, ...]) -> None:
-        self._changes.show("scores", scores.value, marks[0])
-        self._changes.show("protect", scores.protect, marks[1])
+    def _shown_scores(self, scores: Scores) -> Scores:
+        """Note scores that the other parts of the policy are given."""
+        self._changes.show("scores", scores.value)
+        self._changes.show("protect", scores.protect)
+        return scores
 
     def _select(self, view: View, scores: Scores, share: Tensor) -> Decision:
         keep = self.policy.select.select(view, scores, share)
@@ -220,6 +218,10 @@ class Cut(Showing):
         state = self.states.get(layer, {})
         rows = range(len(self.budget))
         return [{name: x[row : row + 1] for name, x in state.items()} for row in rows]
+
+
+def _copied(scores: Scores) -> Scores:
+    return Scores(scores.value.clone(), scores.protect.clone())
 
 
 def _gathered(scored: list[Scored], device: torch.device) -> list[Scored]:

@@ -122,16 +122,17 @@ class Weights:
         self._note()
 
     def _note(self) -> None:
-        self._tensors, self._ledger = dict(_weights(self._model)), Ledger()
-        for name, tensor in self._tensors.items():
-            self._ledger.add(name, tensor)
+        self._held, self._ledger = list(_weights(self._model)), Ledger()
+        for name, held, key in self._held:
+            self._ledger.add(name, held[key])
+        self._tensors = [held[key] for _, held, key in self._held]
 
     def changed(self) -> str:
         """Return the name of a parameter that was changed or replaced, or an empty string."""
-        found = dict(_weights(self._model))
-        names = {**self._tensors, **found}
-        replaced = (n for n in names if found.get(n) is not self._tensors.get(n))
-        return next(replaced, "") or self._ledger.changed()
+        for (name, held, key), tensor in zip(self._held, self._tensors, strict=True):
+            if held.get(key) is not tensor:
+                return name
+        return self._ledger.changed()
 
     def restore(self, name: str) -> None:
         """Load the model's parameters again, after a policy has changed some.
@@ -147,17 +148,24 @@ class Weights:
         for module in self._model.modules():  # free the memory for the copy
             for tensors in (module._parameters, module._buffers):
                 tensors.update(dict.fromkeys(tensors))
-        self._tensors, self._ledger = {}, Ledger()
+        self._held, self._tensors, self._ledger = [], [], Ledger()
         for path, module in self._reload().named_modules():
             own: Any = self._model.get_submodule(path)
             own._parameters, own._buffers = module._parameters, module._buffers
         self._note()
 
 
-def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers by name, without the buffers that a forward itself updates."""
-    yield from model.named_parameters()
+def _weights(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Parameters and buffers, each with the dictionary of its module and its key in there.
+
+    Buffers that a forward itself updates are left out.
+    """
+    seen = set()
     for path, module in model.named_modules():
         kind = str(getattr(module, "rope_type", ""))
-        if "dynamic" not in kind and "longrope" not in kind:
-            yield from module.named_buffers(path, recurse=False)
+        fixed = "dynamic" not in kind and "longrope" not in kind
+        for held in (module._parameters, *([module._buffers] if fixed else [])):
+            for key, tensor in held.items():
+                if tensor is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    yield f"{path}.{key}".lstrip("."), held, key

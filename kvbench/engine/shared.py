@@ -13,14 +13,13 @@ from kvbench.plugin import Score, Scores
 
 
 class Known(NamedTuple):
-    """Scores of one layer that later cells can reuse, and the seconds that they took.
+    """Scores of one layer that later cells can copy, and the seconds that they took.
 
     `flag` says what is wrong with them, and holds whether it is.
     """
 
     scores: Scores
     extras: dict[str, Tensor]
-    versions: tuple[int, ...]
     seconds: float
     flag: tuple[str, Tensor]
 
@@ -51,10 +50,10 @@ class Changes:
     def __init__(self) -> None:
         self._shown: list[tuple[object, Tensor, int]] = []
 
-    def show(self, name: object, tensor: Tensor, version: int | None = None) -> None:
-        """Note a tensor, and its version when the policy first saw it (None: its version now)."""
+    def show(self, name: object, tensor: Tensor) -> None:
+        """Note a tensor before the policy sees it."""
         if not tensor.is_inference():  # such a tensor has no version
-            self._shown.append((name, tensor, tensor._version if version is None else version))
+            self._shown.append((name, tensor, tensor._version))
 
     def forget(self) -> None:
         """Forget all tensors."""

@@ -70,7 +70,7 @@ def test_a_score_that_is_not_finite(tmp_path: Path) -> None:
 def test_a_score_that_changes_its_input(tmp_path: Path) -> None:
     body = "def mine(v):\n    return v.value.mul_(1.1).norm(dim=-1)\n"
     results = check(tmp_path, body, "mine")
-    assert "changed value in place" in results["scores are finite and inputs untouched"].detail
+    assert "value was changed in place" in results["scores are finite and inputs untouched"].detail
 
 
 def test_a_score_of_the_wrong_shape(tmp_path: Path) -> None:
