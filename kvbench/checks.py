@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from kvbench.budget import Budget
+from kvbench.engine.integrity import Weights
 from kvbench.engine.models import model_info
 from kvbench.engine.session import entries_read, kept
 from kvbench.errors import BudgetRefused, UserError, message_of
@@ -129,6 +130,9 @@ def run_checks(spec: str) -> list[CheckResult]:
             results.append(CheckResult(name, False, str(failure)))
         except (Exception, SystemExit) as error:  # a plugin may raise anything
             results.append(CheckResult(name, False, _where(error)))
+    if not all(result.ok for result in results):  # the policy may have changed the models
+        _models.cache_clear()
+        _in_bfloat16.cache_clear()
     return results
 
 
@@ -265,10 +269,19 @@ def _clean(p: Policy) -> str:
         watched = replace(p, base=None, read=probe)
     (ids, mask), budget = _padded(), _small(p)
     for name, model in _models().items():
-        _keep(model, ids, watched, budget, mask)
+        weights = Weights(model)
+        error: Exception | None = None
+        try:
+            _keep(model, ids, watched, budget, mask)
+        except Exception as raised:
+            error = raised
         probe.settle()
-        if probe.found:
+        if changed := weights.changed():
+            raise Failed(f"{name}: the model's parameter {changed} was changed in place")
+        if probe.found:  # a change is a better reason than an error that follows from it
             raise Failed(f"{name}: {probe.found[0]}")
+        if error is not None:
+            raise error
     return "in every layer, with padding"
 
 

@@ -17,7 +17,7 @@ from kvbench.engine.cache import RaggedCache
 from kvbench.engine.evict import after_forward
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.models import decoder_of, head_of, rotary_model
-from kvbench.engine.observers import SurprisalObserver, observer_for
+from kvbench.engine.observers import SurprisalObserver, is_built_in, measured, observer_for
 from kvbench.engine.showing import Showing
 from kvbench.engine.vision import media_positions
 from kvbench.errors import UserError
@@ -203,8 +203,11 @@ def _observe(cache: RaggedCache, layer: RaggedLayer, step: Step) -> None:
             continue
         assert layer.key is not None and layer.value is not None
         key, value = (step.key, step.value) if layer.packed else (layer.key, layer.value)
+        own: tuple[Tensor, ...] = (step.query, key, value, step.hidden, valid)
+        if not is_built_in(need) and not isinstance(need, PerToken):
+            own = tuple(x.clone() for x in own)  # the model goes on with these tensors
         with cache.blaming(need):
-            observer.update(step.index, step.query, key, value, step.hidden, valid, step.scale)
+            observer.update(step.index, *own, step.scale)
 
 
 def _observe_tokens(cache: RaggedCache, done: Forward, head: Callable[[Tensor], Tensor]) -> None:
@@ -228,11 +231,14 @@ def _keep_up(cache: RaggedCache, layer: RaggedLayer, step: Step) -> None:
         if isinstance(need, AttentionMass):
             layer.accumulate(need, step.mass[need.power])
         elif isinstance(need, PerToken):
-            new = need.measure(step.index, step.hidden, step.key, step.value, upkeep.info)
+            own = step.hidden, step.key, step.value
+            new = measured(need, step.index, *own, model=upkeep.info)
             layer.write_new(need, new)
     score = upkeep.policy.score
     if score is not None and score.extras:
         u = upkeep
-        view = Showing(u.policy, cache, u.info, u.moment, u.budget, u.seeds).view(layer, step.index)
+        showing = Showing(u.policy, cache, u.info, u.moment, u.budget, u.seeds)
+        view = showing.view(layer, step.index)
         score.step(view)
+        showing.untouched()
         layer.store_extras(view.extras)

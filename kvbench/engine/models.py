@@ -73,7 +73,8 @@ def model_info(model: nn.Module) -> ModelInfo:
     def output_weight(layer: int) -> Tensor:
         attention: Any = modules[layer]
         weight = plain_weight(attention.o_proj, query_heads * int(dim), dtype)
-        return weight.view(weight.shape[0], query_heads, int(dim)).permute(1, 2, 0)
+        # A copy: a policy that writes to it must not change the model.
+        return weight.clone().view(weight.shape[0], query_heads, int(dim)).permute(1, 2, 0)
 
     def project(layer: int, hidden: Tensor) -> Tensor:
         attention: Any = modules[layer]

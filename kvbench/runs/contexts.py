@@ -20,7 +20,7 @@ from kvbench.engine.pool import Pooled
 from kvbench.engine.prefix import Prefix
 from kvbench.engine.pruning import prunes, pruning_of
 from kvbench.engine.upkeep import tail_of
-from kvbench.errors import PluginError, plugin_call
+from kvbench.errors import PluginError
 from kvbench.moments import LATER
 from kvbench.runs.answers import (
     Answer,
@@ -87,6 +87,7 @@ class _Contexts:
         self.worker = worker
         self.prompts = prompts
         self.lanes: dict[str, Lane] = {}
+        self._cells: Sequence[Cell] = ()
         # The same room and width for every row, also if only some of them are left to do: the
         # bits of a response must not depend on what was resumed.
         self.reserve = self.width = longest = 0
@@ -103,6 +104,7 @@ class _Contexts:
         self.pool = worker.pool(self.width)
 
     def answer(self, cells: Sequence[Cell]) -> None:
+        self._cells = cells
         for wave in self._waves(cells):
             for context, made in zip(wave, self._prefilled(wave), strict=True):
                 self._whole(context, made)
@@ -227,7 +229,7 @@ class _Contexts:
             prompt = together[0]
             ids = prompt.ids if asked else prompt.context_ids
             try:
-                with plugin_call():
+                with worker.policy_call():
                     prefix, logits = worker.prefill(ids, cell.policy.needs, prompt.media, pruning)
             except PluginError as error:
                 worker.fail(cell, prompt, str(error))
@@ -286,7 +288,7 @@ class _Contexts:
         worker = self.worker
         began = now(worker.device)
         try:
-            with plugin_call():  # a policy also runs between chunks
+            with worker.policy_call():  # a policy also runs between chunks
                 logits = self._later_chunks(cell, repeats[0].ids, cache, logits, tail)
         except PluginError as error:
             worker.fail(cell, repeats[0], str(error))
@@ -358,7 +360,7 @@ class _Contexts:
         """Store the responses that the pool has ended."""
         responses = [ended(item.owner, item.row, item.seconds) for item in items]
         if responses:
-            self.worker.done(responses)
+            self.worker.done(responses, self._cells)
 
     def _waiting_caches(self) -> Iterator[RaggedCache]:
         return (answer.cache for lane in self.lanes.values() for answer in lane.waiting)
@@ -369,11 +371,12 @@ class _Contexts:
         answers, lane.waiting = lane.waiting, []
         if not answers:
             return
+        cells = [a.cell for a in answers]
         if not name.startswith(_RUNNING):
-            self.worker.done(self._decode(answers, lane.asked))
+            self.worker.done(self._decode(answers, lane.asked), cells)
             return
         try:
-            with plugin_call():
+            with self.worker.policy_call():
                 responses = self._decode(answers, lane.asked)
         except PluginError as error:
             groups = by_cell(answers)
@@ -385,7 +388,7 @@ class _Contexts:
                 lane.waiting = [replace(a, row=self.worker.row(a.cell, a.prompt)) for a in group]
                 self._flush(name)
             return
-        self.worker.done(responses)
+        self.worker.done(responses, cells)
 
     def _decode(self, answers: list[Answer], asked: bool) -> list[Response]:
         """Decode answers in one batch."""
