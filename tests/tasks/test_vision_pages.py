@@ -26,7 +26,7 @@ def test_a_readme_says_what_the_benchmark_is(name: str) -> None:
         assert source.config is None or source.config in page
     overview = (ROOT / "docs" / "vision.md").read_text()
     assert all(f"`{leaf}`" in overview for leaf in bench.leaves)
-    assert f"kvbench_tasks/{name}/README.md" in overview
+    assert f"kvbench_tasks/{Path(bench.yaml).name}/README.md" in overview
 
 
 def test_there_are_the_tasks_that_the_overview_names() -> None:
