@@ -54,6 +54,6 @@ LMMS_EVAL = replace(
     leaves=tuple(_LMMS_EVAL),
     version="1",
     summary="MATH-Vision, scored by lmms-eval, which marks surds and multiples of pi as wrong",
-    source="https://github.com/mathllm/MATH-V (arXiv:2402.14804), asked and scored as lmms-eval does",
+    source="https://github.com/mathllm/MATH-V (arXiv:2402.14804), as lmms-eval has it",
     sources={leaf: (source,) for leaf, source in _LMMS_EVAL.items()},
 )

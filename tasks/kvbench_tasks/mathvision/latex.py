@@ -1,16 +1,16 @@
-"""The number that a LaTeX expression means, read as `latex2sympy2` 1.9 reads it.
+r"""The number that a LaTeX expression means, read as `latex2sympy2` 1.9 reads it.
 
 The authors' evaluation turns LaTeX into sympy with that package and the result into a number with
 Python's `eval` and the names of `math`. The package needs another antlr4 than math-verify, so this
 is a parser of its own for the part of its grammar whose results are numbers. As there,
 
 - reading ends without an error at the first token that cannot go on, such as a brace too many;
-- implicit products bind more tightly than `/`, and `1\\frac{1}{2}` is a product;
-- `120^{\\circ}`, `\\!` and signs beyond ASCII are errors;
-- letters, absolute values, `\\ln`, `\\max` and others have no value, because `math` lacks the names
+- implicit products bind more tightly than `/`, and `1\frac{1}{2}` is a product;
+- `120^{\circ}`, `\!` and signs beyond ASCII are errors;
+- letters, absolute values, `\ln`, `\max` and others have no value, because `math` lacks the names
   that sympy writes for them.
 
-Of what has a value there, `\\gcd`, `\\lcm`, determinants and solved equations have none here.
+Of what has a value there, `\gcd`, `\lcm`, determinants and solved equations have none here.
 """
 
 from __future__ import annotations
