@@ -54,9 +54,7 @@ def check_moments(
             )
 
 
-def unfit_policies(
-    grid: Grid, leaf: str, prompts: Sequence[Prompt], depth: int
-) -> dict[str, str]:
+def unfit_policies(grid: Grid, leaf: str, prompts: Sequence[Prompt], depth: int) -> dict[str, str]:
     """Why policies cannot run on a task, by policy; only `all` may have included them.
 
     Args:
@@ -115,10 +113,11 @@ def say_visual_budgets(
         pairs = [(n, v) for n, v in zip(lengths, visual, strict=True) if v]
         bare = sum(budget.per_head(n, v) <= n - v for n, v in pairs)
         if bare:
+            more, verb = " and others" * (len(names) > 3), "keep" + "s" * (len(names) == 1)
             say(
-                f"{leaf}: budget {budget} is spent on text first, so {', '.join(names[:3])}"
-                f"{' and others' * (len(names) > 3)} keep{'s' * (len(names) == 1)} nothing of the images in {bare} of "
-                f"{len(pairs)} prompts; use a budget such as visual:{budget}"
+                f"{leaf}: budget {budget} is spent on text first, so {', '.join(names[:3])}{more} "
+                f"{verb} nothing of the images in {bare} of {len(pairs)} prompts; use a budget "
+                f"such as visual:{budget}"
             )
 
 
