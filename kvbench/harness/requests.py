@@ -10,7 +10,7 @@ from kvbench.benchmark import Doc, Medium
 from kvbench.data.media import medium
 from kvbench.data.spool import Spool
 from kvbench.decoding import from_yaml
-from kvbench.errors import UserError
+from kvbench.errors import LeftOut, UserError
 from kvbench.harness import chat, dialogue
 from kvbench.harness import rows as data
 from kvbench.harness.protocol import Request, kept
@@ -69,7 +69,7 @@ def requests(
     late.stop()
     if len({bool(row.get("given")) for row in rows}) > 1:
         raise UserError(f"{leaf}: either all rows or no row can have 'given'")
-    media = [tuple(map(medium, row.get("media", ()))) for row in rows]
+    media = [_media(leaf, number, row) for number, row in enumerate(rows)]
     asked = Asked(built.config.generation_kwargs, int(built.config.repeats or 1))
     return arranged(leaf, rows, places, parted, media, render, asked)
 
@@ -150,6 +150,16 @@ def _arranged(
                     delta_media=media[i],
                 )
             yield made
+
+
+def _media(leaf: str, number: int, row: Mapping[str, Any]) -> tuple[Medium, ...]:
+    """The images and videos of a row."""
+    try:
+        return tuple(map(medium, row.get("media", ())))
+    except LeftOut:
+        raise
+    except UserError as error:
+        raise UserError(f"{leaf}, row {number}: {error}") from None
 
 
 def _context_id(text: object, media: Sequence[Medium]) -> str:

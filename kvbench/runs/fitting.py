@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvbench.engine.pruning import prunes
+from kvbench.engine.pruning import depth_problem, prunes
+from kvbench.engine.vision import Vision
 from kvbench.errors import UserError
 from kvbench.runs.grid import Grid
 from kvbench.runs.prompts import Prompts
@@ -51,8 +52,14 @@ def check_moments(
             )
 
 
-def unfit_policies(grid: Grid, leaf: str, prompts: Prompts) -> dict[str, str]:
+def unfit_policies(grid: Grid, leaf: str, prompts: Prompts, depth: int) -> dict[str, str]:
     """Why policies cannot run on a task, by policy; only `all` may have included them.
+
+    Args:
+        grid: The policies and moments.
+        leaf: The task.
+        prompts: Its prompts.
+        depth: Layers of the model.
 
     Raises:
         UserError: One of them is named.
@@ -69,10 +76,46 @@ def unfit_policies(grid: Grid, leaf: str, prompts: Prompts) -> dict[str, str]:
                 "it prunes once, in the prefill; use --moment context or question instead of "
                 f"{', '.join(late)}"
             )
+        elif policy.score is not None and (problem := depth_problem(policy.score, depth)):
+            found[str(policy)] = problem
     for name, reason in found.items():
         if name in grid.named_policies:
             raise UserError(f"{name} cannot run on {leaf}: {reason}")
     return found
+
+
+def say_visual_budgets(
+    grid: Grid, leaf: str, prompts: Prompts, vision: Vision, say: Callable[[str], None]
+) -> None:
+    """Say which budgets keep all of the images, and which leave none to policies that prune them.
+
+    Args:
+        grid: The budgets and policies.
+        leaf: The task.
+        prompts: Its prompts.
+        vision: Counts the visual tokens.
+        say: Told in one line for each budget.
+    """
+    pairs = [(len(p.context_ids), sum(vision.counts(p.media))) for p in prompts]
+    visual = [count for _, count in pairs]
+    names = [str(policy) for policy in grid.built_policies if prunes(policy)]
+    for budget in grid.parsed_budgets:
+        if budget.visual and budget.tokens and budget.tokens >= max(visual):
+            say(
+                f"{leaf}: budget {budget} keeps everything, because no prompt has more than "
+                f"{max(visual)} visual tokens"
+            )
+        if budget.visual or not names:
+            continue
+        shown = [(n, v) for n, v in pairs if v]
+        bare = sum(budget.per_head(n, v) <= n - v for n, v in shown)
+        if bare:
+            more, verb = " and others" * (len(names) > 3), "keep" + "s" * (len(names) == 1)
+            say(
+                f"{leaf}: budget {budget} is spent on text first, so {', '.join(names[:3])}{more} "
+                f"{verb} nothing of the images in {bare} of {len(shown)} prompts; use a budget "
+                f"such as visual:{budget}"
+            )
 
 
 def _say_idle_buffers(grid: Grid, leaf: str, longest: int, say: Callable[[str], None]) -> None:

@@ -33,7 +33,7 @@ from kvbench.named import lexicon_of, local_model, model_digest, resolve_model
 from kvbench.plugin import Policy
 from kvbench.progress import Reporter
 from kvbench.runs.cell import Cell, Variant
-from kvbench.runs.fitting import check_moments, unfit_policies
+from kvbench.runs.fitting import check_moments, say_visual_budgets, unfit_policies
 from kvbench.runs.grid import Grid
 from kvbench.runs.prompts import Prompts, Window, prompts_of
 
@@ -156,6 +156,7 @@ class _Model:
         window: How many tokens it takes.
         template: Whether its chat template is applied.
         thinks: Whether its tokenizer has a token that ends thinking.
+        depth: Number of its layers.
     """
 
     name: str
@@ -168,6 +169,7 @@ class _Model:
     window: Window
     template: bool
     thinks: bool
+    depth: int
 
 
 @dataclass
@@ -263,7 +265,9 @@ class _Planner:
             generation=self._generation(model, leaf, benchmark, task),
             packages=(*gguf_packages(model.name), *quantization_packages(grid.quantization)),
         )
-        unfit = unfit_policies(grid, leaf, prompts)
+        unfit = unfit_policies(grid, leaf, prompts, model.depth)
+        if model.vision is not None:
+            say_visual_budgets(grid, leaf, prompts, model.vision, self.say)
         self.left_out |= unfit
         cells = [
             template.of(v, files[v.policy])
@@ -387,6 +391,7 @@ def _model_facts(grid: Grid, name: str) -> _Model:
         window=Window(name, int(getattr(text, "max_position_embeddings", 0) or 0)),
         template=template,
         thinks=Thinking.of(tokenizer) is not None,
+        depth=int(text.num_hidden_layers),
     )
 
 

@@ -145,8 +145,13 @@ def prompts_of(
     cut = Truncation.parse(truncate) if truncate is not None else None
     limit = min(filter(None, (window.tokens, cut.tokens if cut else 0)), default=0)
     for request in task.requests:
-        prompt = _prompt(request, tokenizer, vision)
         name = f"{request.task}, {request.sample_id}"
+        try:
+            prompt = _prompt(request, tokenizer, vision)
+        except UserError as error:
+            if not request.media:
+                raise
+            raise UserError(f"{name}: {error}") from error
         rest = len(prompt.question_ids) + prompt.limit
         room = limit - rest
         if cut is not None and limit and len(prompt.context_ids) > room:

@@ -14,6 +14,9 @@ RAISED = {
     "d2o": {"select.important_recent": 2},
     "cam": {"merge.value": 2},
     "simlayerkv": {"score.recency": 2},
+    "dart": {"score.dart": 2},
+    "prumerge": {"score.prumerge": 2},
+    "visionzip": {"score.visionzip": 2},
     "duo_attention": {"score.sinks_recent": 2, "allocate.retrieval": 2},
 }
 VARIANTS = {
@@ -24,6 +27,9 @@ VARIANTS = {
     "finch:variant=release": {"score.question_attention": 2},
     "rkv:variant=release": {},
     "snapkv:select=two_stage": {},
+    "dart:variant=paper": {},
+    "prumerge:variant=paper": {},
+    "visionzip:variant=paper": {},
     "knorm:merge=value": {"merge.value": 2},
     "streaming_llm:sinks=1": {},
     "local:sinks=2": {"score.recency": 2},
