@@ -243,8 +243,11 @@ def _forget_compiled(path: Path) -> None:
     """
     beside = _modules_beside(path)
     tops = {module.relative_to(path.parent).parts[0].removesuffix(".py") for module in beside}
-    for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] in tops and Path(getattr(module, "__file__", None) or "").resolve() in beside:
+    for name in [name for name in sys.modules if name.partition(".")[0] in tops]:
+        # A package without __init__.py has no file, but it holds its submodules.
+        module = sys.modules[name]
+        places = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]
+        if any(place and Path(place).resolve().is_relative_to(path.parent) for place in places):
             del sys.modules[name]
     for source in (path, *beside):
         with contextlib.suppress(OSError):  # a folder that is read-only

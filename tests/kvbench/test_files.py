@@ -193,7 +193,7 @@ def test_a_file_replaced_with_its_size_and_time_kept_has_a_new_digest(
     other.replace(weights)
     os.utime(weights, ns=(1, 1))
     moved = file_digests([weights])
-    monkeypatch.setattr(Path, "open", lambda *_: pytest.fail("it is read again"))
+    monkeypatch.setattr(files.hashlib, "file_digest", lambda *_: pytest.fail("it is read again"))
     assert file_digests([weights]) == moved
 
 
