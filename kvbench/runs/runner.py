@@ -116,7 +116,8 @@ def execute(
             for judge in dict.fromkeys(job.judge for job in jobs if job.judge is not None):
                 judge.check()
             _EXECUTORS[grid.executor](work, grid, store, reporter)
-        cells = store.write_scored(scored(jobs, store.responses_of))
+        facts = {"samples": grid.samples, "repeats": grid.repeats}
+        cells = store.write_scored(scored(jobs, store.responses_of), facts)
         samples = store.samples()
     failed = {str(r.cell): str(r.error) for r in cells.itertuples() if r.status != "ok"}
     return Run(grid.path, cells, failed, planned.left_out, _samples=samples)
