@@ -8,6 +8,7 @@ The responses then go through the task's own filters, metric and aggregation.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import random
@@ -183,7 +184,8 @@ def _rows(
         ]
         name = f"{leaf}-{data.digest(depends)}.jsonl"
         file = settings.cache_dir / "data" / bench.name / name
-        rows = data.cached(file, settings.samples, make)
+        code = data.code_digest(_function(bench.docs).__module__)
+        rows = data.cached(file, settings.samples, make, code)
         first = media.identity(rows[0]) if bench.media else rows[0]
         data_hash = data.digest([*depends, first])
     else:
@@ -200,6 +202,11 @@ def _rows(
                 f"{leaf}: its rows have media, so benchmark {bench.name} must set media"
             )
     return full, data_hash
+
+
+def _function(docs: Any) -> Any:
+    """The function behind a hook that may have arguments bound to it."""
+    return _function(docs.func) if isinstance(docs, functools.partial) else docs
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ answer them. If the task needs a judge, the judge answers `LoadedTask.asks`. The
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kvbench.benchmark import Ask, Benchmark, Marks, Medium
 from kvbench.decoding import Sampling
+from kvbench.files import digest_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -87,6 +89,11 @@ class Request:
     given: str = ""
     media: tuple[Medium, ...] = ()
     delta_media: tuple[Medium, ...] = ()
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """16 hex digits over what is asked and the reference answers."""
+        return digest_of([self.context_id, self.context, self.question, self.given, self.target])
 
 
 @dataclass(frozen=True)

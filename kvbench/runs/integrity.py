@@ -50,7 +50,24 @@ def with_record(cells: pa.Table, samples: Path, facts: Mapping[str, Any]) -> pa.
     return cells.replace_schema_metadata({_RECORD: json.dumps({**facts, **digests})})
 
 
-def recorded(cells: pa.Table) -> dict[str, Any]:
+def rows_of_cells(folder: Path) -> tuple[dict[str, int], dict[str, Any]]:
+    """How many samples a folder's tables have of each cell, and what is recorded of their grid.
+
+    Returns:
+        Rows of the samples by cell, and `samples` and `repeats` if they are recorded; both are
+        empty if a table is missing or damaged: the responses are what counts.
+    """
+    try:
+        facts = _recorded(checked_cells(folder))
+        with pq.ParquetFile(folder / SAMPLES, page_checksum_verification=True) as file:
+            counts = file.read(["cell"])["cell"].value_counts().to_pylist()
+    except Exception:  # damage makes pyarrow raise errors of many classes
+        return {}, {}
+    rows = {str(one["values"]): int(one["counts"]) for one in counts}
+    return rows, {name: facts[name] for name in ("samples", "repeats") if name in facts}
+
+
+def _recorded(cells: pa.Table) -> dict[str, Any]:
     """The record of a table of cells; empty if an earlier version wrote it."""
     record: dict[str, Any] = json.loads((cells.schema.metadata or {}).get(_RECORD, b"{}"))
     return record
@@ -81,7 +98,7 @@ def _checked(_: Path, folder: Path, *states: State) -> pa.Table:
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             cells = file.read()
-        record = recorded(cells)
+        record = _recorded(cells)
         digest = _digest(cells) if record else ""
     except Exception as error:  # damage makes pyarrow and json raise errors of many classes
         raise unreadable(path, error) from None

@@ -67,6 +67,7 @@ class Response:
         decode_s: Seconds of question and decoding.
         kv_bytes_read: Bytes that a decode step reads of the held entries, once they are compressed;
             all of them unless the policy has a reader.
+        request: Digest of the request (`Request.digest`); "" in runs of earlier versions.
     """
 
     cell: str
@@ -92,6 +93,7 @@ class Response:
     compress_s: float = 0.0
     decode_s: float = 0.0
     kv_bytes_read: int = 0
+    request: str = ""
 
     @property
     def key(self) -> Key:
