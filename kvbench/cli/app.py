@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import warnings
@@ -30,8 +31,12 @@ from kvbench.cli import (
 from kvbench.cli.options import FLAG, option
 from kvbench.cli.screen import CLOSED, FAILED, INTERRUPTED, OK, complain, console, print_json
 from kvbench.errors import UserError
+from kvbench.files import cannot
 from kvbench.report.outputs import terminal
 from kvbench.terminal import OutputError, filtered
+
+_OF_THE_USER = (errno.ENAMETOOLONG, errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
+"""Errors of the system about a name, a permission or a disk, which only the user can mend."""
 
 app = typer.Typer(
     name="kvbench",
@@ -87,6 +92,10 @@ def _call(arguments: Sequence[str]) -> int:
         code = app(args=list(arguments) or ["--help"], standalone_mode=False, prog_name="kvbench")
     except UserError as error:
         return complain(str(error))
+    except OSError as error:
+        if error.errno not in _OF_THE_USER or error.filename is None:
+            raise
+        return complain(str(cannot("use", error.filename, error)))
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except Exception as error:

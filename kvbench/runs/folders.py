@@ -104,7 +104,7 @@ def find_runs(root: Path) -> list[RunSummary]:
     Raises:
         UserError: There is no such folder.
     """
-    if not root.is_dir():
+    if not os.path.isdir(root):  # Path.is_dir raises if the name is too long
         raise UserError(f"{root} is not a folder; name one that holds runs")
     found = [summarise(folder) for folder in _folders(root)]
     return sorted(found, key=lambda run: (run.date, run.path), reverse=True)

@@ -5,6 +5,7 @@ A folder that is written aside appears whole or not at all, and only once.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import subprocess
@@ -236,6 +237,18 @@ def test_devices_pipes_and_links_stay_what_they_are(tmp_path: Path) -> None:
         check=True,
     )  # fmt: skip
     assert out.stdout == b"text"
+
+
+def test_a_read_only_file_system_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(Path, "write_bytes", refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)  # even of a file that is not there
+    with pytest.raises(UserError, match="^cannot write .*: Read-only file system$"):
+        write_whole(tmp_path / "report.md", b"text")
 
 
 @pytest.mark.parametrize("name", ["/", "/tmp", "x" * 300, "x" * 300 + "/y"])
