@@ -87,7 +87,12 @@ def run(
     prefill_batch: PrefillBatch = None,
     attn: Annotated[str | None, typer.Option(metavar="A", hidden=True)] = None,
     samples: Annotated[
-        int | None, option(PROMPTS, "N", "Per task. A larger number extends a run, a smaller one keeps it. Default: 50.")
+        int | None,
+        option(
+            PROMPTS,
+            "N",
+            "Per task. A larger number extends a run, a smaller one keeps it. Default: 50.",
+        ),
     ] = None,
     length: Lengths = None,
     truncate: Truncate = None,

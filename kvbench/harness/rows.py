@@ -188,7 +188,7 @@ def _digest_of_rows(path: Path, code: str, body: str) -> str:
 
 
 def _load(path: Path, code: str) -> list[Doc]:
-    """Read rows that `_save` wrote; an empty list if the file is missing, damaged or of old code."""
+    """Read rows that `_save` wrote; an empty list if it is missing, damaged or of old code."""
     try:
         head, _, body = path.read_text(encoding="utf-8").partition("\n")
         if json.loads(head)["rows"] != _digest_of_rows(path, code, body):

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.errors import UserError
 from kvbench import files
+from kvbench.errors import UserError
 from kvbench.files import Journal, file_digests, locked_journal, replacing_folder, write_whole
 
 

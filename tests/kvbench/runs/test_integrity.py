@@ -142,9 +142,7 @@ def test_what_is_damaged_is_one_line_for_every_command(
 
 @pytest.mark.parametrize("column", ["score", "held_entries", "kv_bytes_full"])
 @pytest.mark.parametrize("record", [True, False])
-def test_a_missing_number_is_one_line(
-    run: Path, tmp_path: Path, column: str, record: bool
-) -> None:
+def test_a_missing_number_is_one_line(run: Path, tmp_path: Path, column: str, record: bool) -> None:
     cells, samples = kvbench.load(run)
     cells.loc[1, column] = np.nan
     folder = tmp_path / "run"
