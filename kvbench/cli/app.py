@@ -31,8 +31,19 @@ from kvbench.cli import (
 from kvbench.cli.options import FLAG, option
 from kvbench.cli.screen import CLOSED, FAILED, INTERRUPTED, OK, complain, console, print_json
 from kvbench.errors import UserError, quoted, shorten, shorten_words
+from kvbench.files import cannot
 from kvbench.report.outputs import terminal
 from kvbench.terminal import OutputError, filtered
+
+_OF_THE_USER = (
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+    errno.EACCES,
+    errno.EROFS,
+    errno.ENOSPC,
+    errno.EDQUOT,
+)
+"""Errors of the system about a name, a permission or a disk, which only the user can mend."""
 
 app = typer.Typer(
     name="kvbench",
@@ -90,12 +101,12 @@ def _call(arguments: Sequence[str]) -> int:
         code = app(args=list(arguments) or ["--help"], standalone_mode=False, prog_name="kvbench")
     except UserError as error:
         return complain(str(error))
+    except OSError as error:
+        if error.errno not in _OF_THE_USER or error.filename is None:
+            raise
+        return complain(shorten_words(str(cannot("use", error.filename, error))))
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
-    except OSError as error:
-        if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES):
-            raise
-        return complain(shorten_words(f"cannot use {error.filename}: {error.strerror}"))
     except Exception as error:
         # Typer's own usage errors: their class is not part of its public interface.
         if not hasattr(error, "format_message"):

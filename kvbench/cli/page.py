@@ -9,6 +9,7 @@ import typer
 
 from kvbench.cli.options import FLAG, option
 from kvbench.cli.screen import complain
+from kvbench.files import state_of
 
 
 def view(
@@ -33,7 +34,7 @@ def view(
     page = run / "report" / NAME
     tables = [run / CELLS, run / SAMPLES]
     made = page.stat().st_mtime_ns if page.is_file() else 0
-    if not all(path.is_file() and path.stat().st_mtime_ns < made for path in tables):
+    if not all(path.is_file() and max(state_of(path)[1:3]) < made for path in tables):
         results = prepare(*load_frames(run, COLUMNS, coded=True))
         page = write_page(results, responses_of(run), page.parent)
     print(page)

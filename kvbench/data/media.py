@@ -14,6 +14,7 @@ from typing import Any
 
 from kvbench.benchmark import Medium
 from kvbench.errors import LeftOut, UserError
+from kvbench.files import State, state_of
 
 FRAMES = 32
 """Frames of a video that a model sees, unless a row has `frames`: the default of lmms-eval."""
@@ -104,7 +105,7 @@ def _video(path: Path, frames: int) -> Medium:
             "its videos need opencv, which is not installed; run: pip install 'kvbench[vision]'"
         )
     try:
-        digest = _file_digest(path, path.stat().st_mtime_ns)
+        digest = _file_digest(path, state_of(path))
     except OSError as error:
         raise UserError(f"cannot read the video {path}: {error.strerror}") from None
     load = functools.partial(_frames, path, frames)
@@ -112,7 +113,7 @@ def _video(path: Path, frames: int) -> Medium:
 
 
 @functools.cache
-def _file_digest(path: Path, changed: int) -> str:
+def _file_digest(path: Path, state: State) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

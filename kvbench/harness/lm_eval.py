@@ -211,7 +211,8 @@ def _rows(
         ]
         name = f"{leaf}-{data.digest(depends)}.jsonl"
         file = settings.cache_dir / "data" / bench.name / name
-        rows = generated = data.cached(file, settings.samples, make)
+        code = data.code_digest(_function(bench.docs).__module__)
+        rows = generated = data.cached(file, settings.samples, make, code)
         first = media.identity(generated[0]) if bench.media else generated[0]
         data_hash = data.digest([*depends, first])
     else:
@@ -230,6 +231,11 @@ def _rows(
                 f"{leaf}: its rows have media, so benchmark {bench.name} must set media"
             )
     return full, data_hash
+
+
+def _function(docs: Any) -> Any:
+    """The function behind a hook that may have arguments bound to it."""
+    return _function(docs.func) if isinstance(docs, functools.partial) else docs
 
 
 @dataclass(frozen=True)

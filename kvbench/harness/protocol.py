@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from kvbench.benchmark import Ask, Benchmark, Marks, Medium
 from kvbench.data.spool import Spool
 from kvbench.decoding import Sampling
+from kvbench.files import digest_of
 from kvbench.progress import Reporter
 
 if TYPE_CHECKING:
@@ -90,6 +91,11 @@ class Request:
     given: str = ""
     media: tuple[Medium, ...] = ()
     delta_media: tuple[Medium, ...] = ()
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """16 hex digits over what is asked and the reference answers."""
+        return digest_of([self.context_id, self.context, self.question, self.given, self.target])
 
 
 def kept(requests: Iterable[Request]) -> Sequence[Request]:

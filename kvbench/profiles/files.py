@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 
 from kvbench.artifacts import Artifacts, MadeFor
 from kvbench.errors import UserError, quoted
+from kvbench.files import State, state_of
 
 Kind = Literal["ablation", "reason", "copy"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -204,8 +205,7 @@ def load(
         UserError: There is none, it is damaged, or it was made for another model.
     """
     path = find(model, kind, profile)
-    state = path.stat()
-    loaded = _read(path, state.st_mtime_ns, state.st_size)
+    loaded = _read(path, state_of(path))
     if (loaded.layers, loaded.kv_heads) != (layers, kv_heads):
         raise UserError(
             f"{path} is for {loaded.layers} layers by {loaded.kv_heads} KV heads, but model "
@@ -230,5 +230,5 @@ def _kinds(kind: str | None) -> Sequence[str]:
 
 
 @functools.lru_cache(maxsize=16)
-def _read(path: Path, changed: int, size: int) -> HeadProfile:
+def _read(path: Path, state: State) -> HeadProfile:
     return read(path)

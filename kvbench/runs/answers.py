@@ -214,4 +214,5 @@ def empty(cell: Cell, prompt: Prompt) -> Response:
         repeat=prompt.repeat,
         doc_id=request.doc_id,
         context_id=request.context_id,
+        request=request.digest,
     )

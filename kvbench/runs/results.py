@@ -18,7 +18,7 @@ from kvbench.judge.rubrics import origin
 from kvbench.runs.cell import Cell
 from kvbench.runs.planning import Job
 from kvbench.runs.schema import SCHEMA_VERSION, Columns
-from kvbench.runs.store import Response
+from kvbench.runs.store import Response, RunStore
 
 _MEANS = (
     "budget_entries held_entries kv_bytes_live kv_bytes_read kv_bytes_allocated kv_bytes_full "
@@ -88,6 +88,35 @@ def scored(
         scorer = _Scorer(job)
         for cell in sorted(job.cells, key=lambda c: not c.is_full):
             yield scorer.cell(cell, responses_of(cell.cell))
+
+
+def check_requests(jobs: Iterable[Job], store: RunStore) -> None:
+    """Check that the responses of a run answer the requests that its tasks have now.
+
+    Raises:
+        UserError: The data of a task has changed under the same version.
+    """
+    for job in jobs:
+        # Their digests, not the requests: the prompts of all do not fit into memory.
+        requests = {
+            (r.sample_id, r.question_id): (r.digest, r.context_id) for r in job.task.requests
+        }
+        for cell in job.cells:
+            for response in store.responses_of(cell.cell):
+                request = requests.get((response.sample_id, response.question_id))
+                if request is None or response.error:
+                    continue
+                # Earlier versions recorded the context alone.
+                digest, context = request
+                if (response.request or response.context_id) != (
+                    digest if response.request else context
+                ):
+                    raise UserError(
+                        f"{cell.task}: sample {response.sample_id} is not the one that "
+                        f"{store.path} has a response to, though the task's version is the same; "
+                        "restore the data, choose another --out, or discard the responses with "
+                        "--fresh"
+                    )
 
 
 class _Scorer:

@@ -70,6 +70,8 @@ def _mapping(loader: Loader, path: str | Path) -> tuple[dict[Any, Any], dict[Any
             raise UserError(f"{path}:1: a grid must be a mapping of keys to values")
         for key_node, value_node in node.value:
             line = key_node.start_mark.line + 1
+            for part in (key_node, value_node):
+                _check_plain(part, path, set())
             key = loader.construct_object(key_node, deep=True)
             value = loader.construct_object(value_node, deep=True)
             if not isinstance(key, Hashable):
@@ -83,6 +85,43 @@ def _mapping(loader: Loader, path: str | Path) -> tuple[dict[Any, Any], dict[Any
     finally:
         loader.dispose()
     return data, lines
+
+
+_AS_WRITTEN = {
+    "int": (re.compile(r"[-+]?(0|[1-9][0-9]*)"), "another number"),
+    "float": (
+        re.compile(r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+)(e[-+]?[0-9]+)?", re.IGNORECASE),
+        "another number",
+    ),
+    "bool": (re.compile(r"true|false", re.IGNORECASE), "true or false"),
+    "timestamp": (re.compile(r"(?!)"), "a date"),
+}
+"""By type, which words YAML takes for what they say, and what it takes the others for."""
+
+
+def _check_plain(node: yaml.Node, path: str | Path, checked: set[int]) -> None:
+    """Refuse a word that YAML takes for another value, such as `1:30` (90), `010` (8) or `no`.
+
+    Raises:
+        UserError: There is one; the message names file, line and word.
+    """
+    if id(node) in checked:  # an alias
+        return
+    checked.add(id(node))
+    if not isinstance(node, yaml.ScalarNode):
+        pairs = node.value if isinstance(node, yaml.MappingNode) else [node.value]
+        for part in (part for pair in pairs for part in pair):
+            _check_plain(part, path, checked)
+    elif node.style is None:
+        same, other = _AS_WRITTEN.get(node.tag.rpartition(":")[2], (_ANYTHING, ""))
+        if not same.fullmatch(node.value):
+            raise UserError(
+                f"{path}:{node.start_mark.line + 1}: YAML takes {node.value} for {other}; quote it "
+                f"('{node.value}'), or write the value that you mean"
+            )
+
+
+_ANYTHING = re.compile(r".*", re.DOTALL)
 
 
 def _items(value: Any, what: str) -> list[Any]:
