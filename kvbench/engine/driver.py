@@ -203,11 +203,13 @@ def _observe(cache: RaggedCache, layer: RaggedLayer, step: Step) -> None:
             continue
         assert layer.key is not None and layer.value is not None
         key, value = (step.key, step.value) if layer.packed else (layer.key, layer.value)
-        own: tuple[Tensor, ...] = (step.query, key, value, step.hidden, valid)
+        query, hidden = step.query, step.hidden
         if not is_built_in(need) and not isinstance(need, PerToken):
-            own = tuple(x.clone() for x in own)  # the model goes on with these tensors
+            # The model goes on with these tensors: a plugin gets copies.
+            query, key, value, hidden = (x.clone() for x in (query, key, value, hidden))
+            valid = valid.clone()
         with cache.blaming(need):
-            observer.update(step.index, *own, step.scale)
+            observer.update(step.index, query, key, value, hidden, valid, step.scale)
 
 
 def _observe_tokens(cache: RaggedCache, done: Forward, head: Callable[[Tensor], Tensor]) -> None:

@@ -19,7 +19,8 @@ from kvbench.engine.draw import Draw
 from kvbench.engine.driver import engine, left_padded
 from kvbench.engine.integrity import Weights
 from kvbench.engine.loading import load_model
-from kvbench.engine.observers import is_built_in
+from kvbench.engine.models import model_info
+from kvbench.engine.observers import is_built_in, observer_for
 from kvbench.engine.pool import Pool
 from kvbench.engine.prefix import Compression, Prefix
 from kvbench.engine.pruning import Pruning
@@ -35,7 +36,7 @@ from kvbench.runs.grid import Grid
 from kvbench.runs.index import Key
 from kvbench.runs.planning import Say, Stage
 from kvbench.runs.store import Response
-from kvbench.view import Need
+from kvbench.view import Need, Separable
 
 _CHANGED = "the policy changed the model's parameter {} in place; change a copy instead"
 
@@ -148,7 +149,8 @@ class Worker:
             As `prefill`, with a row for every text.
         """
         needs = frozenset(needs)
-        if not Prefix(self.model, needs).separable:
+        info = model_info(self.model)
+        if not all(isinstance(observer_for(n, info), Separable) for n in needs if not n.of_tokens):
             return None
         width = max(map(len, contexts))
         ids, mask = left_padded(contexts, width)
