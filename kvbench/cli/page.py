@@ -28,8 +28,8 @@ def view(
     from kvbench.report.frames import prepare
     from kvbench.report.page import NAME, write_page
     from kvbench.report.samples import COLUMNS
+    from kvbench.runs.integrity import CELLS, SAMPLES
     from kvbench.runs.load import load_frames, responses_of
-    from kvbench.runs.store import CELLS, SAMPLES
 
     page = run / "report" / NAME
     tables = [run / CELLS, run / SAMPLES]

@@ -15,7 +15,8 @@ import pyarrow.parquet as pq
 import yaml
 
 from kvbench.errors import UserError
-from kvbench.runs.store import CELLS, GRID, LOCK, RESPONSES
+from kvbench.runs.integrity import CELLS
+from kvbench.runs.store import GRID, LOCK, RESPONSES
 from kvbench.runs.yaml_loader import Loader, read_text
 
 RESULTS = "results"

@@ -203,6 +203,5 @@ def _sha256(path: Path) -> str:
 
 def unreadable(path: Path, error: Exception) -> UserError:
     """Say in one line why a table cannot be read."""
-    return UserError(
-        f"cannot read {path}: {getattr(error, 'strerror', None) or first_lines(error)}"
-    )
+    reason = getattr(error, "strerror", None) or first_lines(error)
+    return UserError(f"cannot read {path}: {reason}")

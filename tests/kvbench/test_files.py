@@ -247,11 +247,11 @@ def test_a_read_only_file_system_is_one_line(
 
     monkeypatch.setattr(Path, "write_bytes", refuse)
     monkeypatch.setattr(Path, "unlink", refuse)  # even of a file that is not there
-    with pytest.raises(UserError, match="^cannot write .*: Read-only file system$"):
+    with pytest.raises(UserError, match=r"^cannot write .*: Read-only file system$"):
         write_whole(tmp_path / "report.md", b"text")
 
 
 @pytest.mark.parametrize("name", ["/", "/tmp", "x" * 300, "x" * 300 + "/y"])
 def test_a_name_that_cannot_be_a_file_is_one_line(name: str) -> None:
-    with pytest.raises(UserError, match="^cannot write [^\n]*$"):
+    with pytest.raises(UserError, match=r"^cannot write [^\n]*$"):
         write_whole(Path(name), b"text")

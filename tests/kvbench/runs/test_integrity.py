@@ -89,7 +89,8 @@ def loaded(folder: Path) -> tuple[pd.DataFrame, pd.DataFrame] | None:
     try:
         return kvbench.load(folder)
     except UserError as error:
-        assert "\n" not in str(error)
+        if "\n" in str(error):
+            raise
         return None
 
 

@@ -106,7 +106,7 @@ def test_a_plugin_that_changes_the_folder_does_not_move_the_results(
 def test_a_name_that_no_folder_can_have_is_one_line(tmp_path: Path, name: str) -> None:
     grid = small_grid(tmp_path / name, **BRIEF, samples=1)
     for run in (execute, lambda grid: describe(grid, lambda _: None)):
-        with pytest.raises(UserError, match="cannot write .*: File name too long$"):
+        with pytest.raises(UserError, match=r"cannot write .*: File name too long$"):
             run(grid)
-    with pytest.raises(UserError, match="cannot read .*: File name too long$"):
+    with pytest.raises(UserError, match=r"cannot read .*: File name too long$"):
         kvbench.load(tmp_path / name)
