@@ -174,13 +174,14 @@ def leaderboard() -> Iterator[str]:
 
 def over_bytes() -> Iterator[str]:
     """Means over the bytes that are held, the largest first."""
-    yield "| policy | budget | bytes | points |"
-    yield "| --- | --: | --: | --: |"
+    yield "| policy | budget | live bytes | allocated | points |"
+    yield "| --- | --: | --: | --: | --: |"
     means = group_means(*kvbench.load(BYTES))
-    means["share"] = means["kv_bytes_live"] / means["kv_bytes_full"]
-    for r in means.sort_values("share", ascending=False).itertuples():
+    for kind in ("live", "allocated"):
+        means[kind] = 100 * means[f"kv_bytes_{kind}"] / means["kv_bytes_full"]
+    for r in means.sort_values("live", ascending=False).itertuples():
         points = ranged(r.score, r.score_lo, r.score_hi)
-        yield f"| `{r.policy}` | {r.budget} | {100 * r.share:.1f}% | {points} |"
+        yield f"| `{r.policy}` | {r.budget} | {r.live:.1f}% | {r.allocated:.1f}% | {points} |"
 
 
 def blocks() -> dict[str, str]:

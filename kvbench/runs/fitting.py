@@ -44,6 +44,7 @@ def check_moments(
             )
     if grid.has_moment("decode"):
         _say_idle_buffers(grid, leaf, max(prompt.limit for prompt in prompts), say)
+    _say_no_room(grid, leaf, prompts, say)
     longest = max(len(prompt.ids) for prompt in prompts)
     for timing in grid.timings:
         if timing.chunk and longest <= timing.chunk:
@@ -76,6 +77,37 @@ def unfit_policies(grid: Grid, leaf: str, prompts: Sequence[Prompt]) -> dict[str
         if name in grid.named_policies:
             raise UserError(f"{name} cannot run on {leaf}: {reason}")
     return found
+
+
+def _say_no_room(
+    grid: Grid, leaf: str, prompts: Sequence[Prompt], say: Callable[[str], None]
+) -> None:
+    """Say where windows of a fixed size fill the budget, so that a score decides nothing.
+
+    An allocator that reserves entries warns when it divides the budget.
+    """
+    whole = [len(prompt.ids) for prompt in prompts]
+    lengths = {"context": [len(prompt.context_ids) for prompt in prompts], "question": whole}
+    found = []
+    for policy in grid.built_policies:
+        if policy.score is None or policy.allocate.reserved(max(whole)):
+            continue
+        budgets = [
+            str(budget)
+            for budget in grid.parsed_budgets
+            if any(
+                budget.is_filled(policy.score.reserved, lengths.get(timing.moment, ()))
+                for timing in grid.timings
+            )
+        ]
+        if budgets:
+            found.append(f"{policy} ({', '.join(budgets)})")
+    if found:
+        say(
+            f"{leaf}: a window of a fixed size fills the budget of {', '.join(found)}, so that no "
+            "score decides what is kept; use a larger --budget, or a smaller window "
+            "(`kvbench list policies` shows the parameters)"
+        )
 
 
 def _say_idle_buffers(grid: Grid, leaf: str, longest: int, say: Callable[[str], None]) -> None:
