@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from kvbench.budget import Budget
 from kvbench.errors import UserError
-from kvbench.plugin import Part, Policy
 from kvbench.report.frames import Results
 from kvbench.report.samples import Samples
 from kvbench.report.text import tokens
-from kvbench.spelling import policy
 
 _LEAST = 5
 """Fewest responses, unlike those of the full cache, that show that two policies are equal: any two
@@ -61,23 +61,25 @@ def without_room(results: Results) -> Places:
     if results.samples is None:
         return found
     for (name, *place), part in cells.groupby(["policy", *_SETTING], sort=False):
-        parts = _parts(str(name))
+        reserved = _reserved(str(name))
         samples = results.samples.of(part["cell"])
         lengths = samples["context_tokens"].to_numpy(np.int64)
         if place[_SETTING.index("moment")] == "question":
             lengths = lengths + samples["question_tokens"].to_numpy(np.int64)
         budget = Budget.parse(place[_SETTING.index("budget")])
-        if any(budget.is_filled(one.reserved, lengths.tolist()) for one in parts):
+        if any(budget.is_filled(one, lengths.tolist()) for one in reserved):
             found.setdefault((str(name),), []).append(_label(results, *place))
     return found
 
 
-def _parts(name: str) -> tuple[Part, ...]:
+def _reserved(name: str) -> list[Callable[[int], int]]:
+    """What each part of a policy reserves; nothing if it is not installed here."""
+    from kvbench.spelling import policy
+
     try:
-        made: Policy = policy(name)
-    except UserError:  # it is not installed here
-        return ()
-    return made.parts
+        return [part.reserved for part in policy(name).parts]
+    except UserError:
+        return []
 
 
 def _label(results: Results, model: str, length: int, seed: int, moment: str, budget: str) -> str:

@@ -207,7 +207,7 @@ def readers(cells: pd.DataFrame) -> list[str]:
 
 
 def holds_codes(cells: pd.DataFrame) -> bool:
-    """Whether a policy stores entries otherwise than they are: quantised, or with fewer channels."""
+    """Whether a policy does not store entries as they are: quantised, or with fewer channels."""
     return bool(cells["policy"].str.contains(":(?:bits|key_channels)=").any())
 
 
