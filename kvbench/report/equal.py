@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,10 +16,22 @@ from kvbench.report.text import tokens
 _LEAST = 5
 """Fewest responses, unlike those of the full cache, that show that two policies are equal: any two
 that lose nothing answer alike."""
-_SETTING = ["model", "length", "seed", "moment", "budget"]
 
-Places = dict[tuple[str, ...], list[str]]
-"""Policies, and the budgets at which something holds of them."""
+
+class Place(NamedTuple):
+    """A setting in which policies are compared."""
+
+    model: str
+    length: int
+    seed: int
+    moment: str
+    budget: str
+
+
+_SETTING = list(Place._fields)
+
+Places = dict[tuple[str, ...], list[Place]]
+"""Policies, and where something holds of them."""
 
 
 def equal_rows(results: Results) -> Places:
@@ -43,7 +56,7 @@ def equal_rows(results: Results) -> Places:
             own = part[part["policy"] == names[0]].itertuples()
             whole = [(r.cell, full.get((r.model, r.task, r.length, r.seed))) for r in own]
             if sum(_unlike(samples, *pair) for pair in whole) >= _LEAST:
-                found.setdefault(tuple(sorted(names)), []).append(_label(results, *place))
+                found.setdefault(tuple(sorted(names)), []).append(Place(*place))
     return found
 
 
@@ -60,15 +73,16 @@ def without_room(results: Results) -> Places:
     cells = cells[cells["moment"].isin(["context", "question"]) & (cells["policy"] != "full")]
     if results.samples is None:
         return found
-    for (name, *place), part in cells.groupby(["policy", *_SETTING], sort=False):
+    for (name, *where), part in cells.groupby(["policy", *_SETTING], sort=False):
         reserved = _reserved(str(name))
         samples = results.samples.of(part["cell"])
         lengths = samples["context_tokens"].to_numpy(np.int64)
-        if place[_SETTING.index("moment")] == "question":
+        place = Place(*where)
+        if place.moment == "question":
             lengths = lengths + samples["question_tokens"].to_numpy(np.int64)
-        budget = Budget.parse(place[_SETTING.index("budget")])
+        budget = Budget.parse(place.budget)
         if any(budget.is_filled(one, lengths.tolist()) for one in reserved):
-            found.setdefault((str(name),), []).append(_label(results, *place))
+            found.setdefault((str(name),), []).append(Place(*place))
     return found
 
 
@@ -82,9 +96,13 @@ def _reserved(name: str) -> list[Callable[[int], int]]:
         return []
 
 
-def _label(results: Results, model: str, length: int, seed: int, moment: str, budget: str) -> str:
-    """A budget, with what else tells the settings of the report apart."""
+def labels(results: Results, places: Iterable[Place]) -> list[str]:
+    """Budgets, with what else tells the settings of the report apart."""
     compressed = results.cells[results.cells["policy"] != "full"]
-    values = {"model": model, "length": tokens(length), "seed": f"seed {seed}", "moment": moment}
-    more = [text for name, text in values.items() if compressed[name].nunique() > 1]
-    return f"{budget} ({', '.join(more)})" if more else budget
+    several = [name for name in _SETTING[:-1] if compressed[name].nunique() > 1]
+    found = []
+    for place in places:
+        said = place._asdict() | {"length": tokens(place.length), "seed": f"seed {place.seed}"}
+        more = ", ".join(said[name] for name in several)
+        found.append(f"{place.budget} ({more})" if more else place.budget)
+    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from kvbench.judge.base import LocalJudge
-from kvbench.report.equal import equal_rows, without_room
+from kvbench.report.equal import equal_rows, labels, without_room
 from kvbench.report.frames import Results, judged, readers, silent_tasks, uncompared
 from kvbench.report.panel import MARK
 from kvbench.report.table import Name, Phrase
@@ -29,12 +29,15 @@ def remarks(results: Results) -> Iterator[Phrase]:
         yield (_names(tasks), ": scored by ", judge, ".")
     for names, where in equal_rows(results).items():
         yield (
-            _names(names), f" are equal at {listed(where)}: they gave the same response to every "
+            _names(names), f" are equal at {listed(labels(results, where), 40)}: they gave the same response to every "
             "question and held as many entries. These rows are one result, not several.",
         )  # fmt: skip
     small = {name: where for (name,), where in without_room(results).items()}
     if small:
-        each = [(Name(name), f" at {listed(where)}") for name, where in small.items()]
+        each = [
+            (Name(name), f" at {listed(labels(results, where), 40)}")
+            for name, where in small.items()
+        ]
         yield (
             "Sinks and windows of a fixed size fill the budget of ",
             *((", " if i else "", one) for i, one in enumerate(each)),

@@ -7,8 +7,18 @@ from pathlib import Path
 import pandas as pd
 
 from kvbench.report import render
-from kvbench.report.equal import equal_rows, without_room
-from kvbench.report.frames import prepare
+from kvbench.report.equal import Places, labels, without_room
+from kvbench.report.equal import equal_rows as places_of_equal_rows
+from kvbench.report.frames import Results, prepare
+
+
+def equal_rows(results: Results) -> dict[tuple[str, ...], list[str]]:
+    return labelled(results, places_of_equal_rows(results))
+
+
+def labelled(results: Results, found: Places) -> dict[tuple[str, ...], list[str]]:
+    return {names: labels(results, places) for names, places in found.items()}
+
 
 POLICIES = ["kvzap", "local", "keydiff"]
 
@@ -62,13 +72,14 @@ def test_windows_that_fill_the_budget_are_named_with_the_budgets(run_frames, tmp
         moments=("context", "question", "chunked"),
         samples=10,
     )
-    found = {name: where for (name,), where in without_room(prepare(*frames)).items()}
+    results = prepare(*frames)
+    found = labelled(results, without_room(results))
     assert found == {
-        "kvzap": ["0.1 (context)", "0.1 (question)"],
-        "locret": ["0.1 (context)", "0.1 (question)"],
+        ("kvzap",): ["0.1 (context)", "0.1 (question)"],
+        ("locret",): ["0.1 (context)", "0.1 (question)"],
         # 16 sinks, then seven partitions of 128, of which the last is kept, and 72 or 92 more.
-        "lagkv": ["0.1 (context)", "0.2 (context)", "0.1 (question)", "0.2 (question)"],
-        "duo_attention": ["0.1 (context)", "0.2 (context)", "0.1 (question)", "0.2 (question)"],
+        ("lagkv",): ["0.1 (context)", "0.2 (context)", "0.1 (question)", "0.2 (question)"],
+        ("duo_attention",): ["0.1 (context)", "0.2 (context)", "0.1 (question)", "0.2 (question)"],
     }
     text = render(*frames, tmp_path)[0].read_text()
     assert "Sinks and windows of a fixed size fill the budget of `kvzap` at 0.1 (context)" in text
