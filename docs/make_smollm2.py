@@ -47,6 +47,7 @@ SHOWN = (
     *("defensivekv", "keydiff", "tova", "snapkv", "critical_snapkv", "adakv", "criticalkv"),
     *("h2o", "d2o", "streaming_llm", "random"),
     *("kvzip", "kvzap", "kvzap:window=16", "compactor", "chunkkv", "lagkv", "expected_attention"),
+    *("expected_attention:eps=0.01", "locret:local=16", "lagkv:lag=32"),
 )
 """The policies of the README; docs/smollm2.md has all of them."""
 LEARNED = ("trimkv", "dbtrimkv", "locret", "kvzap:window=16")
@@ -82,8 +83,8 @@ def overview(
         yield f"| `{name}` | {' | '.join(cells)} |"
     yield ""
     yield (
-        f"{MARK} Sinks and windows of a fixed size fill the budget, so nothing else decides what is "
-        "kept."
+        f"{MARK} Sinks and windows of a fixed size fill the budget, so nothing else decides what "
+        "is kept."
     )
     for alike, places in notes.equal.items():
         if shown is None or set(alike) <= set(shown):

@@ -29,15 +29,14 @@ def remarks(results: Results) -> Iterator[Phrase]:
         yield (_names(tasks), ": scored by ", judge, ".")
     for names, where in equal_rows(results).items():
         yield (
-            _names(names), f" are equal at {listed(labels(results, where), 40)}: they gave the same response to every "
-            "question and held as many entries. These rows are one result, not several.",
+            _names(names), f" are equal at {listed(labels(results, where), 40)}: they gave the "
+            "same response to every question and held as many entries. These rows are one result, "
+            "not several.",
         )  # fmt: skip
-    small = {name: where for (name,), where in without_room(results).items()}
+    small = without_room(results)
     if small:
-        each = [
-            (Name(name), f" at {listed(labels(results, where), 40)}")
-            for name, where in small.items()
-        ]
+        said = ((name, listed(labels(results, where), 40)) for (name,), where in small.items())
+        each = [(Name(name), f" at {places}") for name, places in said]
         yield (
             "Sinks and windows of a fixed size fill the budget of ",
             *((", " if i else "", one) for i, one in enumerate(each)),
