@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import re
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -110,6 +111,18 @@ class Budget:
             return max(1, min(self.tokens, length))
         assert self.ratio is not None
         return max(1, math.floor(self.ratio * length + Fraction(1, 2)))
+
+    def is_filled(self, reserved: Callable[[int], int], lengths: Collection[int]) -> bool:
+        """Whether what a policy reserves leaves nothing of the budget in most contexts.
+
+        Args:
+            reserved: `Part.reserved`: entries of every head that stay whatever they are worth.
+            lengths: Tokens of the contexts. One that fits the budget whole loses nothing.
+        """
+        if self.visual:
+            return False
+        full = sum(self.per_head(n) < n and reserved(n) >= self.per_head(n) for n in lengths)
+        return 2 * full > len(lengths)
 
     def __str__(self) -> str:
         if self.visual:

@@ -73,6 +73,7 @@ HEAVY = {
 SLOW = {
     ("kvbench.data.sources", "kvbench.data.fetching"),  # imports `datasets`
     ("kvbench.training.command", "kvbench.training.trainer"),  # needs `accelerate`
+    ("kvbench.report.equal", "kvbench.spelling"),  # imports `torch`
 }
 """Our own modules that may be imported inside a function, because they import a heavy package."""
 

@@ -17,7 +17,7 @@ from kvbench.stats import DRAWS, Floats, bounded_interval, few_vary, resampled, 
 
 SETTING = ["model", "model_revision", "group", "length", "seed"]
 CONFIG = ["policy", "budget", "moment"]
-HELD = ["held_entries", "kv_bytes_live", "kv_bytes_read", "kv_bytes_full"]
+HELD = ["held_entries", "kv_bytes_live", "kv_bytes_read", "kv_bytes_allocated", "kv_bytes_full"]
 _BOUNDS = ["score", "score_lo", "score_hi", "diff", "diff_lo", "diff_hi"]
 
 
@@ -51,7 +51,7 @@ def group_means(
         task of the group failed; its numbers are then NaN), `tasks` and `samples` (counts),
         `discriminative`, `higher_is_better`, `score`, `score_lo`, `score_hi`, `full_score`,
         `diff`, `diff_lo`, `diff_hi`, and the mean over tasks of `held_entries`, `kv_bytes_live`,
-        `kv_bytes_read` and `kv_bytes_full`.
+        `kv_bytes_read`, `kv_bytes_allocated` and `kv_bytes_full`.
     """
     rows: list[dict[str, Any]] = []
     if isinstance(samples, pd.DataFrame):

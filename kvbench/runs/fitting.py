@@ -44,6 +44,7 @@ def check_moments(
             )
     if grid.has_moment("decode"):
         _say_idle_buffers(grid, leaf, prompts.limit, say)
+    _say_no_room(grid, leaf, prompts, say)
     for timing in grid.timings:
         if timing.chunk and prompts.longest <= timing.chunk:
             say(
@@ -116,6 +117,35 @@ def say_visual_budgets(
                 f"{verb} nothing of the images in {bare} of {len(shown)} prompts; use a budget "
                 f"such as visual:{budget}"
             )
+
+
+def _say_no_room(grid: Grid, leaf: str, prompts: Prompts, say: Callable[[str], None]) -> None:
+    """Say where windows of a fixed size fill the budget, so that a score decides nothing.
+
+    An allocator that reserves entries warns when it divides the budget.
+    """
+    pairs = [(len(prompt.context_ids), len(prompt.question_ids)) for prompt in prompts]
+    lengths = {"context": [c for c, _ in pairs], "question": [c + q for c, q in pairs]}
+    found = []
+    for policy in grid.built_policies:
+        if policy.score is None or policy.allocate.reserved(max(lengths["question"])):
+            continue
+        budgets = [
+            str(budget)
+            for budget in grid.parsed_budgets
+            if any(
+                budget.is_filled(policy.score.reserved, lengths.get(timing.moment, ()))
+                for timing in grid.timings
+            )
+        ]
+        if budgets:
+            found.append(f"{policy} ({', '.join(budgets)})")
+    if found:
+        say(
+            f"{leaf}: a window of a fixed size fills the budget of {', '.join(found)}, so that no "
+            "score decides what is kept; use a larger --budget, or a smaller window "
+            "(`kvbench list policies` shows the parameters)"
+        )
 
 
 def _say_idle_buffers(grid: Grid, leaf: str, longest: int, say: Callable[[str], None]) -> None:
