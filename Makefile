@@ -34,7 +34,7 @@ recipes-smoke: $(VENV)/.installed
 # Images and videos. lmms-eval and torchvision require other builds of torch, so they go in alone.
 vision: $(VENV)/.vision
 	HF_HUB_OFFLINE=1 $(VENV)/bin/kvbench run --model reference-vl --policy snapkv,random,trimkv,dbtrimkv,divprune \
-	    --budget 0.2 --task shapes_dialogue --samples 30
+	    --budget visual:0.2 --task shapes_dialogue --samples 30
 
 $(VENV)/.vision: $(VENV)/.installed
 	torch=$$($(VENV)/bin/python -c 'import torch; print(torch.__version__)') && \

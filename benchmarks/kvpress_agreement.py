@@ -16,10 +16,12 @@ settings. What is not obvious there:
   given in tokens here, `ratio = 1 - (b + 1/2) / T`, so that both keep `b` whatever is rounded.
 - `SnapKVPress` pools per query head and averages afterwards, which is the same as `snapkv` for
   `pool=avg` (and would not be for `max`).
+- In the rows of `DRAWN` kvpress gets what kvbench draws: the noise of `random`, of `cam`'s merging,
+  and the Gaussian matrices of the defaults of `compactor`, `leverage` and `curdkv`.
 - The row `criticalkv floor` has `alpha_safeguard=0.5, first_stage_ratio=0.25`: heads at their floor
   have no second stage, which is where the release and the paper part.
-- Leverage draws a random projection on either side, so here neither projects (`sketch=0`; kvpress
-  gets the identity for `torch.randn`).
+- In the other rows that project at random neither side does (`sketch=0`; kvpress gets the identity
+  for `torch.randn`).
 - `KVzipPress` asks in words for the context. With a tokenizer that encodes nothing it replays what
   kvbench replays: every chunk, behind the 8 tokens before it.
 - `DMSPress` gets the threshold that lets the budget through, found in a forward without eviction,
@@ -45,15 +47,16 @@ Where kvpress differs by design, so that it is kept out of the comparison:
   are at least 5.
 - AdaKV's floor is at least one entry a head; `floor(0.2 * b)` here (they differ below `b = 5`).
 - The prompt must be longer than the window.
-- `TOVAPress` always keeps the newest token; `tova` does so if its own attention is large enough.
 - Layers of `PyramidKVPress`, chunks and thresholds do not sum to a given budget. In rows with
   `counts`, every head here is given as many entries as kvpress gives it.
 - Padding and batches are not seen by its scores, so all is compared at B = 1.
 
 A difference is a `tie` where kvpress' own scores, put through kvbench's allocator and selector,
 give what kvpress kept while the two scores differ by rounding alone (1e-5 of a head's largest), or
-where the entries that differ have equal scores. In rows with a `reason`, sets differ by `design`,
-and the table says how far. Anything else is `real`, and the exit status is then 1.
+where the entries that differ have equal scores. In rows with a `reason` the press runs twice: as it
+is, to say how far sets differ by `design`, and without what the reason says (`kvpress_mended.py`),
+and then both sides must keep the same. Where entries are merged, keys and values must be the same,
+too. Anything else is `real`, and the exit status is then 1.
 """
 
 from __future__ import annotations
@@ -69,7 +72,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.kvpress_cases import artifacts, cases, random_models
-from benchmarks.kvpress_compare import KINDS, Cell, cells_of
+from benchmarks.kvpress_compare import KINDS, Cell, cells_of, draws
 from benchmarks.kvpress_rows import NOT_RUN, ROWS, Case, Row, compared
 from benchmarks.two_sides import KVPRESS, environment
 
@@ -94,8 +97,7 @@ def verdict(row: Row, cells: list[Cell]) -> str:
     other, kept = sum(c.other for c in cells), sum(c.kept for c in cells)
     said = {
         "tie": "ties",
-        "newest": "the newest token, which kvpress always keeps",
-        "design": row.reason,
+        "design": f"{row.reason}; with that mended, kvpress keeps the same",
         "real": "for no reason that is known",
     }
     found = [said[kind] for kind in KINDS if any(c.kind == kind for c in cells)]
@@ -103,6 +105,9 @@ def verdict(row: Row, cells: list[Cell]) -> str:
         text = f"{other} of {kept} ({_percent(other / kept)}): {', '.join(found)}"
     else:
         text = f"0 of {kept}" + (f", although {row.reason}" if row.reason else "")
+    merged = [c.merged for c in cells if c.merged is not None]
+    if merged:
+        text += f"; keys and values that stay then differ by {max(merged):.0e} at most"
     moved = [c.moved for c in cells if c.moved is not None]
     if moved:
         text += f"; keys differ from ours at adjacent positions by {max(moved):.0e} at most"
@@ -128,21 +133,28 @@ def _percent(share: float) -> str:
     return "less than 0.1%" if share < 0.0005 else f"{share:.1%}"
 
 
-def markdown(done: dict[str, list[Cell]], versions: str) -> str:
-    """The table of `docs/from-kvpress.md`."""
+def markdown(done: dict[str, list[Cell]], versions: str, before: str = "") -> str:
+    """The table of `docs/from-kvpress.md`; rows that were not run stay as they are in `before`."""
+    rows, count = [], 0
+    for name, row in ROWS.items():
+        here = f"`{row.spelling.format_map(Places())}`{_notes(row)}"
+        begin = f"| `{row.press}` | {here} |"
+        old = [line for line in before.splitlines() if line.startswith(begin)]
+        if name in done:
+            rows.append(f"{begin} {len(done[name])} | {verdict(row, done[name])} |")
+        elif len(old) == 1:
+            rows += old
+        else:
+            raise SystemExit(f"the page has no row {begin!r}; run {name!r} as well")
+        count += int(rows[-1].removeprefix(begin).split("|")[0])
     lines = [
-        f"{sum(map(len, done.values()))} cells, {versions}:",
+        f"{count} cells, {versions}:",
         "",
         "| press | compared with | cells | kept otherwise |",
         "| --- | --- | --- | --- |",
+        *rows,
+        *(f"| `{press}` | | | {reason} |" for press, reason in NOT_RUN.items()),
     ]
-    for name, cells in done.items():
-        row = ROWS[name]
-        spelling = row.spelling.format_map(Places())
-        here = f"`{spelling}`{_notes(row)}"
-        press = f"`{row.press}`" + (f" mended: {row.mended}" if row.mended else "")
-        lines.append(f"| {press} | {here} | {len(cells)} | {verdict(row, cells)} |")
-    lines += [f"| `{press}` | | | {reason} |" for press, reason in NOT_RUN.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -178,14 +190,14 @@ def report(folder: Path, page: Path | None) -> int:
     count = {kind: sum(c.other for c in cells if c.kind == kind) for kind in KINDS}
     print(
         f"\n{len(cells)} cells, {sum(c.kept for c in cells)} entries: {count['tie']} differ by a "
-        f"tie, {count['newest']} by TOVA's newest token, {count['design']} by design, "
+        f"tie, {count['design']} by design, "
         f"{count['real']} for real"
     )
     missing = sorted({*theirs["exported"].tolist()} - compared())
     if missing:
         print(f"kvpress exports presses without a row: {', '.join(missing)}")
     if page is not None:
-        write(markdown(done, versions), page)
+        write(markdown(done, versions, page.read_text(encoding="utf-8")), page)
     return int(bool(missing) or any(c.kind == "real" for c in cells))
 
 
@@ -194,13 +206,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Compare what kvbench and kvpress keep.")
     parser.add_argument("--kvpress-python", help="python of an environment with kvpress 0.5")
     parser.add_argument("--only", help="names of the table's first column, with commas")
-    parser.add_argument("--write", action="store_true", help="update docs/from-kvpress.md")
+    parser.add_argument(
+        "--write", action="store_true", help="update these rows of docs/from-kvpress.md"
+    )
     arguments = parser.parse_args()
     chosen = arguments.only.split(",") if arguments.only else list(ROWS)
     unknown = sorted(set(chosen) - set(ROWS))
-    if unknown or (arguments.write and arguments.only):
-        said = f"no row {unknown[0]!r}; rows: {', '.join(ROWS)}" if unknown else ""
-        parser.error(said or "--write needs all rows; leave out --only")
+    if unknown:
+        parser.error(f"no row {unknown[0]!r}; rows: {', '.join(ROWS)}")
     python = environment("benchmarks.kvpress_agreement", KVPRESS, arguments.kvpress_python)
     if python is None:
         return 2
@@ -209,6 +222,7 @@ def main() -> int:
         models = random_models(folder)
         listed = cases(models, artifacts(models, folder), chosen)
         (folder / "cases.json").write_text(json.dumps(listed))
+        draws(listed, folder)
         command = [python, "-m", "benchmarks.kvpress_side", name]
         if subprocess.run(command, check=False, cwd=ROOT).returncode:
             return 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,10 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.kvpress_rows import ROWS, STEPS, Case, Row, budgets, forwards, spelled
+from benchmarks.kvpress_rows import DRAWN, ROWS, STEPS, Case, Row, budgets, forwards, spelled
 
 ROUNDING = 1e-5
-KINDS = ("tie", "newest", "design", "real")
+KINDS = ("tie", "design", "real")
 
 
 @dataclass(frozen=True)
@@ -24,11 +25,13 @@ class Cell:
     Attributes:
         kept: Entries that kvpress keeps.
         other: How many of them kvbench does not keep.
-        kind: `tie`, `newest` where `TOVAPress` has kept the newest token and nothing else differs,
-            `design` for the row's reason, `real`, or "".
+        kind: `tie`; `design` where kvbench keeps what kvpress does without the row's reason;
+            `real`; or "".
         error: Largest difference of the scores, relative to the head's largest.
         moved: Largest difference of the keys that kvpress has moved to adjacent positions from ours
             moved likewise, relative to the largest; None if it moves none, or keeps other entries.
+        merged: Largest difference of the keys and values of heads, relative to the largest of all,
+            but for heads in which rounding decides; None if nothing is merged.
     """
 
     kept: int
@@ -36,6 +39,7 @@ class Cell:
     kind: str
     error: float
     moved: float | None = None
+    merged: float | None = None
 
 
 class Side:
@@ -44,8 +48,10 @@ class Side:
     Args:
         row, case, budget: What is compared.
         model: The model.
-        theirs: What kvpress keeps (`kept`, bool `[L, H, T]`) and, if they are known, its scores or
-            the norms that it scores by, float32 `[L, H, T]`.
+        theirs: What kvpress keeps, in rows with a reason without it (`kept`, bool `[L, H, T]`) and,
+            if they are known, its scores or the norms that it scores by, float32 `[L, H, T]`, the
+            keys that it has moved, the keys and values that it has merged, and the heads in which
+            rounding decides that (`close`, bool `[L, H]`), which are then not compared.
     """
 
     def __init__(
@@ -61,16 +67,19 @@ class Side:
         self.row, self.case, self.budget, self.model = row, case, budget, model
         self.scores = torch.from_numpy(theirs["scores"]) if "scores" in theirs else None
         self.norms, self.keys = theirs.get("norms"), theirs.get("keys")
+        self.theirs, self.merged = theirs["kept"], theirs.get("merged")
+        self.sure = ~theirs.get("close", np.zeros(self.theirs.shape[:2], bool))
         # How many entries every head keeps, if kvpress decides that.
         self.counts = torch.from_numpy(theirs["kept"].sum(-1)) if row.counts else None
         self.policy = kvbench.policy(spelled(row, case))
         self.error = 0.0
         self.chosen: dict[int, np.ndarray] = {}
+        self.stored: dict[int, torch.Tensor] = {}
 
     def kept(self, given: bool = False) -> np.ndarray:
         """Entries that stay, bool `[L, H, T]`; `given`: with kvpress' scores."""
         import kvbench
-        from kvbench.plugin import Need, Score, Scores, View
+        from kvbench.plugin import Merger, Need, Score, Scores, View
 
         side, own, select = self, self.policy.score, self.policy.select
         assert own is not None
@@ -98,7 +107,27 @@ class Side:
                     side.chosen[v.layer] = mask[0].numpy()
                 return found
 
-        policy = kvbench.policy(self.policy, score=Watched())
+        merger = self.policy.merge
+
+        class Stored(Merger):
+            """The policy's merger; notes what stays."""
+
+            @property
+            def needs(self) -> frozenset[Need]:
+                assert merger is not None
+                return merger.needs
+
+            def merge(self, v: View, keep: Any, state: Any) -> Any:
+                assert merger is not None
+                found = merger.merge(v, keep, state)
+                rows = torch.cat([x[0] for x in found], -1).masked_fill(~keep[0, ..., None], 0.0)
+                out = torch.zeros(rows.shape[0], len(side.case["ids"]), rows.shape[2])
+                place = v.position[0][..., None].expand_as(rows)
+                side.stored[v.layer] = out.scatter_add(1, place, rows)
+                return found
+
+        parts = {} if self.merged is None else {"merge": Stored()}
+        policy = kvbench.policy(self.policy, score=Watched(), **parts)
         held = self.held(policy)
         return (
             np.stack([self.chosen[layer] for layer in sorted(self.chosen)]) if self.chosen else held
@@ -108,12 +137,9 @@ class Side:
         """Note how far scores differ where they decide; give kvpress' with our protection."""
         from kvbench.plugin import Scores
 
-        name = self.policy.name
-        if name == "streaming_llm":  # it scores 1 or 0
+        if self.policy.name == "streaming_llm":  # it scores 1 or 0
             return Scores(given, torch.zeros_like(found.protect))
         free = found.protect <= 0
-        if name == "tova":
-            free[..., -1] = False
         scale = given.masked_fill(~free, 0.0).abs().amax(-1, keepdim=True)
         error = ((found.value - given) / scale).abs()[free]
         if len(error) and not self.error >= float(error.max()):  # a NaN stays
@@ -160,27 +186,48 @@ class Side:
                 worst = max(worst, float(off))
         return worst
 
+    def merged_error(self, ours: np.ndarray) -> float | None:
+        """How far merged keys and values are from ours (see `Cell.merged`)."""
+        if self.merged is None:
+            return None
+        stored = np.stack([self.stored[layer].numpy() for layer in sorted(self.stored)])
+        stored = stored[:, :, : ours.shape[-1]]
+        off = np.abs(stored - self.merged)[self.sure]
+        return float(off.max(initial=0.0) / np.abs(self.merged).max())
+
 
 def compare(side: Side, kept: np.ndarray) -> Cell:
-    """Compare one cell with what kvpress keeps, bool `[L, H, T]`."""
+    """Compare one cell with what kvpress keeps, bool `[L, H, T]`.
+
+    In rows with a reason the cell must agree with the mended press, whatever the press keeps.
+    """
     ours = side.kept()
-    extra = kept & ~ours
-    count, other, error = int(kept.sum()), int(extra.sum()), side.error
-    if not other and np.array_equal(ours, kept):
-        return Cell(count, 0, "", error, side.moved_error(kept))
-    if side.policy.name == "tova" and not extra[..., :-1].any():
-        return Cell(count, other, "newest", error)
-    if side.row.reason and not (side.row.first_layer and extra[0].any()):
-        return Cell(count, other, "design", error)
+    count, other, error = int(kept.sum()), int((kept & ~ours).sum()), side.error
+    same = np.array_equal(ours[side.sure], side.theirs[side.sure])
+    merged = side.merged_error(ours)
+    if side.row.merges and not (merged is not None and merged <= ROUNDING):
+        return Cell(count, other, "real", error, merged=merged)
+    if not (same or tied(side, ours)):
+        return Cell(count, other, "real", error, merged=merged)
+    moved = side.moved_error(ours) if same else None
+    if moved is not None and not moved <= ROUNDING:
+        return Cell(count, other, "real", error, moved, merged)
+    kind = "" if same else "tie"
+    if side.row.reason and not np.array_equal(ours, kept):
+        kind = "design"
+    return Cell(count, other, kind, error, moved, merged)
+
+
+def tied(side: Side, ours: np.ndarray) -> bool:
+    """Whether kvpress keeps other entries because scores are the same."""
     if side.norms is not None:
-        tie = swapped(ours, kept, side.norms, ROUNDING)
-    elif side.scores is not None:
-        tie = error <= ROUNDING and (
-            np.array_equal(side.kept(given=True), kept) or swapped(ours, kept, side.scores.numpy())
-        )
-    else:
-        tie = False
-    return Cell(count, other, "tie" if tie else "real", error)
+        return swapped(ours, side.theirs, side.norms, ROUNDING)
+    if side.scores is None:
+        return False
+    return side.error <= ROUNDING and (
+        np.array_equal(side.kept(given=True), side.theirs)
+        or swapped(ours, side.theirs, side.scores.numpy())
+    )
 
 
 def swapped(ours: np.ndarray, kept: np.ndarray, scores: np.ndarray, rounding: float = 0.0) -> bool:
@@ -206,29 +253,73 @@ def swapped(ours: np.ndarray, kept: np.ndarray, scores: np.ndarray, rounding: fl
     )
 
 
-def cells_of(folder: Path, theirs: Any) -> Iterator[tuple[str, Case, list[tuple[float, Cell]]]]:
-    """Compare every row on every case: its name, the case, and a cell for every budget."""
+def draws(listed: list[Case], folder: Path) -> None:
+    """Save what kvbench draws for the rows of `DRAWN`, as the policy's own cuts are shown it."""
+    made: dict[str, np.ndarray] = {}
+    for number, case in enumerate(listed):
+        for name in (x for x in DRAWN if x in case["presses"]):
+            for budget in budgets(ROWS[name], case):
+                side = Side(ROWS[name], case, budget, load(case), {"kept": np.zeros(1)})
+                for what, array in drawn(side).items():
+                    made[f"{number}/{name}/{budget}/{what}"] = array
+    np.savez(folder / "draws.npz", **made)
+
+
+def drawn(side: Side) -> dict[str, np.ndarray]:
+    """Noise of a policy's entries and of its mergers, `[L, H, T]`, and Gaussian matrices."""
+    import kvbench
+    from kvbench.plugin import Score, View
+    from kvbench_policies.projections import gaussian
+
+    noise: dict[int, torch.Tensor] = {}
+    matrices: dict[int, list[torch.Tensor]] = {}
+
+    class Probe(Score):
+        """The view's noise; notes all that can be drawn."""
+
+        def score(self, v: View) -> torch.Tensor:
+            rows = noise.setdefault(v.layer, torch.zeros(2, v.shape[1], len(side.case["ids"])))
+            both = torch.stack([v.noise(0)[0], v.noise(1)[0]])
+            rows.scatter_(2, v.position.expand_as(both), both)
+            matrices[v.layer] = [gaussian(v, v.key.shape[-1], sketch)[0] for sketch in (20, 48)]
+            return v.noise()
+
+    side.held(kvbench.policy(side.policy, score=Probe(), merge=None))
+    layers = sorted(noise)
+    of_entries, of_mergers = (np.stack([noise[i][n].numpy() for i in layers]) for n in (0, 1))
+    narrow, wide = (np.stack([matrices[i][n].numpy() for i in layers]) for n in (0, 1))
+    return {"noise": of_entries, "merging": of_mergers, "gaussian20": narrow, "gaussian48": wide}
+
+
+@functools.cache
+def _loaded(folder: str) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    models: dict[str, Any] = {}
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def load(case: Case) -> Any:
+    """The model of a case."""
+    return _loaded(case["folder"])
+
+
+def cells_of(folder: Path, theirs: Any) -> Iterator[tuple[str, Case, list[tuple[float, Cell]]]]:
+    """Compare every row on every case: its name, the case, and a cell for every budget."""
     listed = json.loads((folder / "cases.json").read_text())
     for name in listed[0]["presses"]:
         row = ROWS[name]
         for number, case in enumerate(listed):
-            if case["folder"] not in models:
-                models[case["folder"]] = AutoModelForCausalLM.from_pretrained(
-                    case["folder"], dtype=torch.float32
-                ).eval()
             made = []
             for budget in budgets(row, case):
                 prefix = f"{number}/{name}/{budget}/"
+                mended = f"{prefix}mended/" if row.reason else prefix
                 found = {
-                    what: theirs[prefix + what]
-                    for what in ("kept", "scores", "norms", "keys")
-                    if prefix + what in theirs
+                    what: theirs[mended + what]
+                    for what in ("kept", "scores", "norms", "keys", "merged", "close")
+                    if mended + what in theirs
                 }
-                side = Side(row, case, budget, models[case["folder"]], found)
-                made.append((budget, compare(side, found["kept"])))
+                side = Side(row, case, budget, load(case), found)
+                made.append((budget, compare(side, theirs[prefix + "kept"])))
             yield name, case, made

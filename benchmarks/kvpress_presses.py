@@ -10,10 +10,10 @@ from typing import Any
 
 import kvpress
 import numpy as np
-import torch
 from kvpress.presses.kvzap_press import KVzapModel
 from safetensors.torch import load_file
 
+from benchmarks import kvpress_mended as mended
 from benchmarks.kvpress_rows import CHUNK, CHUNKS, ROWS, STEPS, Case, block, spread
 
 
@@ -33,8 +33,10 @@ class Run:
     settle: Callable[[np.ndarray | None], None] | None = None
 
 
-def run_of(name: str, case: Case, budget: float, head_dim: int) -> Run:
-    """Make the press of a row at a budget."""
+def run_of(
+    name: str, case: Case, budget: float, head_dim: int, draws: mended.Draws, mend: bool = False
+) -> Run:
+    """Make the press of a row at a budget; `mend`: without the reason why it may differ."""
     row, length, window = ROWS[name], len(case["ids"]), case["window"]
     chunk = {"chunk_size": CHUNKS * window}
     heads = case["layers"] * case["kv_heads"]
@@ -42,7 +44,9 @@ def run_of(name: str, case: Case, budget: float, head_dim: int) -> Run:
     total = length - STEPS * window if row.moment == "decode" else length
     ratio = max(0.0, 1 - (budget + 0.5) / total)
 
-    def scored(press: Any, wrap: Callable[[Any], Any] = lambda press: press) -> Run:
+    def scored(
+        press: Any, wrap: Callable[[Any], Any] = lambda press: press, ratio: float = ratio
+    ) -> Run:
         press.compression_ratio = ratio
         return Run(wrap(press), press)
 
@@ -61,8 +65,8 @@ def run_of(name: str, case: Case, budget: float, head_dim: int) -> Run:
         press = kvpress.KVzipPress(compression_ratio=exact, **chunk, **settings)
         return Run(press, press)
 
-    def finch(**settings: Any) -> Run:
-        press = kvpress.FinchPress(compression_ratio=ratio, **settings)
+    def finch(made: Any = kvpress.FinchPress, **settings: Any) -> Run:
+        press = made(compression_ratio=ratio, **settings)
         press.delimiter_token_id = case["delimiter"]
         return Run(press, press)
 
@@ -76,8 +80,16 @@ def run_of(name: str, case: Case, budget: float, head_dim: int) -> Run:
 
         return Run(outer, press, settle)
 
-    def decoding(press: Any, outer: Any = kvpress.DecodingPress) -> Any:
-        return outer(press, compression_interval=window, target_size=int(budget))
+    def decoding(press: Any, outer: Any = kvpress.DecodingPress, **more: Any) -> Any:
+        return outer(press, compression_interval=window, target_size=int(budget), **more)
+
+    def drawn() -> Any:
+        press = mended.Drawn()
+        press.noise = draws["noise"]
+        return press
+
+    # Not half an entry more, because the share is also the blend.
+    exact = 1 - (budget + 1e-6) / total
 
     makers: dict[str, Callable[[], Run]] = {
         "random": lambda: scored(kvpress.RandomPress(seed=0)),
@@ -88,6 +100,7 @@ def run_of(name: str, case: Case, budget: float, head_dim: int) -> Run:
         "tova": lambda: scored(kvpress.TOVAPress()),
         "observed_attention": lambda: scored(kvpress.ObservedAttentionPress()),
         "expected_attention": lambda: scored(expected()),
+        "expected_attention eps": lambda: scored(expected(epsilon=0.01)),
         "expected_attention measured": lambda: scored(with_statistics(case["statistics"])),
         "lagkv": lambda: scored(kvpress.LagKVPress(lag_size=window)),
         "qfilters": lambda: scored(with_filters(case["filters"])),
@@ -96,7 +109,19 @@ def run_of(name: str, case: Case, budget: float, head_dim: int) -> Run:
         "compactor": lambda: scored(
             kvpress.CompactorPress(blending=0.35, sketch_dimension=head_dim, **chunk)
         ),
+        "compactor default": lambda: scored(
+            mended.projected(kvpress.CompactorPress(), draws["gaussian48"]), ratio=exact
+        ),
+        "leverage default": lambda: scored(
+            mended.projected(kvpress.LeverageScorePress(), draws["gaussian48"])
+        ),
         "curdkv": lambda: scored(kvpress.CURPress()),
+        "curdkv default": lambda: scored(
+            mended.projected(
+                kvpress.CURPress(use_random_leverage=True, use_local_approximation=False),
+                draws["gaussian20"],
+            )
+        ),
         "finch": finch,
         "finch chunks": lambda: finch(chunk_length=CHUNKS * window),
         "kvzip": zip_,
@@ -136,10 +161,13 @@ def run_of(name: str, case: Case, budget: float, head_dim: int) -> Run:
             expected(), lambda press: with_curves(press, case, ratio, sink=4)
         ),
         "duo_attention": lambda: Run(duo(case, budget)),
-        "simlayerkv": lambda: lazy(case, budget),
+        "simlayerkv": lambda: lazy(case, budget, kvpress.SimLayerKVPress),
         "chunkkv knorm": lambda: unscored(kvpress.KnormPress(), chunks(kvpress.ChunkKVPress)),
         "chunkkv snapkv": lambda: unscored(snap(), chunks(kvpress.ChunkKVPress)),
-        "entropy chunks": lambda: unscored(snap(), chunks(kvpress.EntropyGatedChunkKVPress)),
+        "chunkkv": lambda: unscored(
+            kvpress.SnapKVPress(window_size=window, kernel_size=1), chunks(kvpress.ChunkKVPress)
+        ),
+        "chunkkv twenty": lambda: unscored(snap(), kvpress.ChunkKVPress),
         "chunk knorm": lambda: unscored(kvpress.KnormPress(), chunks(kvpress.ChunkPress)),
         "chunk keydiff": lambda: unscored(kvpress.KeyDiffPress(), chunks(kvpress.ChunkPress)),
         "block knorm": lambda: unscored(
@@ -156,9 +184,6 @@ def run_of(name: str, case: Case, budget: float, head_dim: int) -> Run:
             # It needs more decoded tokens than its window.
             decoding(kvpress.SnapKVPress(window_size=window // 2, kernel_size=case["kernel"]))
         ),
-        "decoding snapkv mended": lambda: Run(
-            decoding(InOrder(window_size=window // 2, kernel_size=case["kernel"]))
-        ),
         "prefill_decoding": lambda: unscored(
             kvpress.KeyDiffPress(),
             lambda press: kvpress.PrefillDecodingPress(press, decoding(kvpress.KeyDiffPress())),
@@ -172,7 +197,31 @@ def run_of(name: str, case: Case, budget: float, head_dim: int) -> Run:
         ),
         "cam": lambda: Run(decoding(kvpress.KnormPress(), kvpress.CAMPress)),
     }
-    return makers[name]()
+    repairs: dict[str, Callable[[], Run]] = {
+        "random": lambda: scored(drawn()),
+        "tova": lambda: scored(mended.Unforced()),
+        "finch": lambda: finch(mended.Counted),
+        "finch chunks": lambda: finch(mended.QuestionFirst, chunk_length=CHUNKS * window),
+        "pyramidkv": lambda: scored(pyramid(case, mended.WindowFirst)),
+        "simlayerkv": lambda: lazy(case, budget, mended.SeesItself),
+        "chunkkv": lambda: unscored(
+            kvpress.SnapKVPress(window_size=window, kernel_size=1), chunks(mended.WindowApart)
+        ),
+        "chunkkv snapkv": lambda: unscored(snap(), chunks(mended.WindowApart)),
+        "chunkkv twenty": lambda: unscored(snap(), mended.WindowApart),
+        "chunk keydiff": lambda: unscored(mended.Anchored(), chunks(mended.WholeContext)),
+        "block keydiff": lambda: Run(
+            kvpress.DecodingPress(
+                kvpress.KeyDiffPress(), compression_interval=1, target_size=int(budget)
+            )
+        ),
+        "merging": lambda: scored(snap(), mended.Averaging),
+        "decoding snapkv": lambda: Run(
+            decoding(mended.InOrder(window_size=window // 2, kernel_size=case["kernel"]))
+        ),
+        "cam": lambda: Run(decoding(kvpress.KnormPress(), mended.OwnHeads, draws=draws["merging"])),
+    }
+    return (repairs if mend else makers)[name]()
 
 
 def with_filters(folder: str) -> Any:
@@ -208,28 +257,9 @@ def with_curves(press: Any, case: Case, ratio: float, sink: int) -> Any:
     return outer
 
 
-class InOrder(kvpress.SnapKVPress):
-    """SnapKV for decoding: queries at their own positions, and entries that stay in order."""
-
-    def score(
-        self, module: Any, hidden_states: Any, keys: Any, values: Any, attentions: Any, kwargs: Any
-    ) -> Any:
-        """Score with the positions of all tokens of the window instead of the newest one's."""
-        place = kwargs["position_ids"] - torch.arange(self.window_size - 1, -1, -1)
-        turned = {"position_embeddings": module.rotary_emb(hidden_states, place)}
-        return super().score(module, hidden_states, keys, values, attentions, kwargs | turned)
-
-    def compress(self, module: Any, hidden_states: Any, keys: Any, *more: Any) -> Any:
-        """Keep the order of the text instead of that of the scores."""
-        left, values = super().compress(module, hidden_states, keys, *more)
-        same = (left[:, :, :, None] == keys[:, :, None]).all(-1)
-        order = same.int().argmax(-1).argsort(-1)[..., None].expand_as(left)
-        return left.gather(2, order), values.gather(2, order)
-
-
-def pyramid(case: Case) -> Any:
+def pyramid(case: Case, made: Any = kvpress.PyramidKVPress) -> Any:
     """PyramidKV with the case's window."""
-    return kvpress.PyramidKVPress(window_size=case["window"], kernel_size=case["kernel"])
+    return made(window_size=case["window"], kernel_size=case["kernel"])
 
 
 def chunks(outer: Any) -> Callable[[Any], Any]:
@@ -257,10 +287,10 @@ class Noting:
         return False
 
 
-def lazy(case: Case, budget: float) -> Run:
+def lazy(case: Case, budget: float, made: Any) -> Run:
     """SimLayerKV with the threshold that leaves as many layers whole as the budget does."""
     # A lazy layer keeps `n_recent - n_last` recent tokens.
-    press = kvpress.SimLayerKVPress(n_recent=case["recent"] + 1, n_initial=case["sinks"])
+    press = made(n_recent=case["recent"] + 1, n_initial=case["sinks"])
     press.lazy_threshold = noted = Noting()
 
     def settle(scores: np.ndarray | None) -> None:

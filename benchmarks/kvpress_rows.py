@@ -39,9 +39,9 @@ class Row:
         unit: What the budget counts: entries, or heads or layers that keep everything.
         match: By what kvpress' entries are found again: keys and values, keys alone if it changes
             values, or `rotated` if it moves keys to adjacent positions.
-        first_layer: Whether the first layer must agree although the others need not.
-        mended: What is changed in the press, which must then keep the same.
-        reason: Why the sides may keep different entries; "" if they must keep the same.
+        merges: Whether the keys and values that stay must be the same, too.
+        reason: Why the press may keep different entries; kvbench must then keep, and merge, the
+            same as the press without this difference (`kvpress_mended`). "" if there is none.
     """
 
     press: str
@@ -50,8 +50,7 @@ class Row:
     counts: bool = False
     unit: Literal["entries", "heads", "layers"] = "entries"
     match: Literal["both", "keys", "rotated"] = "both"
-    first_layer: bool = False
-    mended: str = ""
+    merges: bool = False
     reason: str = ""
 
     @property
@@ -60,6 +59,7 @@ class Row:
         return "{w}" in self.spelling or "{c}" in self.spelling
 
 
+APART = "the window is kept by itself; in kvpress it lifts the chunks that it reaches into"
 SNAP = "window={w}:kernel={k}:pool=avg"
 EXPECTED = "expected_attention"
 ROWS: dict[str, Row] = {
@@ -68,9 +68,12 @@ ROWS: dict[str, Row] = {
     "knorm": Row("KnormPress", "knorm"),
     "keydiff": Row("KeyDiffPress", "keydiff"),
     "snapkv": Row("SnapKVPress", f"snapkv:{SNAP}"),
-    "tova": Row("TOVAPress", "tova"),
+    "tova": Row(
+        "TOVAPress", "tova", reason="the newest token stays by its own attention, not in any case"
+    ),
     "observed_attention": Row("ObservedAttentionPress", "roco:b_std=0:window=0:sinks=0"),
     "expected_attention": Row("ExpectedAttentionPress", EXPECTED),
+    "expected_attention eps": Row("ExpectedAttentionPress(epsilon=0.01)", f"{EXPECTED}:eps=0.01"),
     "expected_attention measured": Row(
         "ExpectedAttentionStatsPress", f"{EXPECTED}:statistics={{statistics}}"
     ),
@@ -79,6 +82,11 @@ ROWS: dict[str, Row] = {
     "leverage": Row("LeverageScorePress", "knorm:score=leverage:sketch=0"),
     "non_causal": Row("NonCausalAttnPress", "knorm:score=non_causal:variant=release:chunk={c}"),
     "compactor": Row("CompactorPress", "compactor:variant=release:blend=0.35:sketch=0:chunk={c}"),
+    "compactor default": Row("CompactorPress", "compactor:variant=release"),
+    "leverage default": Row("LeverageScorePress", "random:score=leverage"),
+    "curdkv default": Row(
+        "CURPress(use_random_leverage=True, use_local_approximation=False)", "curdkv"
+    ),
     "curdkv": Row("CURPress", "curdkv:sketch=0:local=16"),
     "finch": Row(
         "FinchPress",
@@ -157,12 +165,19 @@ ROWS: dict[str, Row] = {
         "ChunkKVPress(SnapKVPress)",
         f"snapkv:{SNAP}:select=chunk:chunk_length={CHUNK}",
         counts=True,
-        reason="the window is kept by itself; in kvpress it lifts the chunks that it reaches into",
+        reason=APART,
     ),
-    "entropy chunks": Row(
-        "EntropyGatedChunkKVPress(SnapKVPress)",
-        f"snapkv:{SNAP}:select=chunk:chunk_length={CHUNK}",
-        reason="there is no entropy gate here; compared with whole chunks",
+    "chunkkv": Row(
+        "ChunkKVPress(SnapKVPress(kernel_size=1))",
+        "chunkkv:window={w}",
+        counts=True,
+        reason=APART,
+    ),
+    "chunkkv twenty": Row(
+        "ChunkKVPress(SnapKVPress)",
+        f"snapkv:{SNAP}:select=chunk:chunk_length=20",
+        counts=True,
+        reason=APART,
     ),
     "chunk knorm": Row(
         "ChunkPress(KnormPress)", f"knorm:select=every_chunk:chunk_length={CHUNK}", counts=True
@@ -178,11 +193,17 @@ ROWS: dict[str, Row] = {
         "BlockPress(KeyDiffPress)",
         "keydiff",
         moment="chunked",
-        first_layer=True,
         reason="a real chunked prefill: from the second layer on, hidden states feel the evictions",
     ),
     "rerotated": Row("KeyRerotationPress(SnapKVPress)", f"snapkv:{SNAP}", match="rotated"),
-    "merging": Row("MergingPress(SnapKVPress)", f"snapkv:{SNAP}:merge=ema", match="keys"),
+    "merging": Row(
+        "MergingPress(SnapKVPress)",
+        f"snapkv:{SNAP}:merge=ema",
+        match="keys",
+        merges=True,
+        reason="keys and values are merged where the similarity reaches its mean, with weights by "
+        "similarity; kvpress merges all values, with weights by their norms, and no key",
+    ),
     "decoding": Row("DecodingPress(KnormPress)", "knorm:buffer={w}", moment="decode_at_budget"),
     "decoding keydiff": Row(
         "DecodingPress(KeyDiffPress)", "keydiff:buffer={w}", moment="decode_at_budget"
@@ -193,12 +214,6 @@ ROWS: dict[str, Row] = {
         moment="decode_at_budget",
         reason="kvpress turns all queries of the window to the newest position and, after a cut, "
         "pools over entries in the order of their scores",
-    ),
-    "decoding snapkv mended": Row(
-        "DecodingPress(SnapKVPress)",
-        "snapkv:window={h}:kernel={k}:pool=avg:buffer={w}",
-        moment="decode_at_budget",
-        mended="own positions, order of the text",
     ),
     "prefill_decoding": Row(
         "PrefillDecodingPress(KeyDiffPress, DecodingPress(KeyDiffPress))",
@@ -211,12 +226,19 @@ ROWS: dict[str, Row] = {
         "knorm:buffer={w}:merge=value",
         moment="decode_at_budget",
         match="keys",
-        reason="every head evicts for itself; in kvpress all heads of a layer evict the same "
-        "tokens, by their mean score",
+        merges=True,
+        reason="every head evicts for itself, all that came since the last cut may be merged, into "
+        "the kept ones among the next 32 tokens, and the prompt's attention counts; in kvpress all "
+        "heads of a layer evict the same tokens, by their mean score, as many as were decoded are "
+        "merged, into the next 32 kept tokens, and attention counts from the first decoded token",
     ),
 }
 
+DRAWN = ("random", "compactor default", "leverage default", "curdkv default", "cam")
+"""Rows in which both sides use what kvbench has drawn."""
+
 NOT_RUN = {
+    "EntropyGatedChunkKVPress": "no counterpart: there is no entropy gate here",
     "ThinKPress": "prunes channels, not entries: `benchmarks/kvpress_channels.py`, 72 cells alike",
     "ComposedPress": "with SnapKV and ThinK in `benchmarks/kvpress_channels.py`; two scores in a "
     "row have no counterpart",

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from benchmarks.kvpress_presses import Run, run_of
 from benchmarks.kvpress_rows import BASES, ROWS, Case, Row, budgets, forwards, presses_in
 
-NEEDS_WEIGHTS = ("observed_attention",)
+NEEDS_WEIGHTS = ("observed_attention", "cam")
 """Rows whose press reads the attention weights, which only eager attention returns."""
 
 
@@ -111,20 +111,36 @@ def noted(run: Run) -> Iterator[list[np.ndarray]]:
         setattr(run.scorer, name, original)
 
 
-def watched(row: Row, run: Run, model: Any, case: Case, budget: float) -> dict[str, np.ndarray]:
-    """Run a press; give what it kept, bool `[L, H, T]`, and its scores, float32 `[L, H, T]`."""
+def watched(
+    row: Row, run: Run, model: Any, case: Case, budget: float, whole: bool = True
+) -> dict[str, np.ndarray]:
+    """Run a press; give what it kept, bool `[L, H, T]`, and its scores, float32 `[L, H, T]`.
+
+    If the press says where what it holds belongs, also its keys and values behind the last cut,
+    float32 `[L, H, T, 2 d]`, 0 elsewhere, and in which heads rounding decides (`close`, bool
+    `[L, H]`). `whole`: chunks of a prompt are computed at once.
+    """
     if run.settle is not None:
         with noted(run) as scores:
-            forward(row, run, model, case, budget)
+            forward(row, run, model, case, budget, whole)
         run.settle(np.stack(scores) if scores else None)
     with noted(run) as scores:
-        cache = forward(row, run, model, case, budget)
+        cache = forward(row, run, model, case, budget, whole)
     tokens = forwards(row, case, budget)[-1][1] if row.moment != "chunked" else len(case["ids"])
-    kept = []
+    kept, merged = [], []
+    places = getattr(run.press, "places", None)
     for index, layer in enumerate(model.model.layers):
         full, held = list(cache.all_entries(index, tokens)), cache.layers[index]
         left = [held.keys[0], held.values[0]]
-        if row.match == "rotated":
+        if places is not None:
+            rows = torch.zeros(*full[0].shape[:2], 2 * full[0].shape[2])
+            own = places[index]
+            at, size = own[..., None].expand(-1, -1, rows.shape[-1]), own.shape[1]
+            merged.append(rows.scatter(1, at, torch.cat(left, -1)[:, :size]).numpy())
+            stays = torch.zeros(full[0].shape[:2], dtype=torch.bool)
+            stays.scatter_(1, own, True)
+            stays[:, tokens - (left[0].shape[1] - size) :] = True  # since the last cut
+        elif row.match == "rotated":
             stays = torch.zeros(full[0].shape[:2], dtype=torch.bool)
             stays.scatter_(1, cache.moved[index][0], True)
         elif row.match == "keys":
@@ -138,6 +154,14 @@ def watched(row: Row, run: Run, model: Any, case: Case, budget: float) -> dict[s
     found = {"kept": np.stack(kept)}
     if row.match == "rotated":
         found["keys"] = np.stack([layer.keys[0].numpy() for layer in cache.layers])
+    if merged:
+        found["merged"] = np.stack(merged)
+        close = np.zeros(found["kept"].shape[:2], bool)
+        for layer, head in run.press.close:
+            close[layer, head] = True
+            if row.moment != "context":  # later layers feel it while tokens are decoded
+                close[layer + 1 :] = True
+        found["close"] = close
     if scores:
         found["scores"] = np.stack(scores)
     elif "KnormPress" in row.press:  # it scored what it held at the time; norms do not change
@@ -146,7 +170,9 @@ def watched(row: Row, run: Run, model: Any, case: Case, budget: float) -> dict[s
     return found
 
 
-def forward(row: Row, run: Run, model: Any, case: Case, budget: float) -> RecordingCache:
+def forward(
+    row: Row, run: Run, model: Any, case: Case, budget: float, whole: bool
+) -> RecordingCache:
     """Feed the case's tokens to a model with a press."""
     torch.manual_seed(0)  # CaM draws which values it merges
     cache = RecordingCache()
@@ -154,7 +180,7 @@ def forward(row: Row, run: Run, model: Any, case: Case, budget: float) -> Record
     for layer in model.model.layers:
         layer.self_attn.masked_key_indices = None
     steps = forwards(row, case, budget)
-    if row.moment == "chunked":  # kvpress computes the prompt at once
+    if row.moment == "chunked" and whole:  # kvpress computes the prompt at once
         steps = [(0, ids.shape[1])]
     with run.press(model), mock.patch.object(KeyRerotationPress, "rerotate_keys", cache.moving()):
         for start, end in steps:
@@ -189,6 +215,7 @@ def kvpress_side(folder: Path) -> None:
         "exported": np.array(exported),
     }
     models: dict[str, Any] = {}
+    drawn = np.load(folder / "draws.npz", allow_pickle=False)
     for number, case in enumerate(json.loads((folder / "cases.json").read_text())):
         if case["folder"] not in models:
             models[case["folder"]] = AutoModelForCausalLM.from_pretrained(
@@ -204,9 +231,16 @@ def kvpress_side(folder: Path) -> None:
                     mock.patch("torch.randn", identity),
                     mock.patch("kvpress.presses.kvzip_press.AutoTokenizer", Silent),
                 ):
-                    found = watched(row, run_of(name, case, budget, head_dim), model, case, budget)
+                    prefix = f"{number}/{name}/{budget}/"
+                    draws = {x.removeprefix(prefix): drawn[x] for x in drawn if prefix in x}
+                    run = run_of(name, case, budget, head_dim, draws)
+                    found = watched(row, run, model, case, budget)
+                    if row.reason:
+                        run = run_of(name, case, budget, head_dim, draws, mend=True)
+                        again = watched(row, run, model, case, budget, whole=False)
+                        found |= {f"mended/{what}": array for what, array in again.items()}
                 for what, array in found.items():
-                    out[f"{number}/{name}/{budget}/{what}"] = array
+                    out[prefix + what] = array
     np.savez(folder / "kvpress.npz", **out)
 
 

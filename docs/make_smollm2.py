@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,13 +18,17 @@ import pandas as pd
 import kvbench
 from kvbench.published.figures import paper
 from kvbench.report.against import differences
+from kvbench.report.equal import equal_rows, without_room
+from kvbench.report.frames import prepare
 from kvbench.report.overall import group_means
+from kvbench.report.text import listed
 
 ROOT = Path(__file__).parents[1]
 RUN = ROOT / "results" / "smollm2"
 LEADERBOARD = ROOT / "results" / "leaderboard"
 BYTES = ROOT / "results" / "smollm2-bytes"
 BUDGETS = ("0.1", "0.2", "0.3", "0.5")
+MARK = "†"
 MOMENTS = {"context": "before the question", "question": "after it"}
 PAIRS = (
     ("critical_snapkv", "snapkv"),
@@ -42,6 +47,7 @@ SHOWN = (
     *("defensivekv", "keydiff", "tova", "snapkv", "critical_snapkv", "adakv", "criticalkv"),
     *("h2o", "d2o", "streaming_llm", "random"),
     *("kvzip", "kvzap", "kvzap:window=16", "compactor", "chunkkv", "lagkv", "expected_attention"),
+    *("expected_attention:eps=0.01", "locret:local=16", "lagkv:lag=32"),
 )
 """The policies of the README; docs/smollm2.md has all of them."""
 LEARNED = ("trimkv", "dbtrimkv", "locret", "kvzap:window=16")
@@ -49,11 +55,14 @@ HEURISTIC = "keydiff"
 """The learned gates are compared with it."""
 
 
-def overview(means: pd.DataFrame, shown: Collection[str] | None = None) -> Iterator[str]:
+def overview(
+    means: pd.DataFrame, notes: Notes, shown: Collection[str] | None = None
+) -> Iterator[str]:
     """The mean of every policy, moment and budget; the best of a column is bold.
 
     Args:
         means: Means over the tasks.
+        notes: What must be known of some cells.
         shown: The policies to show; None: all.
     """
     scores = {(r.policy, r.moment, r.budget): 100 * r.score for r in means.itertuples()}
@@ -69,8 +78,42 @@ def overview(means: pd.DataFrame, shown: Collection[str] | None = None) -> Itera
         for column in columns:
             score = scores.get((name, *column))
             text = "–" if score is None else f"{score:.0f}"
+            text += MARK * ((name, *column) in notes.no_room)
             cells.append(f"**{text}**" if score == best[column] else text)
         yield f"| `{name}` | {' | '.join(cells)} |"
+    yield ""
+    yield (
+        f"{MARK} Sinks and windows of a fixed size fill the budget, so nothing else decides what "
+        "is kept."
+    )
+    for alike, places in notes.equal.items():
+        if shown is None or set(alike) <= set(shown):
+            where: dict[str, list[str]] = {}
+            for moment, budget in places:
+                where.setdefault(MOMENTS[moment], []).append(budget)
+            said = " and ".join(f"{moment} at {', '.join(at)}" for moment, at in where.items())
+            yield f"{listed([f'`{name}`' for name in alike])} gave the same responses {said}."
+
+
+@dataclass(frozen=True)
+class Notes:
+    """What must be known of some cells of the table.
+
+    Attributes:
+        no_room: Policy, moment and budget, where sinks and windows fill the budget.
+        equal: Policies whose responses are the same, with the moments and budgets.
+    """
+
+    no_room: set[tuple[str, str, str]]
+    equal: dict[tuple[str, ...], list[tuple[str, str]]]
+
+    @classmethod
+    def of(cls, cells: pd.DataFrame, samples: pd.DataFrame) -> Notes:
+        """The notes on a run."""
+        results = prepare(cells, samples)
+        equal = {n: [(p.moment, p.budget) for p in at] for n, at in equal_rows(results).items()}
+        found = without_room(results).items()
+        return cls({(name, p.moment, p.budget) for (name,), at in found for p in at}, equal)
 
 
 def precise(means: pd.DataFrame, moment: str) -> Iterator[str]:
@@ -174,13 +217,14 @@ def leaderboard() -> Iterator[str]:
 
 def over_bytes() -> Iterator[str]:
     """Means over the bytes that are held, the largest first."""
-    yield "| policy | budget | bytes | points |"
-    yield "| --- | --: | --: | --: |"
+    yield "| policy | budget | live bytes | allocated | points |"
+    yield "| --- | --: | --: | --: | --: |"
     means = group_means(*kvbench.load(BYTES))
-    means["share"] = means["kv_bytes_live"] / means["kv_bytes_full"]
-    for r in means.sort_values("share", ascending=False).itertuples():
+    for kind in ("live", "allocated"):
+        means[kind] = 100 * means[f"kv_bytes_{kind}"] / means["kv_bytes_full"]
+    for r in means.sort_values("live", ascending=False).itertuples():
         points = ranged(r.score, r.score_lo, r.score_hi)
-        yield f"| `{r.policy}` | {r.budget} | {100 * r.share:.1f}% | {points} |"
+        yield f"| `{r.policy}` | {r.budget} | {r.live:.1f}% | {r.allocated:.1f}% | {points} |"
 
 
 def blocks() -> dict[str, str]:
@@ -188,10 +232,11 @@ def blocks() -> dict[str, str]:
     cells, samples = kvbench.load(RUN)
     cells, samples = cells[cells["status"] == "ok"], samples[samples["score"].notna()]
     means: Any = group_means(cells, samples)
+    notes = Notes.of(cells, samples)
     made = {
         "sizes": [sizes(cells)],
-        "short": overview(means, SHOWN),
-        "overview": overview(means),
+        "short": overview(means, notes, SHOWN),
+        "overview": overview(means, notes),
         "context": precise(means, "context"),
         "question": precise(means, "question"),
         "pairs": pairs(cells, samples),

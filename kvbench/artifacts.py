@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvbench.errors import UserError
-from kvbench.files import cache_dir
+from kvbench.files import State, cache_dir, state_of
 from kvbench.named import local_model, model_digest
 
 
@@ -154,7 +154,7 @@ class Artifacts:
     def _fits(self, model: str, path: Path) -> bool:
         """Whether an artifact was made for a model, as far as can be told."""
         main = path / self.files[0] if self.files else path
-        return _compared(self, model, path, main.stat().st_mtime_ns)
+        return _compared(self, model, path, state_of(main))
 
 
 def shipped_name(model: str) -> str:
@@ -180,7 +180,7 @@ def _base_name(local: Path) -> str:
 
 
 @functools.lru_cache(maxsize=64)
-def _compared(artifacts: Artifacts, model: str, path: Path, changed: int) -> bool:
+def _compared(artifacts: Artifacts, model: str, path: Path, state: State) -> bool:
     """Compare once for each state of the artifact, since its description has to be read."""
     made_for, local = artifacts.made_for(path), local_model(model)
     if local is None:

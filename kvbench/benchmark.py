@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +12,7 @@ from kvbench.errors import UserError
 Doc = dict[str, Any]
 """A row of a task's data. See `Benchmark.docs`."""
 
-DocsHook = Callable[..., "list[Doc] | Path"]
+DocsHook = Callable[..., "Sequence[Doc] | Path"]
 
 LEXICONS = ("natural", "reference")
 

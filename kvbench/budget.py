@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 import numbers
 import re
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from kvbench.errors import UserError
+from kvbench.errors import UserError, quoted
 
 _RIGHT = (
     "use the fraction KEPT such as 0.2, a number of tokens such as 512, full, or visual:64 (all "
     "text and 64 visual tokens)"
 )
 _VISUAL = "visual:"
+_LARGEST = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -50,20 +52,20 @@ class Budget:
         if isinstance(value, Budget):
             return value
         if isinstance(value, bool):
-            raise UserError(f"budget {value!r} is not a number; {_RIGHT}")
+            raise UserError(f"budget {quoted(value)} is not a number; {_RIGHT}")
         if isinstance(value, numbers.Integral):
-            if value < 1:
-                raise UserError(f"budget {value} is out of range; {_RIGHT}")
+            if not 1 <= int(value) <= _LARGEST:
+                raise UserError(f"budget {quoted(value)} is out of range; {_RIGHT}")
             return cls(tokens=int(value))
         text = str(value).strip()
         if text.startswith(_VISUAL):
             inner = cls.parse(text.removeprefix(_VISUAL))
             if inner.visual:
-                raise UserError(f"budget {text!r} says visual twice; {_RIGHT}")
+                raise UserError(f"budget {quoted(text)} says visual twice; {_RIGHT}")
             return inner if inner.is_full else replace(inner, visual=True)
         if text == "full":
             return cls(ratio=Fraction(1))
-        if isinstance(value, str) and re.fullmatch(r"[0-9]+", text):
+        if isinstance(value, str) and re.fullmatch(r"[0-9]{1,400}", text):
             return cls.parse(int(text))
         try:
             if not text.isascii() or text.startswith("+") or "_" in text or "/" in text:
@@ -73,7 +75,7 @@ class Budget:
                 raise ValueError
             ratio = Fraction(text)
         except ValueError:
-            raise UserError(f"budget {text!r} is not a number; {_RIGHT}") from None
+            raise UserError(f"budget {quoted(text)} is not a number; {_RIGHT}") from None
         if 0 < ratio <= 1 and Fraction(repr(number)) != ratio:
             raise UserError(f"budget {text} has more digits than a float can hold; {_RIGHT}")
         if not 0 < ratio <= 1:
@@ -109,6 +111,18 @@ class Budget:
             return max(1, min(self.tokens, length))
         assert self.ratio is not None
         return max(1, math.floor(self.ratio * length + Fraction(1, 2)))
+
+    def is_filled(self, reserved: Callable[[int], int], lengths: Collection[int]) -> bool:
+        """Whether what a policy reserves leaves nothing of the budget in most contexts.
+
+        Args:
+            reserved: `Part.reserved`: entries of every head that stay whatever they are worth.
+            lengths: Tokens of the contexts. One that fits the budget whole loses nothing.
+        """
+        if self.visual:
+            return False
+        full = sum(self.per_head(n) < n and reserved(n) >= self.per_head(n) for n in lengths)
+        return 2 * full > len(lengths)
 
     def __str__(self) -> str:
         if self.visual:

@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from kvbench.budget import Budget
+from kvbench.engine.integrity import Weights
 from kvbench.engine.models import model_info
 from kvbench.engine.session import entries_read, kept
-from kvbench.errors import BudgetRefused, UserError
+from kvbench.errors import BudgetRefused, UserError, message_of
 from kvbench.plugin import Part, Policy
 from kvbench.probes import Failed, ReaderProbe, ScoreProbe
 from kvbench.spelling import KINDS, policy, spell
@@ -129,6 +130,9 @@ def run_checks(spec: str) -> list[CheckResult]:
             results.append(CheckResult(name, False, str(failure)))
         except (Exception, SystemExit) as error:  # a plugin may raise anything
             results.append(CheckResult(name, False, _where(error)))
+    if not all(result.ok for result in results):  # the policy may have changed the models
+        _models.cache_clear()
+        _in_bfloat16.cache_clear()
     return results
 
 
@@ -139,7 +143,7 @@ def _where(error: BaseException) -> str:
     folders = tuple(str(Path(file or "").parent) for file in ours)
     own = [f for f in frames if not f.filename.startswith(folders)]
     place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
-    lines = str(error).splitlines()
+    lines = message_of(error).splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}{place}"
 
 
@@ -265,10 +269,19 @@ def _clean(p: Policy) -> str:
         watched = replace(p, base=None, read=probe)
     (ids, mask), budget = _padded(), _small(p)
     for name, model in _models().items():
-        _keep(model, ids, watched, budget, mask)
+        weights = Weights(model)
+        error: Exception | None = None
+        try:
+            _keep(model, ids, watched, budget, mask)
+        except Exception as raised:
+            error = raised
         probe.settle()
-        if probe.found:
+        if changed := weights.changed():
+            raise Failed(f"{name}: the model's parameter {changed} was changed in place")
+        if probe.found:  # a change is a better reason than an error that follows from it
             raise Failed(f"{name}: {probe.found[0]}")
+        if error is not None:
+            raise error
     return "in every layer, with padding"
 
 

@@ -12,11 +12,23 @@ from pathlib import Path
 _FEW = 12
 """Names that an error message lists at most."""
 
+LONGEST = 200
+"""Characters of a value that a message shows at most."""
+
+_LONG_WORD = re.compile(rf"\S{{{LONGEST + 1},}}")
 _REPORT = re.compile(r"For details look at .*above report!?")
 
 
 class UserError(ValueError):
-    """Wrong input. The message is one line; the command line prints it and exits with status 2."""
+    """Wrong input. The message is one line; the command line prints it and exits with status 2.
+
+    Args:
+        message: What is wrong, then what to do. Words of more than `LONGEST` characters, such as
+            paths, are shortened.
+    """
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(shorten_words(message))
 
 
 class LeftOut(UserError):
@@ -44,7 +56,7 @@ def out_of_memory(error: BaseException) -> bool:
     names = {kind.__name__ for kind in type(error).__mro__}
     if names & {"MemoryError", "OutOfMemoryError"}:
         return True
-    text = str(error)
+    text = message_of(error)
     return isinstance(error, RuntimeError) and (
         "can't allocate memory" in text or "CUDA out of memory" in text
     )
@@ -71,9 +83,37 @@ class BudgetRefused(BudgetError):
     """A policy cannot meet this budget by design. The message says from which budget on it can."""
 
 
+def shorten(text: str) -> str:
+    """Keep the beginning and the end of a text of more than `LONGEST` characters."""
+    if len(text) <= LONGEST:
+        return text
+    return f"{text[:120]}...{text[-60:]}"
+
+
+def shorten_words(text: str) -> str:
+    """Apply `shorten` to each word of a message."""
+    return _LONG_WORD.sub(lambda word: shorten(word[0]), text)
+
+
+def quoted(value: object) -> str:
+    """Return the `repr` of a value for a message, of at most `LONGEST` characters."""
+    try:
+        return shorten(repr(value))
+    except ValueError:  # Python spells no integer of more than 4,300 digits
+        return f"<{type(value).__name__} of thousands of digits>"
+
+
+def message_of(error: BaseException) -> str:
+    """Return `str(error)`; an error of a plugin may have a `__str__` that raises."""
+    try:
+        return str(error)
+    except (Exception, SystemExit):
+        return "its message cannot be read, because its __str__ raises"
+
+
 def reason_of(error: BaseException) -> str:
     """Describe in one line what was raised, and where."""
-    text = (str(error) or "no message").splitlines()[0]
+    text = shorten_words((message_of(error) or "no message").splitlines()[0])
     if isinstance(error, (BudgetError, PluginError, UserError)):
         return text
     frames = traceback.extract_tb(error.__traceback__)
@@ -83,7 +123,7 @@ def reason_of(error: BaseException) -> str:
 
 def first_lines(error: Exception) -> str:
     """An error in one line; its first line alone if that is a sentence of its own."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [line.strip() for line in message_of(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
     text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
@@ -123,11 +163,12 @@ def unknown(kind: str, name: object, names: Iterable[str], see: str = "") -> Use
         see: The command that lists all names, such as "kvbench list tasks".
     """
     known = list(names)
-    hint = nearest(str(name), known)
+    text = name if isinstance(name, str) else quoted(name)
+    hint = nearest(text, known)
     if not hint and len(known) <= _FEW:
         hint = f"; choose from {', '.join(known) or 'nothing: none exists'}"
     elif not hint:
-        near = difflib.get_close_matches(str(name).lower(), known, cutoff=0.3)
+        near = difflib.get_close_matches(text.lower(), known, cutoff=0.3)
         hint = f"; the nearest are {', '.join(near)}" if near else ""
     shown = f" ({see} shows all)" if see else ""
-    return UserError(f"unknown {kind} {name!r}{hint}{shown}")
+    return UserError(f"unknown {kind} {quoted(name)}{hint}{shown}")

@@ -9,6 +9,8 @@ import hashlib
 import json
 import os
 import shutil
+import stat
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
@@ -40,26 +42,47 @@ def digest_of(value: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+State: TypeAlias = tuple[int, ...]
+"""What tells one content of a file from another without reading it; see `state_of`."""
+
+_SETTLED = 2 * 10**9
+"""Nanoseconds after a change: a second change could leave an earlier file's times as they are."""
+
+
+def state_of(path: Path) -> State:
+    """Size, modification time, change time, inode and device of a file.
+
+    Tools such as `cp -p` and `rsync -t` keep size and modification time; the change time is the
+    kernel's own.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    at = path.stat()
+    return (at.st_size, at.st_mtime_ns, at.st_ctime_ns, at.st_ino, at.st_dev)
+
+
 def file_digests(paths: Iterable[Path]) -> list[str]:
     """SHA-256 of each file.
 
-    Large files are read once: their digests are cached by path, size and modification time.
+    Large files are read once: their digests are cached by path and `state_of`.
 
     Raises:
         OSError: A file cannot be read.
     """
     cached = cache_dir() / "digests.json"
     known = _known_digests(cached)
-    before = len(known)
+    before = dict(known)
     digests = []
     for path in paths:
-        state = path.stat()
-        key = f"{path.resolve()}|{state.st_size}|{state.st_mtime_ns}"
-        if key not in known:
+        name, state = str(path.resolve()), list(state_of(path))
+        if name not in known or known[name][0] != state:
             with path.open("rb") as file:
-                known[key] = hashlib.file_digest(file, "sha256").hexdigest()
-        digests.append(known[key])
-    if len(known) > before:
+                known[name] = [state, hashlib.file_digest(file, "sha256").hexdigest()]
+        digests.append(known[name][1])
+        if time.time_ns() - state[2] < _SETTLED or list(state_of(path)) != state:
+            del known[name]
+    if known != before:
         with contextlib.suppress(OSError, UserError):  # it only saves time
             cached.parent.mkdir(parents=True, exist_ok=True)
             with replacing(cached) as part:
@@ -67,12 +90,15 @@ def file_digests(paths: Iterable[Path]) -> list[str]:
     return digests
 
 
-def _known_digests(path: Path) -> dict[str, str]:
+def _known_digests(path: Path) -> dict[str, Any]:
+    """State and digest by path; entries of earlier versions are dropped."""
     try:
         known = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
-    return known if isinstance(known, dict) else {}
+    if not isinstance(known, dict):
+        return {}
+    return {k: v for k, v in known.items() if isinstance(v, list) and len(v) == 2}
 
 
 # --- whole files ----------------------------------------------------------------------------------
@@ -82,9 +108,13 @@ def _known_digests(path: Path) -> dict[str, str]:
 def replacing(path: Path) -> Iterator[Path]:
     """Give a path to write to; it takes the place of `path` once everything is on disk.
 
+    If `path` is a symbolic link, the file that it points to is replaced.
+
     Raises:
         UserError: The file cannot be written; `path` is unchanged.
     """
+    if os.path.islink(path):
+        path = Path(os.path.realpath(path))
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         yield part
@@ -94,7 +124,8 @@ def replacing(path: Path) -> Iterator[Path]:
     except OSError as error:
         raise cannot("write", path, error) from None
     finally:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # such as a name that is too long, which never existed
+            part.unlink()
 
 
 def unfinished(path: Path) -> list[Path]:
@@ -105,15 +136,26 @@ def unfinished(path: Path) -> list[Path]:
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file and the folders above it; the file appears once everything is on disk.
 
+    A device such as `/dev/stdout` or a named pipe is opened and written to instead.
+
     Raises:
         UserError: The file cannot be written; an earlier one is unchanged.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and _is_stream(path):
+            with open(os.open(path, os.O_WRONLY | os.O_APPEND), "wb") as stream:
+                stream.write(content)
+            return
     except OSError as error:
         raise cannot("write", path, error) from None
     with replacing(path) as part:
         part.write_bytes(content)
+
+
+def _is_stream(path: Path) -> bool:
+    """Whether a path names a device, a pipe or, as `/dev/stdout` does, a file that is open."""
+    return not stat.S_ISREG(path.stat().st_mode) or path.absolute().parts[1] in ("dev", "proc")
 
 
 def _sync(path: Path) -> None:

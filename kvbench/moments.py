@@ -6,7 +6,7 @@ import typing
 from dataclasses import dataclass
 from typing import Literal
 
-from kvbench.errors import UserError, unknown
+from kvbench.errors import UserError, quoted, unknown
 
 Moment = Literal["context", "question", "decode", "chunked", "turns"]
 """When a cache is compressed.
@@ -50,13 +50,15 @@ class Timing:
             raise unknown("moment", spelling, MOMENTS)
         if moment != "chunked":
             if colon:
-                raise UserError(f"moment {spelling!r}: {name} takes no number; use {name}")
+                raise UserError(f"moment {quoted(spelling)}: {name} takes no number; use {name}")
             return cls(moment)
         if not colon:
             return cls(moment, CHUNK)
-        if not size.isdecimal() or not 1 <= int(size) < 2**31:
+        # Python reads no integer of more than 4,300 digits.
+        if not (size.isdecimal() and len(size) <= 10 and 1 <= int(size) < 2**31):
             raise UserError(
-                f"moment {spelling!r}: the chunk size is not a number of tokens; use chunked:512"
+                f"moment {quoted(spelling)}: the chunk size is not a number of tokens; use "
+                "chunked:512"
             )
         return cls(moment, int(size))
 

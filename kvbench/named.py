@@ -185,7 +185,7 @@ def _shards(name: str, folder: Path) -> list[str]:
     try:
         shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         paths = [PurePosixPath(shard) for shard in shards]
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise UserError(f"model {name}: {_INDEX} is not a valid index of shards") from None
     for shard, path in zip(shards, paths, strict=True):
         if path.is_absolute() or ".." in path.parts or "\\" in shard:

@@ -124,6 +124,10 @@ class Part:
         """
         return ""
 
+    def reserved(self, length: int) -> int:
+        """Entries of every head, in `length` tokens, that stay for their place alone: a window."""
+        return 0
+
     def stand_in(self, model: ModelInfo, folder: Path) -> Self:
         """Return a copy that reads made-up files, so that `kvbench check` can try it on any model.
 

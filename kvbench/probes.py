@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
@@ -9,7 +10,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from kvbench.errors import BudgetError
 from kvbench.plugin import Blocks, ModelInfo, Need, Reader, Score, Scores, View
+from kvbench.view.scores import checked_scores
 
 
 class Failed(Exception):
@@ -36,29 +39,27 @@ class ScoreProbe(Score):
     def stand_in(self, model: ModelInfo, folder: Path) -> Self:
         return replace(self, inner=self.inner.stand_in(model, folder))
 
-    def score(self, v: View) -> Scores | Tensor:
+    def score(self, v: View) -> Scores:
         self.settle()
-        inputs = {"key": v.key, "value": v.value, "col": v.col, "valid": v.valid}
-        inputs |= {"position": v.position, "length": v.length}
-        inputs |= {f"obs[{need}]": seen for need, seen in v.obs.items()}
-        self.shown[:] = [(name, x, x.clone()) for name, x in inputs.items()]
-        found = self.inner.score(v)
-        value = found.value if isinstance(found, Scores) else found
-        if not value.is_floating_point():
-            kind = str(value.dtype).removeprefix("torch.")
-            raise Failed(
-                f"scores of layer {v.layer} are {kind}, not floating-point; convert them, for "
-                "example with .float()"
-            )
-        if value.shape != v.shape:
-            raise Failed(f"scores have shape {list(value.shape)}, not [B, H, n] {list(v.shape)}")
+        self.shown[:] = [(str(name), x, x.clone()) for name, x in v.tensors()]
+        v.share(self._once)
+        try:
+            found = checked_scores(self.inner.score(v), v)
+        except BudgetError as error:
+            raise Failed(f"layer {v.layer}: {error}") from error
+        value = found.value
         bad = int((~value.isfinite() & v.valid).sum())
         if bad:
             self.found.append(
                 f"{bad} of {int(v.valid.sum())} scores of layer {v.layer} are not finite"
             )
             value = value.nan_to_num(0.0, 0.0, 0.0)
-        return replace(found, value=value) if isinstance(found, Scores) else value
+        return replace(found, value=value)
+
+    def _once(self, name: Hashable, make: Callable[[], Tensor]) -> Tensor:
+        made = make()
+        self.shown.append((str(name), made, made.clone()))
+        return made
 
     def settle(self) -> None:
         """Compare what the last view showed with what it was."""
@@ -83,7 +84,8 @@ class ReaderProbe(Reader):
 
     def rate(self, v: Blocks) -> Tensor:
         self.inner.summary(v.model)
-        inputs = {"query": v.query, "key": v.key}
+        names = ("query", "key", "position", "query_position")
+        inputs: dict[str, Tensor] = {name: getattr(v, name) for name in names}
         was = {name: x.clone() for name, x in inputs.items()}
         rating = self.inner.rate(v)
         changed = [name for name, x in inputs.items() if not x.equal(was[name])]

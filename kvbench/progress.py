@@ -172,6 +172,46 @@ class Bar:
         self._bar = self._status = None
 
 
+class Late:
+    """A stretch of work that is told of only once it has taken seconds: most take none.
+
+    Args:
+        reporter: Who is told; None for nobody.
+        total_units, description: See `Reporter.start`.
+        clock: Gives seconds.
+    """
+
+    AFTER = 3.0
+    """Seconds after which a user wonders."""
+
+    def __init__(
+        self,
+        reporter: Reporter | None,
+        total_units: int,
+        description: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._reporter, self._clock = reporter, clock
+        self._total, self._description = total_units, description
+        self._began, self._done, self._told = clock(), 0, False
+
+    def advance(self) -> None:
+        """Count a unit as done."""
+        self._done += 1
+        if self._told and self._reporter is not None:
+            self._reporter.advance()
+        elif self._reporter is not None and self._clock() - self._began >= self.AFTER:
+            self._told = True
+            self._reporter.start(self._total, self._description)
+            self._reporter.advance(self._done)
+
+    def stop(self) -> None:
+        """End the stretch."""
+        if self._told and self._reporter is not None:
+            self._reporter.stop()
+        self._told = False
+
+
 def duration(seconds: float) -> str:
     """Seconds as `42 s`, `3 min 20 s` or `2 h 5 min`."""
     whole = round(seconds)

@@ -15,7 +15,7 @@ import typing
 from typing import Any, Literal
 
 from kvbench import registry
-from kvbench.errors import UserError, nearest
+from kvbench.errors import UserError, nearest, quoted
 from kvbench.parts import FunctionScore, TopK, Uniform
 from kvbench.plugin import Allocator, Merger, Part, Policy, Reader, Score, Selector
 
@@ -58,7 +58,7 @@ def policy(spec: str | Policy, **params: Any) -> Policy:
         made = spec if spec.base is not None else dataclasses.replace(spec, base=spec)
         return _finished(_apply(made, params), spec.origin)
     if not isinstance(spec, str):
-        raise UserError(f"{spec!r} is not a policy; give a name such as 'snapkv:window=64'")
+        raise UserError(f"{quoted(spec)} is not a policy; give a name such as 'snapkv:window=64'")
     name, pairs = _split(spec)
     if ".py:" in name:
         made, origin = as_policy(registry.load_file(name), name), registry.file_digest(name)
@@ -184,7 +184,7 @@ def _split(spec: str) -> tuple[str, dict[str, str]]:
     for item in fields[start:]:
         key, equals, value = item.partition("=")
         if not equals or not key or not value:
-            raise UserError(f"{spec}: {item!r} is not key=value; write snapkv:window=64")
+            raise UserError(f"{spec}: {quoted(item)} is not key=value; write snapkv:window=64")
         if key in pairs:
             raise UserError(f"{spec}: {key} is given twice")
         pairs[key] = value
@@ -237,7 +237,7 @@ def _apply(p: Policy, params: dict[str, Any]) -> Policy:
             if key == "seed":
                 raise UserError("noise uses the seed of the run; use --seed")
             raise UserError(
-                f"{p.name} has no parameter {key!r}{nearest(key, known)} (it has: {listed})"
+                f"{p.name} has no parameter {quoted(key)}{nearest(key, known)} (it has: {listed})"
             )
     return p
 

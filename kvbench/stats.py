@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias, TypeVar
@@ -47,7 +47,8 @@ Z = 1.959963984540054  # the 97.5% quantile of the normal distribution
 T = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622)
 """The 97.5% quantiles of Student's t with 1, 2, ... degrees of freedom."""
 _NORMAL = statistics.NormalDist()
-_CACHED_WEIGHTS = 1_000_000  # at most 8 MB for a matrix that is kept
+_BLOCK = 1_000_000  # weights that are drawn at once, 8 MB; a matrix that is no larger is kept
+_ROWS = 24  # resamples of a block, or a multiple: rows that BLAS sums alike
 
 
 @dataclass(frozen=True)
@@ -217,36 +218,51 @@ def normal_quantile(share: float) -> float:
     return _NORMAL.inv_cdf(share)
 
 
-def bootstrap_weights(clusters: int, *, seed: int = 0, n: int = DRAWS, stream: int = 0) -> Floats:
-    """How often each context is drawn in each resample: `[n, clusters]`, rows sum to `clusters`.
+def resampled(
+    of: Callable[[Floats], Floats], clusters: int, *, seed: int = 0, n: int = DRAWS, stream: int = 0
+) -> Floats:
+    """What a function makes of the resamples of a bootstrap, in blocks that fit into memory.
 
     Every cell with that number of contexts gets the same draws. That pairs the cells, and it makes
     a grid cheap: a resample of any cell is one row of a matrix product.
 
     Args:
+        of: Takes how often each context is drawn in some of the resamples, `[k, clusters]`, whose
+            rows sum to `clusters`; gives `[k, ...]`.
         clusters: Contexts.
         seed: Seed of the bootstrap.
         n: Draws.
         stream: Which independent set of draws. Strata must not share one: their errors would add up
             as if the same luck struck every task.
+
+    Returns:
+        `[n, ...]`, the same however many blocks there are.
     """
-    if clusters * n <= _CACHED_WEIGHTS:
-        return _kept_weights(clusters, seed, n, stream)
-    return _draw_weights(clusters, seed, n, stream)
+    if clusters * n <= _BLOCK:
+        return of(_kept_weights(clusters, seed, n, stream))
+    return np.concatenate([of(w) for w in _drawn_weights(clusters, seed, n, stream)])
 
 
-def _draw_weights(clusters: int, seed: int, n: int, stream: int) -> Floats:
+def _drawn_weights(clusters: int, seed: int, n: int, stream: int) -> Iterator[Floats]:
+    """The weights of `n` resamples in blocks of about equal size, from one stream of draws."""
     rng = np.random.default_rng([seed, stream, clusters])
-    picks = rng.integers(0, clusters, size=(n, clusters))
-    # Each resample counts into cells of its own, so that one bincount serves all of them.
-    picks += np.arange(n)[:, None] * clusters
-    counts = np.bincount(picks.ravel(), minlength=n * clusters)
-    weights = counts.reshape(n, clusters).astype(np.float64)
+    # Whole groups of rows: a matrix product then sums every row in the same order as without blocks
+    rows = -(-n // max(1, clusters * n // _BLOCK) // _ROWS) * _ROWS
+    for start in range(0, n, rows):
+        count = min(rows, n - start)
+        picks = rng.integers(0, clusters, size=(count, clusters))
+        # Each resample counts into cells of its own, so that one bincount serves all of them.
+        picks += np.arange(count)[:, None] * clusters
+        counts = np.bincount(picks.ravel(), minlength=count * clusters)
+        del picks
+        yield counts.reshape(count, clusters).astype(np.float64)
+
+
+@lru_cache(maxsize=32)
+def _kept_weights(clusters: int, seed: int, n: int, stream: int) -> Floats:
+    (weights,) = _drawn_weights(clusters, seed, n, stream)
     weights.flags.writeable = False  # the cache hands the same array to every caller
     return weights
-
-
-_kept_weights = lru_cache(maxsize=32)(_draw_weights)
 
 
 def few_vary(means: Floats) -> bool:
@@ -295,9 +311,9 @@ def _interval(
         half = T[len(sizes) - 2] * clustered_se(totals, sizes)
         return mean - half, mean + half
     # A resample divides drawn sums by drawn sizes: contexts may differ in their number of scores.
-    drawn = bootstrap_weights(len(sizes), seed=seed, n=n)
+    drawn = resampled(lambda w: (w @ totals) / (w @ sizes), len(sizes), seed=seed, n=n)
     outside = tail(len(sizes)) if signed or not bounded else 0.025
-    lo, hi = np.quantile((drawn @ totals) / (drawn @ sizes), [outside, 1 - outside])
+    lo, hi = np.quantile(drawn, [outside, 1 - outside])
     return float(lo), float(hi)
 
 

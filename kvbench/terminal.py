@@ -168,6 +168,7 @@ def filtered() -> Iterator[None]:
     Raises:
         OutputError: Stdout could not be written.
     """
+    _open_closed_streams()
     before = sys.stdout, sys.stderr
     for stream in before:
         with contextlib.suppress(AttributeError, ValueError):  # not every stream has an encoding
@@ -180,6 +181,24 @@ def filtered() -> Iterator[None]:
         out.flush()
     finally:
         sys.stdout, sys.stderr = before
+
+
+def _open_closed_streams() -> None:
+    """Open what the shell has closed (`>&-`): writing to stdout then fails, as it should.
+
+    Otherwise the next file that is opened gets the number of stdout, and what is printed lands in
+    it; and `sys.stdout` is None.
+    """
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            # It gets the smallest number that is free. What is said on stderr may be lost.
+            os.open(os.devnull, os.O_WRONLY if number == 2 else os.O_RDONLY)
+    if cast(Any, sys.stdout) is None:
+        sys.stdout = os.fdopen(1, "w", closefd=False)
+    if cast(Any, sys.stderr) is None:
+        sys.stderr = os.fdopen(2, "w", closefd=False)
 
 
 class _Filtered(Console):

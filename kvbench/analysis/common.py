@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from kvbench.benchmark import Medium
 from kvbench.engine.cache import RaggedCache
+from kvbench.engine.integrity import Weights
 from kvbench.engine.models import check_single
 from kvbench.engine.prefix import Compression, Prefix
 from kvbench.engine.pruning import prunes
@@ -47,6 +48,9 @@ class Bench:
     reporter: Reporter
     failed: dict[str, str] = field(default_factory=dict)
     vision: Vision | None = None
+
+    def __post_init__(self) -> None:
+        self._weights = Weights(self.model)
 
     @property
     def device(self) -> torch.device:
@@ -83,6 +87,9 @@ class Bench:
             cell: Budget, moment and seed.
             policy: The cell's policy, or a policy that selects the same entries.
             reserve: Free rows behind every segment.
+
+        Raises:
+            UserError: The policy changed the model's parameters.
         """
         wanted = Compression(policy, cell.budget, cell.moment, cell.seed)
         if cell.moment in LATER:
@@ -93,6 +100,9 @@ class Bench:
         except PluginError as error:
             self.fail(cell, str(error).replace(str(policy), str(cell.policy)))
             return None
+        finally:
+            if changed := self._weights.changed():
+                self._weights.restore(changed)
 
     def fail(self, cell: Cell, reason: str) -> None:
         """Give a cell up."""

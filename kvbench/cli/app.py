@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import warnings
@@ -29,10 +30,21 @@ from kvbench.cli import (
 )
 from kvbench.cli.options import option
 from kvbench.cli.screen import CLOSED, FAILED, INTERRUPTED, OK, complain, console, print_json
-from kvbench.errors import UserError
+from kvbench.errors import UserError, quoted, shorten, shorten_words
+from kvbench.files import cannot
 from kvbench.report.outputs import terminal
 from kvbench.runs.options import FLAG
 from kvbench.terminal import OutputError, filtered
+
+_OF_THE_USER = (
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+    errno.EACCES,
+    errno.EROFS,
+    errno.ENOSPC,
+    errno.EDQUOT,
+)
+"""Errors of the system about a name, a permission or a disk, which only the user can mend."""
 
 app = typer.Typer(
     name="kvbench",
@@ -85,16 +97,25 @@ def call(arguments: Sequence[str]) -> int:
 
 def _call(arguments: Sequence[str]) -> int:
     try:
+        if wrong := [argument for argument in arguments if "\0" in argument]:
+            raise UserError(f"{quoted(wrong[0])} contains a NUL character; leave it out")
         code = app(args=list(arguments) or ["--help"], standalone_mode=False, prog_name="kvbench")
     except UserError as error:
         return complain(str(error))
+    except OSError as error:
+        if error.errno not in _OF_THE_USER or error.filename is None:
+            raise
+        return complain(shorten_words(str(cannot("use", error.filename, error))))
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except Exception as error:
         # Typer's own usage errors: their class is not part of its public interface.
         if not hasattr(error, "format_message"):
             raise
-        return complain(f"{error.format_message()} (kvbench --help lists the commands and options)")
+        message = str(error.format_message())
+        for argument in arguments:
+            message = message.replace(argument, shorten(argument)) if argument else message
+        return complain(f"{message} (kvbench --help lists the commands and options)")
     return code if isinstance(code, int) else OK
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench import registry
-from kvbench.errors import UserError, nearest
+from kvbench.errors import UserError, nearest, quoted
 from kvbench.harness import catalogue
 from kvbench.harness.optional import lacking
 from kvbench.named import NamedModel
@@ -211,7 +211,7 @@ def records(kind: str, folder: Path = Path("results")) -> tuple[list[Record], li
     """
     if kind not in KINDS:
         hint = nearest(kind, KINDS) or f"; choose from {', '.join(KINDS)}"
-        raise UserError(f"cannot list {kind!r}{hint}")
+        raise UserError(f"cannot list {quoted(kind)}{hint}")
     if kind == "runs":
         return runs(folder)
     lists = {

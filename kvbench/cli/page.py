@@ -9,6 +9,7 @@ import typer
 
 from kvbench.cli.options import option
 from kvbench.cli.screen import complain
+from kvbench.files import state_of
 from kvbench.runs.options import FLAG
 
 
@@ -28,13 +29,13 @@ def view(
     from kvbench.report.frames import prepare
     from kvbench.report.page import NAME, write_page
     from kvbench.report.samples import COLUMNS
+    from kvbench.runs.integrity import CELLS, SAMPLES
     from kvbench.runs.load import load_frames, responses_of
-    from kvbench.runs.store import CELLS, SAMPLES
 
     page = run / "report" / NAME
     tables = [run / CELLS, run / SAMPLES]
     made = page.stat().st_mtime_ns if page.is_file() else 0
-    if not all(path.is_file() and path.stat().st_mtime_ns < made for path in tables):
+    if not all(path.is_file() and max(state_of(path)[1:3]) < made for path in tables):
         results = prepare(*load_frames(run, COLUMNS, coded=True))
         page = write_page(results, responses_of(run), page.parent)
     print(page)

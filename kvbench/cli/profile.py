@@ -55,7 +55,7 @@ def heads(
         option(
             WHAT,
             "NAME",
-            "Tasks whose context contains the answer, with commas. Default: niah_depth.",
+            "Tasks whose context contains the answer, with commas. Default: facts.",
             autocompletion=complete.tasks,
         ),
     ] = None,
@@ -92,7 +92,7 @@ QueryTask = Annotated[
     option(
         WHAT,
         "NAME",
-        "Tasks whose prompts the model reads, with commas. Default: niah_depth.",
+        "Tasks whose prompts the model reads, with commas. Default: facts.",
         autocompletion=complete.tasks,
     ),
 ]

@@ -92,9 +92,9 @@ def run(
     if as_json:
         print_json(_as_json(done))
     else:
-        _show(done, quiet=quiet)
+        _show(done, grid.path, quiet=quiet)
         if recipe and not quiet:
-            _show_recipe(recipe, models, done)
+            _show_recipe(recipe, models, grid.path)
     failed = done.cells[done.cells["status"] != "ok"]
     if len(failed):
         complain(f"{len(failed)} of {len(done.cells)} cells failed: {failed.iloc[0]['error']}")
@@ -130,7 +130,7 @@ def _execute(grid: Grid, told: Reporter, *, fresh: bool, extend: bool, dry_run: 
     from kvbench.runs.runner import describe, execute
 
     if dry_run:
-        lines = describe(grid, told.message, fresh=fresh)
+        lines = describe(grid, told.message, fresh=fresh, reporter=told)
         told.stop()
         for line in lines:
             print(line)
@@ -143,10 +143,10 @@ def _execute(grid: Grid, told: Reporter, *, fresh: bool, extend: bool, dry_run: 
         return execute(grid, reporter=told, fresh=fresh, extend=extend)
 
 
-def _show(done: Run, *, quiet: bool) -> None:
-    """Print the table of a run and where its files are; only the folder if quiet."""
+def _show(done: Run, folder: Path, *, quiet: bool) -> None:
+    """Print the table of a run and where its files are; only the folder, as given, if quiet."""
     if quiet:
-        print(done.path)
+        print(folder)
         return
     from kvbench.report.samples import COLUMNS
     from kvbench.report.terminal import run_table
@@ -154,16 +154,16 @@ def _show(done: Run, *, quiet: bool) -> None:
 
     console().print(run_table(done.cells, load_frames(done.path, COLUMNS, coded=True)[1]))
     names = [p.name for p in sorted(done.path.iterdir()) if p.is_file() and p.name[0] != "."]
-    print(f"wrote {done.path}: {', '.join(names)}")
-    print(f"figures: kvbench report {done.path}")
+    print(f"wrote {folder}: {', '.join(names)}")
+    print(f"figures: kvbench report {folder}")
 
 
-def _show_recipe(name: str, models: list[str], done: Run) -> None:
+def _show_recipe(name: str, models: list[str], folder: Path) -> None:
     """Print how to lay a recipe's run out, and what differs from the paper."""
     from kvbench.recipes import recipe
 
     layout = recipe(name).layout_for(models)
-    print(f"table: kvbench table {done.path} {layout}".rstrip())
+    print(f"table: kvbench table {folder} {layout}".rstrip())
     _show_differences(name, models)
 
 

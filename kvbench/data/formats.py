@@ -76,6 +76,8 @@ def file_rows(path: Path, member: str = "") -> Iterator[Row]:
                 yield from csv.DictReader(text, delimiter="\t" if kind == "tsv" else ",")
     except KeyError:
         raise UserError(f"{path.name} does not contain {member}") from None
+    except RecursionError:
+        raise UserError(f"cannot read {name} as {kind}: it is nested too deeply") from None
     except (ValueError, EOFError, zipfile.BadZipFile, gzip.BadGzipFile, zlib.error, csv.Error) as e:
         raise UserError(f"cannot read {name} as {kind}: {e}") from None
 

@@ -7,12 +7,14 @@ import functools
 import hashlib
 import importlib.util
 import io
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from kvbench.benchmark import Medium
 from kvbench.errors import LeftOut, UserError
+from kvbench.files import State, state_of
 
 FRAMES = 32
 """Frames of a video that a model sees, unless a row has `frames`: the default of lmms-eval."""
@@ -45,29 +47,56 @@ def medium(value: Mapping[str, Any]) -> Medium:
 
     Raises:
         LeftOut: It is a video, and opencv is not installed.
-        UserError: It cannot be read.
+        UserError: It cannot be read, or an image is not base64.
     """
     if value.get("kind") == "video":
         return _video(Path(value["path"]), int(value.get("frames", FRAMES)))
-    content = base64.b64decode(value["bytes"])
+    try:
+        content = base64.b64decode("".join(value["bytes"].split()), validate=True)
+    except ValueError as error:
+        raise UserError(f"an image is not base64: {str(error).lower()}") from None
     return Medium("image", hashlib.sha256(content).hexdigest(), functools.partial(_image, content))
 
 
 def identity(value: object) -> Any:
-    """A JSON value in which media are replaced by their kind and digest."""
+    """A JSON value in which media are replaced by their kind and digest.
+
+    Media that cannot be read stay as they are: whoever needs them knows their row.
+    """
     if isinstance(value, Mapping):
         if is_medium(value):
-            found = medium(value)
+            try:
+                found = medium(value)
+            except LeftOut:
+                raise
+            except UserError:
+                return dict(value)
             return {"kind": found.kind, "digest": found.digest}
         return {name: identity(part) for name, part in value.items()}
     return [identity(part) for part in value] if isinstance(value, list) else value
 
 
 def _image(content: bytes) -> Any:
-    from PIL import Image, ImageOps
+    """Decode an image.
 
-    # Upright, as `datasets` decodes photographs that a camera has turned.
-    return ImageOps.exif_transpose(Image.open(io.BytesIO(content))).convert("RGB")
+    Raises:
+        UserError: It is damaged, or too large to decode.
+    """
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        try:
+            # Upright, as `datasets` decodes photographs that a camera has turned.
+            return ImageOps.exif_transpose(Image.open(io.BytesIO(content))).convert("RGB")
+        except (Image.DecompressionBombWarning, Image.DecompressionBombError):
+            raise UserError(
+                f"it has more than {Image.MAX_IMAGE_PIXELS:,} pixels; scale it down"
+            ) from None
+        except UnidentifiedImageError:
+            raise UserError("it is in no format that Pillow knows") from None
+        except Exception as error:  # a damaged file makes Pillow raise errors of many kinds
+            raise UserError(str(error) or type(error).__name__) from error
 
 
 def _video(path: Path, frames: int) -> Medium:
@@ -76,7 +105,7 @@ def _video(path: Path, frames: int) -> Medium:
             "its videos need opencv, which is not installed; run: pip install 'kvbench[vision]'"
         )
     try:
-        digest = _file_digest(path, path.stat().st_mtime_ns)
+        digest = _file_digest(path, state_of(path))
     except OSError as error:
         raise UserError(f"cannot read the video {path}: {error.strerror}") from None
     load = functools.partial(_frames, path, frames)
@@ -84,7 +113,7 @@ def _video(path: Path, frames: int) -> Medium:
 
 
 @functools.cache
-def _file_digest(path: Path, changed: int) -> str:
+def _file_digest(path: Path, state: State) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -111,7 +140,11 @@ def spread(total: int, count: int) -> list[int]:
 
 
 def _frames(path: Path, count: int) -> list[Any]:
-    """Frames of a video, evenly spread from the first to the last; all if there are fewer."""
+    """Frames of a video, evenly spread from the first to the last; all if there are fewer.
+
+    Raises:
+        UserError: The file has no frames, or breaks off before the last ones.
+    """
     import cv2
     from PIL import Image
 
@@ -122,6 +155,12 @@ def _frames(path: Path, count: int) -> list[Any]:
         for index in spread(total, min(count, total)):
             video.set(cv2.CAP_PROP_POS_FRAMES, index)
             ok, frame = video.read()
+            # Some files count a few frames more than they have: no reason to refuse them.
+            if not ok and found and total - index > 2 + total // 100:
+                raise UserError(
+                    f"the video {path} breaks off: it has {total} frames, and frame {index} cannot "
+                    "be read; download it again"
+                )
             if not ok:
                 break
             found.append(Image.fromarray(cv2.cvtColor(frame, cv2.COLOR_BGR2RGB)))

@@ -67,7 +67,7 @@ def head(source: Source, cache_dir: Path) -> Record | None:
             size = file.stat().st_size - content.tell()
         known = {f.name: first[f.name] for f in fields(Record) if f.name in first}
         return Record(**{"bytes": size, **known})
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
 
 

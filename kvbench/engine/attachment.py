@@ -22,6 +22,7 @@ from transformers.masking_utils import sdpa_mask
 from kvbench.engine.attend import attend
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.channels import reordered
+from kvbench.engine.contract import check_attention, check_consumed, check_keywords, check_mask
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.models import attention_modules, decoder_of, visual_ids
 from kvbench.engine.pruning import prune_embeddings, prune_inside
@@ -48,6 +49,7 @@ class Forward:
         blind_mask: The same without pruned columns.
         ids: New token ids `[B, n]`; None if embeddings were given.
         hidden: Final hidden states of the new tokens, set when the forward ends.
+        pruner: What the layer before the pruning saw, until visual tokens are pruned.
     """
 
     cache: RaggedCache
@@ -62,6 +64,7 @@ class Forward:
     blind_mask: Tensor | None = None
     ids: Tensor | None = None
     hidden: Tensor | None = None
+    pruner: Step | None = None
 
 
 @dataclass
@@ -157,6 +160,7 @@ def _open(
 def kvbench_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """The mask of transformers for sliding-window layers and forwards without a ragged cache."""
     if _ACTIVE and kwargs.get("local_size") is None:
+        check_mask(kwargs.get("config"), kwargs.get("mask_function"))
         return None
     mask: Tensor | None = sdpa_mask(*args, **kwargs)
     return mask
@@ -172,16 +176,20 @@ def kvbench_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The attention function: `query` `[B, H_q, n, d]` after RoPE, output `[B, n, H_q, d]`."""
+    """The attention function: `query` `[B, H_q, n, d]` after RoPE, output `[B, n, H_q, d]`.
+
+    Raises:
+        UserError: The attention of this family does what kvbench does not implement.
+    """
     hooked: _Hooked | None = module.__dict__.get("_kvbench")
     if hooked is None:
+        check_keywords(module, kwargs)
         out: tuple[Tensor, Tensor | None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
         )
         return out
-    if kwargs.get("softcap") is not None:
-        raise ValueError("attention with a soft cap on its logits is not supported")
     forward, layer = hooked.forward, hooked.layer
+    check_attention(module, key, value, attention_mask, kwargs, layer.pending)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     step = Step(hooked.index, query, key, value, hooked.hidden, scale)
     if layer.packed:
@@ -200,7 +208,9 @@ def kvbench_attention(
             layer.coding.age(layer)
     else:
         result = _dense(query, layer, forward, scale, hooked.index)
-        _prune_after(forward, step)
+        pruning = forward.cache.pruning
+        if pruning is not None and hooked.index == pruning.layer - 1:
+            forward.pruner = step
     if forward.on_layer is not None:
         forward.on_layer(forward, layer, step)
     return result.transpose(1, 2).contiguous(), None
@@ -221,17 +231,18 @@ def _prune_before(forward: Forward, kwargs: dict[str, Any]) -> dict[str, Any]:
     return {**kwargs, "inputs_embeds": changed}
 
 
-def _prune_after(forward: Forward, step: Step) -> None:
-    """Prune visual tokens if this layer is the last one that sees all of them."""
-    cache = forward.cache
-    if cache.pruning is None or cache.pruned is not None or forward.first:
+def _prune_between(forward: Forward, output: Tensor) -> None:
+    """Prune visual tokens before a layer, from what the layer before it saw and put out."""
+    cache, step = forward.cache, forward.pruner
+    forward.pruner = None
+    if step is None or cache.pruning is None or cache.pruned is not None or forward.first:
         return
-    if step.index == cache.pruning.layer - 1 and cache.visual is not None:
+    if cache.visual is not None:
         assert cache.valid is not None
         where = step.query.device
         seen = (cache.visual.to(where), cache.valid.to(where))
         cache.pruned = prune_inside(
-            cache.pruning, step.query, step.key, step.hidden, step.scale, *seen
+            cache.pruning, step.query, step.key, step.hidden, output.to(where), step.scale, *seen
         )
 
 
@@ -362,8 +373,16 @@ def attached(
         hidden: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         module.__dict__["_kvbench"] = _Hooked(state.active, layer, index, hidden)
 
+    def arriving(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if state.active is not None and state.active.pruner is not None:
+            output: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+            _prune_between(state.active, decoder.norm(output))
+
     def leaving(module: nn.Module, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+        hooked: _Hooked | None = module.__dict__.get("_kvbench")
         module.__dict__["_kvbench"] = None
+        if hooked is not None and out is not None:  # None: the module raised
+            check_consumed(module, hooked.layer.pending)
 
     def heading(module: nn.Module, args: Any) -> Any:
         # A slice of several rows is not contiguous: its product would copy the head once per row.
@@ -381,6 +400,11 @@ def attached(
             decoder.register_forward_pre_hook(opening, with_kwargs=True),
             decoder.register_forward_hook(closing, with_kwargs=True, always_call=True),
         ]
+        if len(visual):
+            state.handles += [
+                layer.register_forward_pre_hook(arriving, with_kwargs=True)
+                for layer in decoder.layers
+            ]
         for index, module in attention_modules(model):
             state.handles += [
                 module.register_forward_pre_hook(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.clock import now
-from kvbench.engine.shared import Known, versions
+from kvbench.engine.shared import Known
 from kvbench.engine.showing import Showing
 from kvbench.engine.upkeep import goes_on
 from kvbench.errors import BudgetError
@@ -22,8 +22,8 @@ from kvbench.plugin import (
     Scored,
     Scores,
     View,
-    protect_nothing,
 )
+from kvbench.view.scores import checked_scores
 
 
 class Decision(NamedTuple):
@@ -105,7 +105,7 @@ class Cut(Showing):
         total = self.shares[:, view.layer].to(view.col.device)
         shares = self.policy.allocate.allocate([Scored(view, scores)], total)
         decision = self._select(view, scores, shares[:, 0])
-        self._untouched()
+        self.untouched()
         return decision
 
     def model(self, views: list[View]) -> list[Decision]:
@@ -115,14 +115,14 @@ class Cut(Showing):
         shares = self.policy.allocate.allocate(_gathered(scored, total.device), total)
         parts = zip(scored, shares.unbind(1), strict=True)
         decisions = [self._select(v, s, share.to(v.col.device)) for (v, s), share in parts]
-        self._untouched()
+        self.untouched()
         return decisions
 
     def whole(self, view: View) -> Decision:
         """Keep everything in one layer; the policy still initialises its extras."""
         if self.policy.score is not None and self.policy.score.extras:
             self._score(view)
-        self._untouched()
+        self.untouched()
         return Decision(view.valid.expand(len(self.budget), -1, -1), self._extras(view))
 
     def check(self, held: list[int]) -> None:
@@ -170,41 +170,33 @@ class Cut(Showing):
         assert score is not None
         known = None if self.shared is None else self.shared.scores.get((view.layer, score))
         if known is not None:
-            view.extras = dict(known.extras)
+            view.extras = {name: x.clone() for name, x in known.extras.items()}
             self.saved += known.seconds
             self._flags.append(known.flag)
-            self._show_scores(known.scores, known.versions)
-            return known.scores
+            return self._shown_scores(_copied(known.scores))
         begin = now(view.col.device)
-        found: object = score.score(view)
-        if isinstance(found, Tensor):
-            found = Scores(found, protect_nothing(view))
-        if not isinstance(found, Scores):
-            raise BudgetError(
-                f"{self.policy}: the score returned {type(found).__name__}; "
-                "return a float tensor [B, H, n] or Scores"
-            )
-        if found.value.shape != view.shape or found.protect.shape != view.shape:
-            raise BudgetError(
-                f"{self.policy}: the score returned shape {list(found.value.shape)}; "
-                f"return {list(view.shape)}"
-            )
-        found = Scores(found.value.float(), found.protect)
+        try:
+            rated = checked_scores(score.score(view), view)
+        except BudgetError as error:
+            raise BudgetError(f"{self.policy}: {error}") from error
+        found = Scores(rated.value.float(), rated.protect)
         finite = (found.value.isfinite() | ~view.valid).all()
         flag = (f"a score of layer {view.layer} is not finite", ~finite)
         self._flags.append(flag)
-        marks = versions(found.value, found.protect)
-        self._show_scores(found, marks)
         if self.shared is not None and not view.read_budget:
             seconds = now(view.col.device) - begin
             self.shared_seconds += seconds
-            entry = Known(found, dict(view.extras), marks, seconds, flag)
+            # Copies: a selector may write to its scores, whichever way.
+            extras = {name: x.clone() for name, x in view.extras.items()}
+            entry = Known(_copied(found), extras, seconds, flag)
             self.shared.scores[view.layer, score] = entry
-        return found
+        return self._shown_scores(found)
 
-    def _show_scores(self, scores: Scores, marks: tuple[int, ...]) -> None:
-        self._changes.show("scores", scores.value, marks[0])
-        self._changes.show("protect", scores.protect, marks[1])
+    def _shown_scores(self, scores: Scores) -> Scores:
+        """Note scores that the other parts of the policy are given."""
+        self._changes.show("scores", scores.value)
+        self._changes.show("protect", scores.protect)
+        return scores
 
     def _select(self, view: View, scores: Scores, share: Tensor) -> Decision:
         keep = self.policy.select.select(view, scores, share)
@@ -227,28 +219,9 @@ class Cut(Showing):
         rows = range(len(self.budget))
         return [{name: x[row : row + 1] for name, x in state.items()} for row in rows]
 
-    def note_changes(self) -> str:
-        """Find out whether the policy has changed a tensor that other cells see.
 
-        Sets `cache.spoiled` if so, and also if that cannot be known.
-
-        Returns:
-            The name of a changed tensor, or an empty string.
-        """
-        changed = self._changes.first()
-        self.cache.spoiled |= bool(changed) or self._changes.unknown
-        return changed
-
-    def _untouched(self) -> None:
-        """Check that the policy left its inputs alone: other cells see the same tensors.
-
-        Raises:
-            BudgetError: The policy changed a tensor of the view in place.
-        """
-        if self._changes.first():
-            name = self.note_changes()
-            raise BudgetError(f"{self.policy} changed {name} in place; change a copy instead")
-        self._changes.forget()
+def _copied(scores: Scores) -> Scores:
+    return Scores(scores.value.clone(), scores.protect.clone())
 
 
 def _gathered(scored: list[Scored], device: torch.device) -> list[Scored]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,13 @@ from kvbench.engine.cache import RaggedCache
 from kvbench.engine.draw import Draw, choose
 from kvbench.engine.driver import forward, left_padded
 from kvbench.engine.prefix import Prefix
+from kvbench.errors import UserError
+
+NOT_FINITE = (
+    "logits are not finite: NaN or infinity; use --dtype float32 or bfloat16, or check the model's "
+    "configuration"
+)
+"""Why a response fails whose logits cannot be decoded."""
 
 BLOCK = 32
 """Given tokens that are fed at once if nothing is cut between them."""
@@ -115,6 +123,7 @@ class Row:
         draw: How its tokens are drawn; None: greedily.
         given: Tokens that are measured instead of generated.
         nll: Negative log-likelihood of the given tokens so far, in nats.
+        error: Why the response has failed, or an empty string.
     """
 
     limit: int
@@ -124,14 +133,18 @@ class Row:
     draw: Draw | None = None
     given: tuple[int, ...] = ()
     nll: float = 0.0
+    error: str = ""
     _start: int = 0
 
     def __post_init__(self) -> None:
         self._start = -1 if self.stop.open else 0
 
     def push(self, token: int) -> None:
-        """Add the next token unless the response has ended."""
+        """Add the next token unless the response has ended; -1 ends it with an error."""
         if self.reason:
+            return
+        if token < 0:
+            self._fail()
             return
         self.tokens.append(token)
         self._start = self.stop.start(self._start, token, len(self.tokens))
@@ -152,8 +165,13 @@ class Row:
             logs = logits[: len(taken)].double().log_softmax(-1)
             self.nll -= float(logs.gather(1, index[:, None]).sum())
         self.tokens.extend(taken)
-        if len(self.tokens) == len(self.given):
+        if not math.isfinite(self.nll):
+            self._fail()
+        elif len(self.tokens) == len(self.given):
             self.reason = "given"
+
+    def _fail(self) -> None:
+        self.reason, self.error = "error", NOT_FINITE
 
     def text(self) -> str:
         """The response as it is stored."""
@@ -176,10 +194,15 @@ def greedy(
 
     Yields:
         Each token before it is fed.
+
+    Raises:
+        UserError: The logits are not finite.
     """
     tokens: list[int] = []
     while len(tokens) < limit:
-        token = int(logits[0].argmax())
+        (token,) = choose(logits, [None], [len(tokens)])
+        if token < 0:
+            raise UserError(NOT_FINITE)
         tokens.append(token)
         yield token
         ended = len(tokens) == limit or bool(stop.reason(tokens))
@@ -262,7 +285,8 @@ class Batch:
                 row.push(token)
             if all(row.reason for row in rows):
                 return
-            last = [() if pause and row.reason else (row.tokens[-1],) for row in rows]
+            # A row that failed at its first token has none; any keeps the batch as it is.
+            last = [() if pause and row.reason else row.tokens[-1:] or (0,) for row in rows]
             logits = self.feed(last, 1)
 
     def measure(self, rows: Sequence[Row], logits: Tensor) -> None:

@@ -77,17 +77,21 @@ def gumbel(states: Sequence[int], tokens: int, device: torch.device) -> Tensor:
 
 
 def choose(logits: Tensor, draws: Sequence[Draw | None], steps: Sequence[int]) -> list[int]:
-    """The next token of every row.
+    """The next token of every row; -1 where the logits are NaN or infinite.
+
+    Logits of -inf are allowed, unless all are: some models mask tokens with them.
 
     Args:
         logits: `[N, V]`.
         draws: How each row is drawn; None: greedily.
         steps: Number of tokens that each row has.
     """
-    chosen: list[int] = logits.argmax(-1).tolist()
+    best = logits.argmax(-1)  # NaN is larger than any number
+    finite = logits.gather(-1, best[:, None])[:, 0].isfinite()
+    chosen: list[int] = best.where(finite, -1).tolist()
     groups: dict[Sampling, list[int]] = {}
     for i, draw in enumerate(draws):
-        if draw is not None:
+        if draw is not None and chosen[i] >= 0:
             groups.setdefault(draw.sampling, []).append(i)
     for sampling, rows in groups.items():
         states = [draw.state(steps[i]) for i in rows if (draw := draws[i]) is not None]

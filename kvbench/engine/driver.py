@@ -16,8 +16,8 @@ from kvbench.engine.attachment import Forward, Step, attached
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.evict import after_forward
 from kvbench.engine.layer import RaggedLayer
-from kvbench.engine.models import head_of, rotary_model
-from kvbench.engine.observers import SurprisalObserver, observer_for
+from kvbench.engine.models import decoder_of, head_of, rotary_model
+from kvbench.engine.observers import SurprisalObserver, is_built_in, measured, observer_for
 from kvbench.engine.showing import Showing
 from kvbench.engine.vision import media_positions
 from kvbench.errors import UserError
@@ -91,6 +91,23 @@ def engine(model: nn.Module, watch: Watch | None = None) -> Iterator[None]:
     """
     with Driver(model, watch).running():
         yield
+
+
+@torch.no_grad()
+def check_supported(model: nn.Module) -> None:
+    """Refuse a model whose attention kvbench does not implement, by a forward of four tokens.
+
+    For those who run a model with another attention function: kvbench's own refuses by itself.
+
+    Args:
+        model: A causal language model, outside `engine`.
+
+    Raises:
+        UserError: The contract of `kvbench.engine.contract` does not hold.
+    """
+    ids = torch.zeros(1, 4, dtype=torch.long, device=next(model.parameters()).device)
+    with engine(model):
+        forward(model, RaggedCache(decoder_of(model).config), ids)
 
 
 def left_padded(tokens: Sequence[Sequence[int]], width: int) -> tuple[Tensor, Tensor]:
@@ -186,8 +203,13 @@ def _observe(cache: RaggedCache, layer: RaggedLayer, step: Step) -> None:
             continue
         assert layer.key is not None and layer.value is not None
         key, value = (step.key, step.value) if layer.packed else (layer.key, layer.value)
+        query, hidden = step.query, step.hidden
+        if not is_built_in(need) and not isinstance(need, PerToken):
+            # The model goes on with these tensors: a plugin gets copies.
+            query, key, value, hidden = (x.clone() for x in (query, key, value, hidden))
+            valid = valid.clone()
         with cache.blaming(need):
-            observer.update(step.index, step.query, key, value, step.hidden, valid, step.scale)
+            observer.update(step.index, query, key, value, hidden, valid, step.scale)
 
 
 def _observe_tokens(cache: RaggedCache, done: Forward, head: Callable[[Tensor], Tensor]) -> None:
@@ -211,11 +233,14 @@ def _keep_up(cache: RaggedCache, layer: RaggedLayer, step: Step) -> None:
         if isinstance(need, AttentionMass):
             layer.accumulate(need, step.mass[need.power])
         elif isinstance(need, PerToken):
-            new = need.measure(step.index, step.hidden, step.key, step.value, upkeep.info)
+            own = step.hidden, step.key, step.value
+            new = measured(need, step.index, *own, model=upkeep.info)
             layer.write_new(need, new)
     score = upkeep.policy.score
     if score is not None and score.extras:
         u = upkeep
-        view = Showing(u.policy, cache, u.info, u.moment, u.budget, u.seeds).view(layer, step.index)
+        showing = Showing(u.policy, cache, u.info, u.moment, u.budget, u.seeds)
+        view = showing.view(layer, step.index)
         score.step(view)
+        showing.untouched()
         layer.store_extras(view.extras)

@@ -16,6 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from packaging.version import Version
 from tokenizers import pre_tokenizers
@@ -38,6 +39,9 @@ _CONVERSION = 1
 """Version of the conversion; copies that another version made are not used."""
 
 _MAGIC = b"GGUF"
+
+_MOST_ITEMS = 1 << 22
+"""Most items of an array of metadata; the longest are vocabularies, which have fewer."""
 
 _SPARE = 50_000_000
 """Bytes that a copy may take in addition to its weights, mostly for the tokenizer."""
@@ -156,15 +160,14 @@ def _read_header(name: str, file: Path) -> _Header:
     Raises:
         UserError: The file is not a whole GGUF model, or transformers would ignore a part of it.
     """
-    from gguf import GGUFReader  # an optional package
-
     try:
         with file.open("rb") as opened:
             magic = opened.read(len(_MAGIC))
         if magic != _MAGIC:
             raise UserError(f"model {name}: {file.name} is not a GGUF file")
-        reader = GGUFReader(file)
+        reader = _bounded_reader(file)
         tensors = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors}
+        metadata = {key: field.contents() for key, field in reader.fields.items()}
     except OSError as error:
         raise UserError(f"model {name}: cannot read {file}: {error.strerror}") from None
     except UserError:
@@ -175,17 +178,22 @@ def _read_header(name: str, file: Path) -> _Header:
             f"{first_lines(error)}"
         ) from None
 
-    def value(key: str) -> Any:
-        field = reader.fields.get(key)
-        return None if field is None else field.contents()
+    def value(key: str, default: Any) -> Any:
+        found = metadata.get(key, default)
+        if type(found) is not type(default):
+            raise UserError(
+                f"model {name}: {file.name} is damaged: {key} has the type "
+                f"{type(found).__name__} instead of {type(default).__name__}"
+            )
+        return found
 
-    architecture = str(value("general.architecture"))
-    if (value("split.count") or 1) > 1:
+    architecture = value("general.architecture", "")
+    if value("split.count", 1) > 1:
         raise UserError(
             f"model {name}: {file.name} is one part of several; join them with llama-gguf-split "
             "--merge"
         )
-    scaling = value(f"{architecture}.rope.scaling.type") or "none"
+    scaling = value(f"{architecture}.rope.scaling.type", "none")
     if scaling != "none" or any(tensor.startswith("rope_") for tensor in tensors):
         raise UserError(
             f"model {name}: {file.name} scales its rotary embeddings, which transformers does not "
@@ -194,8 +202,33 @@ def _read_header(name: str, file: Path) -> _Header:
     return _Header(
         architecture=architecture,
         numbers=sum(tensors.values()),
-        splits_digits=value("tokenizer.ggml.pre") in _DIGIT_SPLITS,
+        splits_digits=value("tokenizer.ggml.pre", "") in _DIGIT_SPLITS,
     )
+
+
+def _bounded_reader(file: Path) -> Any:
+    """The reader of `gguf`, which stops where it is told to read what the file does not have.
+
+    By itself it takes what lies beyond the end of the file as empty, and a damaged count of items
+    keeps it busy for years.
+    """
+    from gguf import GGUFReader, GGUFValueType  # an optional package
+
+    class Bounded(GGUFReader):
+        def _get(self, offset: int, dtype: Any, count: int = 1, *more: Any, **options: Any) -> Any:
+            found = super()._get(offset, dtype, count, *more, **options)
+            if len(found) != int(count):
+                raise ValueError(f"it ends at byte {len(self.data)}, within a value")
+            return found
+
+        def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+            if raw_type == GGUFValueType.ARRAY:
+                items = int(super()._get(orig_offs + 4, np.uint64)[0])
+                if items > min(_MOST_ITEMS, len(self.data) - orig_offs):
+                    raise ValueError(f"an array of its metadata has {items} items")
+            return super()._get_field_parts(orig_offs, raw_type)
+
+    return Bounded(file)
 
 
 def _check_disk(name: str, target: Path, needed: int) -> None:

@@ -77,7 +77,13 @@ def load_tokenizer(name: str, revision: str | None = None) -> Any:
         UserError: The model has no tokenizer, or it cannot be loaded.
     """
     tokenizer = read_model(AutoTokenizer, name, revision, padding_side="left")
-    if not tokenizer("The quick brown fox", add_special_tokens=False)["input_ids"]:
+    try:
+        tokens = tokenizer("The quick brown fox", add_special_tokens=False)["input_ids"]
+    except Exception as error:  # damaged settings, which are read at the first use only
+        raise UserError(
+            f"model {name} cannot be loaded: its tokenizer: {_reason(error)}"
+        ) from error
+    if not tokens:
         raise UserError(
             f"model {name} has no usable tokenizer: it turns text into no tokens; copy the "
             "tokenizer's files (tokenizer.json) into the model's folder"
@@ -151,10 +157,22 @@ def read_model(kind: Any, name: str, revision: str | None, **options: Any) -> An
     except Exception as error:  # damaged files raise whatever their reader raises
         if out_of_memory(error):
             raise
-        reason = first_lines(error)
+        reason = _reason(error)
         offline = os.environ.get("HF_HUB_OFFLINE") == "1" and not Path(source).is_dir()
         hint = " (HF_HUB_OFFLINE=1 is set and it is not in the local cache)" if offline else ""
         raise UserError(f"model {name} cannot be loaded{hint}: {reason}") from error
+
+
+def _reason(error: Exception) -> str:
+    """Why transformers cannot load a model, in fewer than 160 letters."""
+    reason = first_lines(error)
+    if "does not support an attention implementation" in reason:
+        family = reason.partition(" ")[0]
+        return (
+            f"{family} has no SDPA attention, usually because of attention sinks or soft caps, "
+            "which kvbench does not implement yet"
+        )
+    return reason if len(reason) < 160 else f"{reason[:156]}..."
 
 
 def _source(name: str, dtype: torch.dtype | None) -> str:

@@ -31,9 +31,21 @@ def full_layer_ids(model: nn.Module) -> list[int]:
 
 
 def attention_modules(model: nn.Module) -> list[tuple[int, nn.Module]]:
-    """Attention modules of the full-attention layers, each with its index among these layers."""
-    decoder = decoder_of(model)
-    return [(i, decoder.layers[idx].self_attn) for i, idx in enumerate(full_layer_ids(model))]
+    """Attention modules of the full-attention layers, each with its index among these layers.
+
+    Raises:
+        UserError: A layer has none where kvbench looks for it.
+    """
+    decoder, modules = decoder_of(model), []
+    for index, layer in enumerate(full_layer_ids(model)):
+        module = getattr(decoder.layers[layer], "self_attn", None)
+        if not isinstance(module, nn.Module):
+            raise UserError(
+                f"kvbench cannot find the attention of {type(model).__name__}: layer {layer} has "
+                "no self_attn"
+            )
+        modules.append((index, module))
+    return modules
 
 
 def model_info(model: nn.Module) -> ModelInfo:
@@ -50,8 +62,9 @@ def model_info(model: nn.Module) -> ModelInfo:
         )
     computes = (p.dtype for p in decoder_of(model).parameters() if p.is_floating_point())
     dtype = next(computes, torch.float32)
-    query_heads = int(config.num_attention_heads)
-    dim = getattr(config, "head_dim", None) or config.hidden_size // query_heads
+    query_heads = _size(model, "num_attention_heads")
+    kv_heads, hidden_size = _size(model, "num_key_value_heads"), _size(model, "hidden_size")
+    dim = _size(model, "head_dim", default=hidden_size // query_heads)
     embedding: Any = getattr(decoder_of(model), "rotary_emb", None)
     kinds: list[str] | None = None
     if embedding is not None and "layer_type" in inspect.signature(embedding.forward).parameters:
@@ -60,7 +73,8 @@ def model_info(model: nn.Module) -> ModelInfo:
     def output_weight(layer: int) -> Tensor:
         attention: Any = modules[layer]
         weight = plain_weight(attention.o_proj, query_heads * int(dim), dtype)
-        return weight.view(weight.shape[0], query_heads, int(dim)).permute(1, 2, 0)
+        # A copy: a policy that writes to it must not change the model.
+        return weight.clone().view(weight.shape[0], query_heads, int(dim)).permute(1, 2, 0)
 
     def project(layer: int, hidden: Tensor) -> Tensor:
         attention: Any = modules[layer]
@@ -81,17 +95,52 @@ def model_info(model: nn.Module) -> ModelInfo:
         cos, sin = embedding(like, position[None], *kind)
         return cos[0].to(position.device), sin[0].to(position.device)
 
+    projects = _has(modules, "qkv_proj") or _has(modules, "q_proj", "k_proj", "v_proj")
     return ModelInfo(
         name=str(getattr(config, "_name_or_path", "")) or type(model).__name__,
         layers=len(modules),
-        kv_heads=int(config.num_key_value_heads),
+        kv_heads=kv_heads,
         query_heads=query_heads,
         head_dim=int(dim),
-        hidden_size=int(config.hidden_size),
-        output_weight=output_weight,
-        project=project,
+        hidden_size=hidden_size,
+        output_weight=output_weight if _has(modules, "o_proj") else _without(model, "o_proj"),
+        project=project if projects else _without(model, "q_proj, k_proj and v_proj"),
         rotary=rotary,
     )
+
+
+def _size(model: nn.Module, name: str, default: int | None = None) -> int:
+    """Read a size that all layers of a model share from its configuration.
+
+    Raises:
+        UserError: The configuration has no such size, or one for each kind of layer.
+    """
+    config: Any = decoder_of(model).config
+    try:
+        size = getattr(config, name, None) or default
+    except Exception:  # transformers raises an error of its own where layers differ
+        size = None
+    if not isinstance(size, int) or size < 1:
+        raise UserError(
+            f"{type(model).__name__} has no {name} that holds for all its layers, which kvbench "
+            "needs"
+        )
+    return size
+
+
+def _has(modules: list[nn.Module], *names: str) -> bool:
+    return all(hasattr(module, name) for module in modules for name in names)
+
+
+def _without(model: nn.Module, names: str) -> Callable[..., Any]:
+    """A function of `ModelInfo` for a model without the projections that it reads."""
+
+    def refuse(*_: Any) -> Any:
+        raise UserError(
+            f"the attention of {type(model).__name__} has no {names}, which the policy reads"
+        )
+
+    return refuse
 
 
 def head_of(model: nn.Module) -> Callable[[Tensor], Tensor]:

@@ -36,6 +36,24 @@ def observer_for(need: Need, info: ModelInfo) -> Observer:
     return need.observer(info)
 
 
+def is_built_in(need: Need) -> bool:
+    """Whether kvbench itself observes a need, and no code of a plugin."""
+    return isinstance(need, Queries | AttentionMass | Replay) or need.of_tokens
+
+
+def measured(need: PerToken, layer: int, *shown: Tensor, model: ModelInfo) -> Tensor:
+    """Let a need measure new tokens on copies: other cells see the same tensors.
+
+    Args:
+        need: What is measured.
+        layer: Index among the full-attention layers.
+        shown: Hidden states, keys and values; see `PerToken.measure`.
+        model: The model.
+    """
+    hidden, key, value = (x.clone() for x in shown)
+    return need.measure(layer, hidden, key, value, model)
+
+
 class _Last(NamedTuple):
     """The last queries of a layer.
 
@@ -228,7 +246,8 @@ class TokenObserver(_BesideEntries):
     ) -> None:
         """Observe one forward of one layer; see `kvbench.plugin.Observer`."""
         n = hidden.shape[1]
-        new = self.need.measure(layer, hidden, k[:, :, -n:], v[:, :, -n:], self.model)
+        own = hidden, k[:, :, -n:], v[:, :, -n:]
+        new = measured(self.need, layer, *own, model=self.model)
         old = self._held.get(layer)
         self._held[layer] = new if old is None else torch.cat([old, new], -1)
 

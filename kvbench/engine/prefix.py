@@ -15,12 +15,14 @@ from kvbench.engine.decide import Cut
 from kvbench.engine.draw import row_seeds
 from kvbench.engine.driver import forward, start_observers
 from kvbench.engine.evict import compress_cache, compress_together, start_upkeep
+from kvbench.engine.integrity import Ledger
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.models import decoder_of, model_info
 from kvbench.engine.pruning import Pruning, watching
 from kvbench.engine.replay import observe_replays
 from kvbench.engine.shared import Shared
 from kvbench.engine.upkeep import first_budget, goes_on
+from kvbench.errors import BudgetError, out_of_memory
 from kvbench.moments import Moment
 from kvbench.plugin import Policy, Replay
 from kvbench.view import ModelInfo, Need
@@ -76,13 +78,18 @@ class Prefix:
         self.cache.pruning = pruning
         self.device = next(model.parameters()).device
         self.seconds = 0.0
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forget what the cells share."""
+        self._ledger = Ledger()
         self._shared: dict[tuple[int, Moment, bool, int], Shared] = {}
         self._seeds: dict[int, Tensor] = {}
         self._replays = 0.0
 
     @property
     def spoiled(self) -> bool:
-        """Whether a failed policy may have changed the prefix in place."""
+        """Whether a policy has changed the prefix in place."""
         return self.cache.spoiled
 
     def extend(
@@ -105,7 +112,7 @@ class Prefix:
         begin = now(ids.device)
         with watching(self.model, self.cache.pruning if pixels else None) as self.cache.tower:
             logits = forward(self.model, self.cache, ids, mask, pixels=pixels)
-        self._shared, self._seeds, self._replays = {}, {}, 0.0
+        self._forget()
         self.seconds += now(ids.device) - begin
         return logits
 
@@ -128,7 +135,7 @@ class Prefix:
         other = object.__new__(Prefix)
         other.model, other.info, other.device = self.model, self.info, self.device
         other.cache, other.seconds = cache, seconds
-        other._shared, other._seeds, other._replays = {}, {}, 0.0
+        other._forget()
         return other
 
     def compress(
@@ -138,20 +145,44 @@ class Prefix:
 
         A score is computed once for all compressions, unless it reads the budget. Budgets of one
         policy are decided together, and what all of them keep is packed in one go. If a policy
-        fails, `spoiled` tells whether it may have changed the prefix.
+        fails, `spoiled` tells whether it has changed the prefix.
 
         Args:
             wanted: The compressions.
             reserve: Free rows behind every segment, for tokens that will be appended.
 
         Raises:
-            BudgetError: A policy did not keep exactly its budget.
+            BudgetError: A policy did not keep exactly its budget, or changed what it was shown.
         """
         made: dict[int, RaggedCache] = {}
-        for groups in self._packings(wanted):
-            caches = self._compress([[wanted[i] for i in group] for group in groups], reserve)
-            made.update(zip(chain.from_iterable(groups), caches, strict=True))
+        try:
+            for groups in self._packings(wanted):
+                caches = self._compress([[wanted[i] for i in group] for group in groups], reserve)
+                made.update(zip(chain.from_iterable(groups), caches, strict=True))
+        except (Exception, SystemExit) as error:
+            self._check_shared(wanted, error)
+            raise
+        self._check_shared(wanted)
         return [made[i] for i in range(len(wanted))]
+
+    def _check_shared(
+        self, wanted: Sequence[Compression], error: BaseException | None = None
+    ) -> None:
+        """Check that what the cells share is as it was.
+
+        Args:
+            wanted: The compressions since the last check.
+            error: What they have raised; a change is the more helpful reason.
+
+        Raises:
+            BudgetError: A policy changed it.
+        """
+        if name := self._ledger.changed():
+            self.cache.spoiled = True
+            if error is None or not out_of_memory(error):
+                policies = " or ".join(dict.fromkeys(str(one.policy) for one in wanted))
+                text = f"{policies} changed {name} in place; change a copy instead"
+                raise BudgetError(text) from error
 
     def _packings(self, wanted: Sequence[Compression]) -> list[list[list[int]]]:
         """Group compressions that are packed together; groups of them are decided together.
@@ -211,15 +242,10 @@ class Prefix:
         for layer in made.ragged:
             layer.reset()
         decided = [0.0] * len(cuts)
-        try:
-            if len(cuts) == 1:
-                compress_cache(cuts[0], made, reserve)
-            else:
-                decided = compress_together(cuts, made, reserve)
-        except BaseException:
-            for cut in cuts:
-                cut.note_changes()
-            raise
+        if len(cuts) == 1:
+            compress_cache(cuts[0], made, reserve)
+        else:
+            decided = compress_together(cuts, made, reserve)
         caches = self._split(made) if sum(map(len, groups)) > 1 else [made]
         left = iter(caches)
         for cut, group in zip(cuts, groups, strict=True):
@@ -255,7 +281,7 @@ class Prefix:
                 for n, v in sizes
             ],
             self._row_seeds(one.seed),
-            self._shared.setdefault((one.seed, one.moment, final, coming), Shared()),
+            self._shared.setdefault((one.seed, one.moment, final, coming), Shared(self._ledger)),
             final=final,
             coming=coming,
         )
@@ -288,6 +314,7 @@ class Prefix:
         """Noise seeds of the sequences."""
         if seed not in self._seeds:
             self._seeds[seed] = row_seeds(self.cache, seed)
+            self._ledger.add("seed", self._seeds[seed])
         return self._seeds[seed]
 
 

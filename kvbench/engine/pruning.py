@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,12 +19,14 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvbench.budget import Budget
-from kvbench.engine.models import visual_ids
+from kvbench.engine.models import attention_modules, visual_ids
 from kvbench.errors import PluginError, UserError
 from kvbench.plugin import Policy, Score
 from kvbench.view import Pruned, VisualTokens
 
 TOWER = "kvbench_tower"
+
+Call = tuple[Tensor, Tensor, float]
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,16 @@ def pruning_of(policy: Policy, budget: Budget) -> Pruning | None:
     return Pruning(policy.score, budget)
 
 
+def depth_problem(score: Score, depth: int) -> str:
+    """Why a score cannot prune inside a model of `depth` layers; empty if it can."""
+    if not score.prunes or score.prunes < depth:
+        return ""
+    return (
+        f"{score.name} drops visual tokens from layer {score.prunes} on, and the model has only "
+        f"{depth} layers; use layer={max(1, depth - 1)}"
+    )
+
+
 def prune_embeddings(
     pruning: Pruning, embeddings: Tensor, visual: Tensor, valid: Tensor, tower: TowerFacts | None
 ) -> tuple[Tensor, Tensor]:
@@ -83,9 +95,7 @@ def prune_embeddings(
     pruned = torch.zeros_like(visual)
     changed = embeddings
     total = int(visual.sum())
-    salience = key = image = None
-    if tower is not None:
-        salience, key, image = tower.tokens(total)
+    seen = None if tower is None else tower.tokens(total)
     first = 0
     for row in range(len(visual)):
         own, count = visual[row], int(visual[row].sum())
@@ -93,13 +103,15 @@ def prune_embeddings(
         first += count
         if not count:
             continue
+        facts: dict[str, Tensor] = {"image": _runs(own)}
+        if seen is not None:
+            facts = {name: fact[here] for name, fact in seen.items()}
+            facts["image"] = facts["image"] - facts["image"][0]
         shown = VisualTokens(
             keep=pruning.keep(int(valid[row].sum()), count),
             feature=embeddings[row, own],
             text=embeddings[row, valid[row] & ~own],
-            image=_runs(own) if image is None else image[here] - image[here][0],
-            salience=None if salience is None else salience[here],
-            patch_key=None if key is None else key[here],
+            **facts,
         )
         found = _checked(pruning, shown)
         pruned[row, own] = ~found.keep
@@ -115,17 +127,19 @@ def prune_inside(
     query: Tensor,
     key: Tensor,
     hidden: Tensor,
+    output: Tensor,
     scale: float,
     visual: Tensor,
     valid: Tensor,
 ) -> Tensor:
-    """Prune inside the language model, from the attention of the layer before.
+    """Prune inside the language model, from what the layer before has seen and put out.
 
     Args:
         pruning: What to prune.
         query: Queries after RoPE, `[B, H_q, S, d]`.
         key: Keys after RoPE, `[B, H, S, d]`.
         hidden: Hidden states that enter the attention, `[B, S, D]`.
+        output: What the layer puts out, after the final norm, `[B, S, D]`.
         scale: Factor of the attention logits.
         visual: Which columns are visual tokens, bool `[B, S]`.
         valid: Which columns are tokens, bool `[B, S]`.
@@ -151,6 +165,9 @@ def prune_inside(
             attention=weights[row, own],
             key=flat[row, own],
             text_key=flat[row, text],
+            output=output[row, own],
+            text_output=output[row, text],
+            follows=text.nonzero().flatten() > own.nonzero().max(),
         )
         pruned[row, own] = ~_checked(pruning, shown).keep
     return pruned
@@ -177,49 +194,71 @@ def _runs(visual: Tensor) -> Tensor:
 
 @dataclass
 class TowerFacts:
-    """What the last useful layer of a vision tower has seen.
+    """What a vision tower has seen in two layers: the last useful one, and the last of all.
 
     Attributes:
-        module: Its attention.
+        modules: Their attentions, which can be the same.
         classed: Whether the first token of an image is a class token.
         merged: Patches that make one token of the language model.
-        calls: Queries and keys of every call, `[images, heads, patches, d]`.
+        calls: Queries, keys and scale of every call of each layer, `[images, heads, patches, d]`.
     """
 
-    module: nn.Module
+    modules: tuple[nn.Module, nn.Module]
     classed: bool
     merged: int
-    calls: list[tuple[Tensor, Tensor, float]]
+    calls: tuple[list[Call], list[Call]] = field(default_factory=lambda: ([], []))
 
-    def tokens(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Salience `[V]`, keys `[V, d_tower]` and number of the image `[V]` of all visual tokens.
+    def note(self, module: nn.Module, call: Call) -> None:
+        """Remember a call if it is of a watched layer."""
+        for watched, calls in zip(self.modules, self.calls, strict=True):
+            if watched is module:
+                calls.append(call)
+
+    def tokens(self, count: int) -> dict[str, Tensor]:
+        """Facts about all visual tokens, by their names in `VisualTokens`.
 
         The calls are forgotten: they belong to one prefill.
 
         Raises:
             UserError: The tower makes another number of tokens than `count`.
         """
-        calls, self.calls = self.calls, []
-        salience: list[Tensor] = []
-        keys: list[Tensor] = []
-        images: list[Tensor] = []
-        for query, key, scale in calls:
-            for q, k in zip(query.float(), key.float(), strict=True):
-                seen = q[:, :1] if self.classed else q
-                weights = (seen @ k.transpose(-1, -2) * scale).softmax(-1).mean((0, 1))
-                flat = k.transpose(0, 1).flatten(1)
-                if self.classed:
-                    weights, flat = weights[1:], flat[1:]
-                salience.append(weights.view(-1, self.merged).mean(-1))
-                keys.append(flat.view(-1, self.merged, flat.shape[-1]).mean(1))
-                images.append(torch.full_like(salience[-1], len(images), dtype=torch.int64))
-        made = sum(map(len, salience))
+        (useful, last), self.calls = self.calls, ([], [])
+        rows: dict[str, list[Tensor]] = {}
+        for query, key, scale in _images(useful):
+            flat = key.transpose(0, 1).flatten(1)
+            weights = (self._asking(query) @ key.transpose(-1, -2) * scale).softmax(-1).mean((0, 1))
+            self._add(rows, salience=weights, patch_key=flat, head_key=key.mean(0))
+            image = rows.setdefault("image", [])
+            image.append(torch.full_like(rows["salience"][-1], len(image), dtype=torch.int64))
+        for query, key, _ in _images(last):
+            flat, asking = key.transpose(0, 1).flatten(1), query.transpose(0, 1).flatten(1)
+            logits = self._asking(asking) @ flat.T * flat.shape[-1] ** -0.5
+            self._add(rows, last_salience=logits.softmax(-1).mean(0), last_key=flat)
+        made = sum(map(len, rows.get("salience", [])))
         if made != count:
             raise UserError(
                 f"the vision tower makes {made} tokens and the prompt has {count}: a policy that "
                 "reads its attention does not know this model; use divprune, fastv or dart"
             )
-        return torch.cat(salience), torch.cat(keys), torch.cat(images)
+        return {name: torch.cat(parts) for name, parts in rows.items()}
+
+    def _asking(self, query: Tensor) -> Tensor:
+        """The queries `[..., patches, d]` whose attention counts."""
+        return query[..., :1, :] if self.classed else query
+
+    def _add(self, rows: dict[str, list[Tensor]], **facts: Tensor) -> None:
+        """Add facts about the patches of an image, as facts about its tokens."""
+        for name, fact in facts.items():
+            patches = fact[1:] if self.classed else fact
+            merged = patches.view(-1, self.merged, *patches.shape[1:]).mean(1)
+            rows.setdefault(name, []).append(merged)
+
+
+def _images(calls: list[Call]) -> Iterator[Call]:
+    """Queries and keys of every image, `[heads, patches, d]`, and the scale."""
+    for query, key, scale in calls:
+        for q, k in zip(query.float(), key.float(), strict=True):
+            yield q, k, scale
 
 
 _WATCHED: list[TowerFacts] = []
@@ -232,8 +271,7 @@ def _tower_attention(
     mask = options.pop("attention_mask", mask)
     scale = options.get("scaling") or query.shape[-1] ** -0.5
     for facts in _WATCHED:
-        if facts.module is module:
-            facts.calls.append((query, key, scale))
+        facts.note(module, (query, key, scale))
     return sdpa_attention_forward(module, query, key, value, mask, **options)
 
 
@@ -245,8 +283,13 @@ def watching(model: nn.Module, pruning: Pruning | None) -> Iterator[TowerFacts |
     """Watch the vision tower of a model as long as the block lasts, if a pruning reads it.
 
     Raises:
-        UserError: Its patches are not in the order of the tokens that they make.
+        UserError: The model lacks the layer that prunes, or the patches of its tower are not in the
+            order of the tokens that they make.
     """
+    if pruning is not None:
+        problem = depth_problem(pruning.score, len(attention_modules(model)))
+        if problem:
+            raise UserError(problem)
     if pruning is None or not pruning.score.reads_tower or not visual_ids(model):
         yield None
         return
@@ -272,7 +315,7 @@ def watching(model: nn.Module, pruning: Pruning | None) -> Iterator[TowerFacts |
         and not isinstance(module, nn.MultiheadAttention)
     ]
     classed = any(name.endswith("class_embedding") for name, _ in tower.named_parameters())
-    facts = TowerFacts(attentions[which], classed, merge, [])
+    facts = TowerFacts((attentions[which], attentions[-1]), classed, merge)
     before = tower.config._attn_implementation
     tower.set_attn_implementation(TOWER)
     _WATCHED.append(facts)

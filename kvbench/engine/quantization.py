@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor, nn
 
 from kvbench.engine.weight_schemes import PACKAGES
-from kvbench.errors import UserError
+from kvbench.errors import UserError, reason_of
 
 
 def method_of(config: Any) -> str:
@@ -127,7 +127,7 @@ def _probed(module: nn.Module, width: int, dtype: torch.dtype) -> Tensor:
         if isinstance(bias, Tensor):
             out = out - bias
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        reason = reason_of(error)
         raise UserError(
             f"the weights of {type(module).__name__} cannot be dequantised ({reason}); policies "
             "that need the output projection cannot run on this model"

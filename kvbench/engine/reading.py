@@ -13,9 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvbench.engine.layer import RaggedLayer
+from kvbench.engine.shared import versions
 from kvbench.errors import BudgetError, BudgetRefused
 from kvbench.plugin import Blocks, Policy, Reader
 from kvbench.view import ModelInfo
+from kvbench.view.scores import check_floating
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ def _attend_row(
     assert layer.key is not None and layer.value is not None
     rows = torch.tensor(layer.start[here], device=layer.col.device)[:, None]
     rows = rows + torch.arange(held, device=rows.device)
-    key, value, col = layer.key[rows], layer.value[rows], layer.col[rows[0]]
+    col = layer.col[rows[0]]
     column = torch.arange(first, first + n, dtype=torch.int32, device=col.device)
     seen = (col <= column[:, None]).sum(-1)  # entries that each query may read
     grouped = query.reshape(heads, -1, n, d)
@@ -152,15 +154,16 @@ def _attend_row(
     if held <= how.entries or how.is_dense(index):
         mask = (torch.arange(held, device=col.device) < seen[:, None]).expand(heads, -1, -1)
     else:
-        rating = _rated(how, index, grouped, key, seen)
+        # Copies: attention goes on with the queries, and with the keys that the layer holds.
+        rating = _rated(how, index, grouped.clone(), layer.key[rows], seen)
         mask = read_entries(rating, seen, how.block, how.shares(index, seen), held)
     if n == 1:  # every head reads equally many entries, so that they can be gathered
-        few = mask[:, 0].nonzero()[:, 1].view(heads, -1, 1).expand(-1, -1, d)
-        key, value, seen_mask = key.gather(1, few), value.gather(1, few), None
+        rows, seen_mask = rows.gather(1, mask[:, 0].nonzero()[:, 1].view(heads, -1)), None
     else:  # padding precedes every entry of an empty row; it sees everything, and is never read
         blind = (seen == 0)[:, None]
         seen_mask = (mask | blind).unsqueeze(1).expand(-1, grouped.shape[1], -1, -1).flatten(1, 2)
         seen_mask = seen_mask[None]
+    key, value = layer.key[rows], layer.value[rows]
     out = F.scaled_dot_product_attention(
         grouped.reshape(1, heads, -1, d), key[None], value[None], attn_mask=seen_mask, scale=scale
     )
@@ -208,7 +211,14 @@ def _rated(how: Reading, index: int, query: Tensor, key: Tensor, seen: Tensor) -
     position = torch.arange(complete * size, device=key.device).view(complete, size)
     blocks = key[:, : complete * size].view(heads, complete, size, d)
     shown = Blocks(index, query, (seen - 1).clamp(min=0), blocks, position, how.info)
+    inputs = (shown.query, shown.query_position, shown.key, shown.position)
+    marks = versions(*inputs)
     rating = how.reader.rate(shown)
+    if versions(*inputs) != marks:
+        raise BudgetError(
+            f"reader {how.reader.name} changed what it was shown in place; change a copy instead"
+        )
+    check_floating(f"reader {how.reader.name}", rating)
     if rating.shape != shape:
         raise BudgetError(
             f"reader {how.reader.name} returned shape {list(rating.shape)}; return {list(shape)}"

@@ -16,7 +16,7 @@ from kvbench.engine.block_quantizers import check_quantizer
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.decide import Cut
 from kvbench.engine.draw import row_seeds
-from kvbench.engine.driver import Driver, Watch, start_observers
+from kvbench.engine.driver import Driver, Watch, forward, start_observers
 from kvbench.engine.evict import (
     compress_cache,
     pack_layer,
@@ -26,10 +26,11 @@ from kvbench.engine.evict import (
     start_upkeep,
 )
 from kvbench.engine.layer import RaggedLayer
-from kvbench.engine.models import decoder_of, model_info
+from kvbench.engine.models import decoder_of, model_info, visual_ids
 from kvbench.engine.pruning import pruning_of, watching
 from kvbench.engine.replay import ReplayCache, observe_replays
 from kvbench.engine.upkeep import first_budget
+from kvbench.engine.vision import Pixels
 from kvbench.errors import UserError
 from kvbench.moments import LATER, Moment
 from kvbench.plugin import Policy
@@ -168,7 +169,9 @@ class _AttachDriver(Driver):
         """Compress a layer as soon as it can be decided."""
         if not self.cache.compressing:
             return
-        cut = self.cache.prefill_cut()
+        cut, pruning = self.cache.prefill_cut(), self.cache.pruning
+        if pruning is not None and pruning.layer:
+            return  # the first layers are seen before it is known which tokens are pruned
         if cut.at_once and not cut.keeps_all:
             decision = cut.layer(cut.view(layer, step.index))
             pack_layer(cut, step.index, layer, layer, decision)
@@ -278,6 +281,7 @@ def kept(
     attention_mask: Tensor | None = None,
     *,
     seed: int = 0,
+    pixels: Pixels | None = None,
 ) -> list[Tensor | None]:
     """Tell which context entries a policy keeps.
 
@@ -288,18 +292,28 @@ def kept(
         budget: As in `attach`.
         attention_mask: `[B, T]`; None: no padding.
         seed: Seed of policies that draw noise.
+        pixels: What the model's forward takes for the images and videos of the context, as its
+            processor makes it: `pixel_values`, `image_grid_thw` and others.
 
     Returns:
         For every layer of the model, bool `[B, H, T]` on `input_ids.device`, False for padding;
         None for sliding-window layers.
 
     Raises:
-        ValueError: As `attach`.
+        ValueError: As `attach`; or the context shows images and there are no pixels.
     """
     _check_ids(input_ids)
+    visual = torch.tensor(visual_ids(model), dtype=torch.int64, device=input_ids.device)
+    if not pixels and len(visual) and bool(torch.isin(input_ids, visual).any()):
+        raise UserError(
+            "the context has tokens of images or videos; give pixels, the processor's other outputs"
+        )
     with attach(model, policy, budget, seed=seed) as cache:
-        arguments: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
-        decoder_of(model)(input_ids=input_ids, attention_mask=attention_mask, **arguments)
+        if pixels:
+            forward(model, cache, input_ids, attention_mask, pixels=pixels)
+        else:
+            arguments: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
+            decoder_of(model)(input_ids=input_ids, attention_mask=attention_mask, **arguments)
         return [None if m is None else m.to(input_ids.device) for m in cache.kept()]
 
 

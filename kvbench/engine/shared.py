@@ -8,18 +8,18 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from kvbench.engine.integrity import Ledger
 from kvbench.plugin import Score, Scores
 
 
 class Known(NamedTuple):
-    """Scores of one layer that later cells can reuse, and the seconds that they took.
+    """Scores of one layer that later cells can copy, and the seconds that they took.
 
     `flag` says what is wrong with them, and holds whether it is.
     """
 
     scores: Scores
     extras: dict[str, Tensor]
-    versions: tuple[int, ...]
     seconds: float
     flag: tuple[str, Tensor]
 
@@ -29,10 +29,12 @@ class Shared:
     """What the cells of one prefill share.
 
     Attributes:
+        ledger: Checksums of all tensors that the cells are shown.
         scores: Scores by (layer, score).
         made: What `View.once` has made, and the seconds that it took, by (layer, name).
     """
 
+    ledger: Ledger
     scores: dict[tuple[int, Score], Known] = field(default_factory=dict)
     made: dict[tuple[int, Hashable], tuple[Tensor, float]] = field(default_factory=dict)
 
@@ -46,11 +48,12 @@ class Changes:
     """The tensors that a policy is shown, and how often each had been written to before."""
 
     def __init__(self) -> None:
-        self._shown: list[tuple[str, Tensor, int]] = []
+        self._shown: list[tuple[object, Tensor, int]] = []
 
-    def show(self, name: str, tensor: Tensor, version: int) -> None:
-        """Note a tensor and the version that it had when the policy first saw it."""
-        self._shown.append((name, tensor, version))
+    def show(self, name: object, tensor: Tensor) -> None:
+        """Note a tensor before the policy sees it."""
+        if not tensor.is_inference():  # such a tensor has no version
+            self._shown.append((name, tensor, tensor._version))
 
     def forget(self) -> None:
         """Forget all tensors."""
@@ -58,9 +61,4 @@ class Changes:
 
     def first(self) -> str:
         """The name of the first changed tensor, or an empty string."""
-        return next((name for name, x, was in self._shown if versions(x) != (was,)), "")
-
-    @property
-    def unknown(self) -> bool:
-        """Whether a change could go unnoticed: tensors of inference mode have no version."""
-        return any(x.is_inference() for _, x, _ in self._shown)
+        return next((str(name) for name, x, was in self._shown if x._version != was), "")

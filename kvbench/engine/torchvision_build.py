@@ -8,6 +8,7 @@ tried again: text models work, and so do torchvision's transforms of images and 
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -15,7 +16,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-_MISSING = "operator torchvision::nms does not exist"
+_MISSING = re.compile(r"operator torchvision::\w+ does not exist")
 _OPERATORS = ("nms", "qnms")
 
 
@@ -34,7 +35,7 @@ class _Retry(Loader):
         try:
             self._loader.exec_module(module)
         except RuntimeError as error:
-            if _MISSING not in str(error):
+            if not _MISSING.search(str(error)):
                 raise
             self._declare()
             for name in [name for name in sys.modules if name.startswith("torchvision.")]:
@@ -45,11 +46,13 @@ class _Retry(Loader):
     def _declare(cls) -> None:
         import torch
 
-        cls._library = torch.library.Library("torchvision", "DEF")
+        # A fragment: what was imported before kvbench can have declared some of them already.
+        cls._library = torch.library.Library("torchvision", "FRAGMENT")
         for name in _OPERATORS:
-            cls._library.define(
-                f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-            )
+            if not hasattr(torch.ops.torchvision, name):
+                cls._library.define(
+                    f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+                )
 
 
 class _Finder(MetaPathFinder):

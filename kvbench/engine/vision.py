@@ -195,6 +195,11 @@ def media_positions(
 ) -> tuple[Tensor, Tensor]:
     """Positions of new tokens with media, as a model with M-RoPE counts them from 0.
 
+    What follows an image or a video continues at the largest position so far, over all three axes,
+    plus one, whether it is part of the same forward or of a later one. transformers advances by the
+    height or width within a forward, so that text after a long video would repeat positions of its
+    frames; Qwen trained its models with the maximum (Qwen2-VL, arXiv:2409.12191, section 2.1).
+
     Args:
         model: A model for which `rotary_model` is not None.
         ids: New tokens `[B, n]`.
@@ -211,10 +216,22 @@ def media_positions(
         kinds[ids == getattr(config, name)] = kind
     known = inspect.signature(inner.get_rope_index).parameters
     grids = {name: value for name, value in pixels.items() if name in known}
-    position, shift = inner.get_rope_index(
+    raw, _ = inner.get_rope_index(
         ids,
         mm_token_type_ids=kinds,
         attention_mask=None if mask is None else mask.long(),
         **grids,
     )
-    return position, shift.flatten()
+    position, shift = raw.clone(), []
+    for row, row_kinds in enumerate(kinds):
+        columns = torch.arange(ids.shape[1], device=ids.device)
+        if mask is not None:
+            columns = columns[mask[row].bool()]
+        following = 0
+        _, counts = row_kinds[columns].unique_consecutive(return_counts=True)
+        for run in columns.split(counts.tolist()):
+            own = raw[:, row, run]
+            position[:, row, run] = own + (following - own.min())
+            following = int(position[:, row, run].max()) + 1
+        shift.append(following - len(columns))
+    return position, torch.tensor(shift, device=ids.device)

@@ -22,6 +22,6 @@ def scheme_name(value: object) -> str:
     Raises:
         UserError: There is no such scheme.
     """
-    if value not in PACKAGES:
+    if not isinstance(value, str) or value not in PACKAGES:
         raise unknown("quantization", value, PACKAGES)
     return str(value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvbench import registry
 from kvbench.benchmark import Benchmark
-from kvbench.errors import UserError, unknown
+from kvbench.errors import UserError, quoted, unknown
 from kvbench.harness.own import own_benchmark
 
 
@@ -47,7 +47,7 @@ def resolve_task(spec: str) -> list[tuple[str, Benchmark]]:
     owners = [(name, group) for name, group in loaded.items() if spec in group.leaves]
     if len(owners) > 1:
         groups = ", ".join(name for name, _ in owners)
-        raise UserError(f"task {spec!r} is in more than one group: {groups}; name the group")
+        raise UserError(f"task {quoted(spec)} is in more than one group: {groups}; name the group")
     if owners:
         return [(spec, owners[0][1])]
     for group in loaded.values():

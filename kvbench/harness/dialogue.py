@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbench.benchmark import Doc
-from kvbench.errors import UserError
+from kvbench.data.spool import Spool
+from kvbench.errors import UserError, quoted
 from kvbench.harness import rows as data
 from kvbench.harness.chat import Message, Render, shot_text
 
@@ -89,12 +90,12 @@ def complete(row: Mapping[str, Any], where: str) -> Doc:
             raise UserError(f"{name}: a dialogue cannot have a 'gen_prefix'")
         for field in ("given", "shots"):
             if full.get(field):
-                raise UserError(f"{name}: a dialogue cannot have {field!r}")
+                raise UserError(f"{name}: a dialogue cannot have {quoted(field)}")
         made.append(full)
     return {**row, "turns": made}
 
 
-def flat(rows: Sequence[Doc], chat: bool) -> tuple[list[Doc], list[Place | None]]:
+def flat(rows: Sequence[Doc], chat: bool) -> tuple[Sequence[Doc], list[Place | None]]:
     """Make a document of every turn, and of every row that is not a dialogue.
 
     Args:
@@ -105,7 +106,7 @@ def flat(rows: Sequence[Doc], chat: bool) -> tuple[list[Doc], list[Place | None]
     Returns:
         The documents, and the place of each in a dialogue (None outside dialogues).
     """
-    docs: list[Doc] = []
+    docs: list[Doc] | Spool[Doc] = Spool() if isinstance(rows, Spool) else []
     places: list[Place | None] = []
     for index, row in enumerate(rows):
         if not is_dialogue(row):

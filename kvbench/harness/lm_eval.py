@@ -8,11 +8,14 @@ The responses then go through the task's own filters, metric and aggregation.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +27,7 @@ from lm_eval.utils import env
 from kvbench.benchmark import Ask, Benchmark, Doc, Marks
 from kvbench.data import media
 from kvbench.data.sources import hinting
+from kvbench.data.spool import Spool
 from kvbench.decoding import Thinking, scored_text
 from kvbench.errors import UserError
 from kvbench.harness import chat, dialogue, loading
@@ -31,6 +35,12 @@ from kvbench.harness import rows as data
 from kvbench.harness.encode import count_tokens, tokenizer_hash
 from kvbench.harness.protocol import Key, LoadedTask, Request, TaskSettings
 from kvbench.harness.requests import requests
+
+_ROWS = 1024
+"""Rows that are converted at a time."""
+
+_PART = 1024
+"""Responses that are filtered at a time."""
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,7 +63,7 @@ class LmEvalHarness:
         docs, places = dialogue.flat(rows, render is not None)
         with _quiet():
             built = _build(bench, leaf, docs, settings)
-            made = requests(built, leaf, docs, places, render)
+            made = requests(built, leaf, docs, places, render, settings.reporter)
         return _loaded(bench, leaf, settings, data_hash, built, rows, made)
 
 
@@ -73,20 +83,15 @@ class LmEvalTask(LoadedTask):
     thinks: bool = False
     ask: Callable[[Doc, str], Ask] | None = None
 
-    def __post_init__(self) -> None:
-        instances = dict(enumerate(self.built.instances))
-        by_key = {(r.sample_id, r.question_id): instances[r.doc_id] for r in self.requests}
-        object.__setattr__(self, "_instances", by_key)
-
     def asks(self, responses: Mapping[Key, str]) -> list[Ask]:
         """Call the benchmark's `ask` for every response; see `LoadedTask.asks`."""
         if self.ask is None or not responses:
             return []
-        instances = self._filtered(responses)
-        asks = [
-            self.ask(instances[key].doc, instances[key].filtered_resps[self.filter])
-            for key in responses
-        ]
+        found = {
+            key: self.ask(instance.doc, instance.filtered_resps[self.filter])
+            for key, instance in self._filtered(responses)
+        }
+        asks = [found[key] for key in responses]
         for rubric in dict.fromkeys(ask.rubric for ask in asks):
             # The results record the declared rubric, so no other one may decide.
             if rubric.partition(":")[0] != self.rubric.partition(":")[0]:
@@ -110,7 +115,7 @@ class LmEvalTask(LoadedTask):
         judged = dict(zip(responses, marks or (), strict=True)) if self.rubric else {}
         values = {}
         with _quiet():
-            for key, instance in self._filtered(responses).items():
+            for key, instance in self._filtered(responses):
                 results = [instance.filtered_resps[self.filter]]
                 if self.rubric:
                     results.append(judged[key])
@@ -123,27 +128,49 @@ class LmEvalTask(LoadedTask):
             }
         return scores, total
 
-    def _filtered(self, responses: Mapping[Key, str]) -> dict[Key, Any]:
-        """lm-eval's instances of the responses, filtered, in the order of the task's data."""
-        requests = {(r.sample_id, r.question_id): r for r in self.requests}
-        instances = {}
-        for key in sorted(responses, key=lambda key: (requests[key[:2]].doc_id, key[2])):
-            source = self._instances[key[:2]]  # type: ignore[attr-defined]
-            instance = Instance(
-                source.request_type, source.doc, source.arguments, 0, (self.name, source.doc_id, 1)
-            )
-            request, text = requests[key[:2]], responses[key]
-            if self.thinks and not request.given:  # the response to a given text is a record
-                text = scored_text(text, request.until)
-            instance.resps = [text]
-            instances[key] = instance
-        with _quiet():
-            before, self.built._instances = self.built._instances, list(instances.values())
-            try:
-                self.built.apply_filters()
-            finally:
-                self.built._instances = before
-        return instances
+    def _filtered(self, responses: Mapping[Key, str]) -> Iterator[tuple[Key, Any]]:
+        """lm-eval's instances of the responses, filtered, in the order of the task's data.
+
+        A filter sees `_PART` of them at a time: with their rows, all may not fit into memory.
+        """
+        places, doc_ids = self.places, self._doc_ids
+        order = sorted(responses, key=lambda key: (doc_ids[places[key[:2]]], key[2]))
+        for start in range(0, len(order), _PART):
+            keys = order[start : start + _PART]
+            instances = [self._instance(key, responses[key]) for key in keys]
+            with _quiet():
+                self.built._instances = instances
+                try:
+                    self.built.apply_filters()
+                finally:
+                    self.built._instances = []
+            yield from zip(keys, instances, strict=True)
+
+    @functools.cached_property
+    def _doc_ids(self) -> Sequence[int]:
+        """The row of each request."""
+        return array("Q", (request.doc_id for request in self.requests))
+
+    def _instance(self, key: Key, text: str) -> Any:
+        """An instance of lm-eval with a response."""
+        request, doc = self._source(key[:2])
+        if self.thinks and not request.given:  # the response to a given text is a record
+            text = scored_text(text, request.until)
+        prompt = f"{request.context}{data.SENTINEL}{request.question}"
+        arguments = (prompt, self.built.config.generation_kwargs)
+        where = (self.name, request.doc_id, 1)
+        return Instance("generate_until", doc, arguments, 0, where, resps=[text])
+
+    @functools.cached_property
+    def _source(self) -> Callable[[tuple[str, int]], tuple[Request, Doc]]:
+        """Reads a request and its document; those of most tasks stay for the next cell."""
+
+        @functools.lru_cache(_PART)
+        def source(key: tuple[str, int]) -> tuple[Request, Doc]:
+            request = self.requests[self.places[key]]
+            return request, self.built.task_docs[request.doc_id]
+
+        return source
 
 
 # --- rows -----------------------------------------------------------------------------------------
@@ -151,7 +178,7 @@ class LmEvalTask(LoadedTask):
 
 def _rows(
     bench: Benchmark, leaf: str, settings: TaskSettings, render: chat.Render | None
-) -> tuple[list[Doc], str]:
+) -> tuple[Sequence[Doc], str]:
     """The rows of a leaf, and their hash."""
     size = _Size(settings.tokenizer, render)
     version = bench.version_of(leaf, settings.lexicon)
@@ -168,6 +195,7 @@ def _rows(
             size=size,
         )
 
+    rows: Iterable[Doc]
     if bench.sized:
         # Everything that the rows depend on besides the generator: it names the cached file.
         depends = [
@@ -183,15 +211,18 @@ def _rows(
         ]
         name = f"{leaf}-{data.digest(depends)}.jsonl"
         file = settings.cache_dir / "data" / bench.name / name
-        rows = data.cached(file, settings.samples, make)
-        first = media.identity(rows[0]) if bench.media else rows[0]
+        code = data.code_digest(_function(bench.docs).__module__)
+        rows = generated = data.cached(file, settings.samples, make, code)
+        first = media.identity(generated[0]) if bench.media else generated[0]
         data_hash = data.digest([*depends, first])
     else:
         given = make(settings.samples)
-        content = [row for _, row in data.read_rows(given)] if isinstance(given, Path) else given
-        rows = content[: settings.samples]
-        data_hash = data.digest([version, media.identity(content) if bench.media else content])
-    full = []
+        content: Sequence[Doc] = given
+        if isinstance(given, Path):
+            content = Spool(row for _, row in data.read_rows(given))
+        rows = islice(content, settings.samples)
+        data_hash = data.digest_rows(version, media.identity(content) if bench.media else content)
+    full: list[Doc] | Spool[Doc] = [] if bench.media else Spool()
     for i, row in enumerate(rows):
         complete = dialogue.complete if dialogue.is_dialogue(row) else data.complete
         full.append(complete(row, f"{leaf}, row {i}"))
@@ -200,6 +231,11 @@ def _rows(
                 f"{leaf}: its rows have media, so benchmark {bench.name} must set media"
             )
     return full, data_hash
+
+
+def _function(docs: Any) -> Any:
+    """The function behind a hook that may have arguments bound to it."""
+    return _function(docs.func) if isinstance(docs, functools.partial) else docs
 
 
 @dataclass(frozen=True)
@@ -255,11 +291,10 @@ def _build(bench: Benchmark, leaf: str, rows: Sequence[Doc], settings: TaskSetti
     # The YAML needs none of these. The fields of `extra` differ from row to row; Arrow would add
     # nulls.
     unseen = ("extra", "shots", "media")
-    plain = [{k: v for k, v in row.items() if k not in unseen} for row in rows]
     split = config.get("test_split") or "test"
-    table = datasets.Dataset.from_list(plain)
+    table = _table(rows, unseen)
     asks = config.get("doc_to_text")
-    if isinstance(asks, str) and asks not in plain[0] and "doc_to_choice" not in config:
+    if isinstance(asks, str) and asks not in table.column_names and "doc_to_choice" not in config:
         config["doc_to_text"] = _template(asks)
     config |= {
         "task": leaf,
@@ -272,6 +307,22 @@ def _build(bench: Benchmark, leaf: str, rows: Sequence[Doc], settings: TaskSetti
         raise UserError(f"{path}: output_type must be generate_until, not {built.OUTPUT_TYPE}")
     built.set_fewshot_seed(settings.seed)
     return built
+
+
+def _table(rows: Iterable[Doc], unseen: Collection[str]) -> datasets.Dataset:
+    """Rows without some fields, as lm-eval takes them.
+
+    Many are converted in parts, unless these would get columns of different types.
+    """
+    seen = ({k: v for k, v in row.items() if k not in unseen} for row in rows)
+    parts = []
+    while part := [*islice(seen, _ROWS)]:
+        parts.append(datasets.Dataset.from_list(part))
+    if all(part.features == parts[0].features for part in parts):
+        return datasets.concatenate_datasets(parts)
+    return datasets.Dataset.from_list(
+        [{k: v for k, v in row.items() if k not in unseen} for row in rows]
+    )
 
 
 def _template(text: str) -> Callable[[Doc], str]:
@@ -287,7 +338,7 @@ def _loaded(
     data_hash: str,
     built: Any,
     rows: Sequence[Doc],
-    made: list[Request],
+    made: Sequence[Request],
 ) -> LmEvalTask:
     metric, _, wanted = bench.metric.partition(",")
     known = list(built.aggregation())
@@ -299,7 +350,7 @@ def _loaded(
         data_hash=data_hash,
         metric=metric,
         higher_is_better=bool(built.higher_is_better()[metric]),
-        requests=tuple(made),
+        requests=made,
         built=built,
         filter=wanted or filters[0],
         thinks=Thinking.of(settings.tokenizer) is not None,

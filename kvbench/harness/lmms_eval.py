@@ -88,7 +88,7 @@ class LmmsEvalHarness:
             data_hash=_data_hash(bench, leaf, settings),
             metric=metric,
             higher_is_better=bool(built.higher_is_better()[metric]),
-            requests=tuple(made),
+            requests=made,
             built=built,
             table=table,
             percent=bool(own.get("percent")),
@@ -122,11 +122,11 @@ class LmmsEvalTask(LoadedTask):
         """
         if not responses:
             return {}, float("nan")
-        requests = {(r.sample_id, r.question_id): r for r in self.requests}
+        places = self.places
         scores = {}
         with _quiet():
             for key, text in responses.items():
-                request = requests[key[:2]]
+                request = self.requests[places[key[:2]]]
                 if self.thinks:
                     text = scored_text(text, request.until)
                 random.seed(0)  # where a response names no option, some definitions draw one
@@ -157,7 +157,7 @@ def _data_hash(bench: Benchmark, leaf: str, settings: TaskSettings) -> str:
 
 def _requests(
     built: Any, leaf: str, table: Table, extras: Sequence[Doc], render: chat.Render
-) -> list[Request]:
+) -> Sequence[Request]:
     """Ask lmms-eval for every prompt, and split it after its last medium."""
     kwargs = built.config.generation_kwargs or {}
     limit = int(kwargs.get("max_new_tokens") or _MAX_NEW_TOKENS)

@@ -15,10 +15,13 @@ from typing import Any
 
 from kvbench import metrics
 from kvbench.benchmark import Benchmark, Doc
-from kvbench.errors import UserError, nearest
+from kvbench.data.spool import Spool
+from kvbench.errors import UserError, nearest, quoted, unknown
 from kvbench.harness.rows import complete, read_rows
 
 _MAX_NEW_TOKENS = 128
+_LARGEST = 2**31 - 1
+_METRIC = "contains_all"
 _REQUIRED = ("context", "question", "answers")
 _OTHERWISE = {
     "context": ("document", "passage", "prompt", "text"),
@@ -41,10 +44,13 @@ def own_benchmark(path: str | Path) -> Benchmark:
     file = Path(path)
     if not file.stem:
         raise UserError(f"{path} has no name to call a task by")
-    rows = [_row(row, f"{file}:{number}") for number, row in read_rows(file)]
+    rows: Spool[Doc] = Spool()
+    named = set()
+    for number, row in read_rows(file):
+        rows.append(_row(row, f"{file}:{number}"))
+        named.add(row.get("metric", _METRIC))
     if not rows:
         raise UserError(f"{file} has no rows")
-    named = {row["metric"] for row in rows}
     return Benchmark(
         name="own",
         leaves=(file.stem,),
@@ -57,7 +63,7 @@ def own_benchmark(path: str | Path) -> Benchmark:
     )
 
 
-def _docs(rows: list[Doc], leaf: str, **_: Any) -> list[Doc]:
+def _docs(rows: Sequence[Doc], leaf: str, **_: Any) -> Sequence[Doc]:
     return rows
 
 
@@ -71,20 +77,19 @@ def _row(row: Any, where: str) -> Doc:
     for name in row:
         if name not in _KEYS:
             hint = nearest(name, _KEYS, n=1) or f"; there are {', '.join(_KEYS)}"
-            raise UserError(f"{where}: unknown key {name!r}{hint}")
+            raise UserError(f"{where}: unknown key {quoted(name)}{hint}")
     for name in ("context", "question"):
         if not isinstance(row[name], str) or not row[name].strip():
             raise UserError(f"{where}: {name!r} must be a text that is not empty")
     answers = [row["answers"]] if isinstance(row["answers"], str) else row["answers"]
     if not isinstance(answers, list) or not answers or not all(map(_filled, answers)):
         raise UserError(f"{where}: 'answers' must be a text or a list of texts that are not empty")
-    metric = row.get("metric", "contains_all")
-    if metric not in METRICS:
-        hint = nearest(str(metric), METRICS) or f"; there are {', '.join(METRICS)}"
-        raise UserError(f"{where}: unknown metric {metric!r}{hint}")
+    metric = row.get("metric", _METRIC)
+    if not isinstance(metric, str) or metric not in METRICS:
+        raise UserError(f"{where}: {unknown('metric', metric, METRICS)}")
     limit = row.get("max_new_tokens", _MAX_NEW_TOKENS)
-    if type(limit) is not int or limit < 1:
-        raise UserError(f"{where}: 'max_new_tokens' must be a whole number of at least 1")
+    if type(limit) is not int or not 1 <= limit <= _LARGEST:
+        raise UserError(f"{where}: 'max_new_tokens' must be a whole number from 1 to {_LARGEST}")
     until = row.get("until", [])
     until = [until] if isinstance(until, str) else until
     if not isinstance(until, list) or not all(map(_filled, until)):
@@ -110,7 +115,7 @@ def _spelt(name: str, row: dict[str, Any]) -> str:
     if not other:
         near = nearest(name, map(str, row), n=1)
         other = near.removeprefix("; did you mean ").removesuffix("?")
-    return f"; rename {other!r} to {name!r}" if other else ""
+    return f"; rename {quoted(other)} to {name!r}" if other else ""
 
 
 # --- metrics --------------------------------------------------------------------------------------

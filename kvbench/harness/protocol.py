@@ -7,14 +7,18 @@ answer them. If the task needs a judge, the judge answers `LoadedTask.asks`. The
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvbench.benchmark import Ask, Benchmark, Marks, Medium
+from kvbench.data.spool import Spool
 from kvbench.decoding import Sampling
+from kvbench.files import digest_of
+from kvbench.progress import Reporter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -88,6 +92,21 @@ class Request:
     media: tuple[Medium, ...] = ()
     delta_media: tuple[Medium, ...] = ()
 
+    @functools.cached_property
+    def digest(self) -> str:
+        """16 hex digits over what is asked and the reference answers."""
+        return digest_of([self.context_id, self.context, self.question, self.given, self.target])
+
+
+def kept(requests: Iterable[Request]) -> Sequence[Request]:
+    """Requests as a sequence: on the disk, unless there are images, which are held only once."""
+    made: list[Request] | Spool[Request] = Spool()
+    for request in requests:
+        if request.media and isinstance(made, Spool):
+            made = [*made]
+        made.append(request)
+    return made
+
 
 @dataclass(frozen=True)
 class TaskSettings:
@@ -105,6 +124,7 @@ class TaskSettings:
         thinking: Passed to the chat template as `enable_thinking`; None: not passed.
         processor: The processor of a vision-language model, whose chat template writes the
             placeholders of media; None for a text model.
+        reporter: Told how far a load is, where it takes seconds.
     """
 
     length: int
@@ -117,6 +137,7 @@ class TaskSettings:
     cache_dir: Path
     thinking: bool | None = None
     processor: Any = None
+    reporter: Reporter | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +154,8 @@ class LoadedTask(ABC):
         higher_is_better: Whether a higher score is better.
         chance: Score of a responder that has not seen the context.
         length: Tokens that prompt and answer can take, or 0 if the data is not sized.
-        requests: Ordered by sample; those of one context are adjacent.
+        requests: Ordered by sample; those of one context are adjacent. Every access may make a
+            request anew.
         rubric: See `Benchmark.judge`.
     """
 
@@ -145,8 +167,13 @@ class LoadedTask(ABC):
     higher_is_better: bool
     chance: float
     length: int
-    requests: tuple[Request, ...]
+    requests: Sequence[Request]
     rubric: str = field(default="", kw_only=True)
+
+    @functools.cached_property
+    def places(self) -> Mapping[tuple[str, int], int]:
+        """The place of each request in `requests`, by sample and question."""
+        return {(r.sample_id, r.question_id): at for at, r in enumerate(self.requests)}
 
     def asks(self, responses: Mapping[Key, str]) -> list[Ask]:
         """What a judge is asked about each response, in their order; empty if none is needed.

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from kvbench.benchmark import Doc, Medium
 from kvbench.data.media import medium
+from kvbench.data.spool import Spool
 from kvbench.decoding import from_yaml
-from kvbench.errors import UserError
+from kvbench.errors import LeftOut, UserError
 from kvbench.harness import chat, dialogue
 from kvbench.harness import rows as data
-from kvbench.harness.protocol import Request
+from kvbench.harness.protocol import Request, kept
+from kvbench.progress import Late, Reporter
 
 
 def requests(
@@ -21,7 +23,8 @@ def requests(
     rows: Sequence[Doc],
     places: Sequence[dialogue.Place | None],
     render: chat.Render | None,
-) -> list[Request]:
+    reporter: Reporter | None = None,
+) -> Sequence[Request]:
     """Build every prompt as `Task.build_all_requests` does, and split it at the sentinel.
 
     Args:
@@ -30,6 +33,7 @@ def requests(
         rows: Its documents.
         places: The place of each document in a dialogue.
         render: The chat template; None: no template.
+        reporter: Told of every prompt, once that takes seconds.
 
     Raises:
         UserError: The YAML does not fit the rows.
@@ -37,8 +41,8 @@ def requests(
     shots = built.config.num_fewshot or 0
     if shots and any(places):
         raise UserError(f"{leaf}: a dialogue cannot have few-shot examples")
-    built._instances = []
-    parted: list[tuple[str, str]] = []
+    parted: Spool[tuple[str, str]] = Spool()
+    late = Late(reporter, len(rows), f"{leaf}: building prompts")
     for doc_id, doc in built.doc_iterator():
         place = places[doc_id]
         if place:
@@ -60,15 +64,12 @@ def requests(
                 f"{leaf}: doc_to_text in its YAML must contain {data.SENTINEL} exactly once, "
                 "between context and question"
             )
-        built._instances.append(
-            built.construct_requests(
-                doc=doc, ctx=prompt, metadata=(leaf, doc_id, 1), apply_chat_template=bool(render)
-            )
-        )
         parted.append(("".join(before), question))
+        late.advance()
+    late.stop()
     if len({bool(row.get("given")) for row in rows}) > 1:
         raise UserError(f"{leaf}: either all rows or no row can have 'given'")
-    media = [tuple(map(medium, row.get("media", ()))) for row in rows]
+    media = [_media(leaf, number, row) for number, row in enumerate(rows)]
     asked = Asked(built.config.generation_kwargs, int(built.config.repeats or 1))
     return arranged(leaf, rows, places, parted, media, render, asked)
 
@@ -94,7 +95,7 @@ def arranged(
     media: Sequence[tuple[Medium, ...]],
     render: chat.Render | None,
     asked: Asked,
-) -> list[Request]:
+) -> Sequence[Request]:
     """Make requests of prompts: those of one context, or of one dialogue, become adjacent.
 
     Args:
@@ -110,7 +111,20 @@ def arranged(
     for i, (place, (context, _)) in enumerate(zip(places, parted, strict=True)):
         key = f"dialogue {place.row}" if place else _context_id(context, media[i])
         order.setdefault(key, []).append(i)
-    found = []
+    return kept(_arranged(leaf, rows, places, parted, media, render, asked, order))
+
+
+def _arranged(
+    leaf: str,
+    rows: Sequence[Doc],
+    places: Sequence[dialogue.Place | None],
+    parted: Sequence[tuple[str, str]],
+    media: Sequence[tuple[Medium, ...]],
+    render: chat.Render | None,
+    asked: Asked,
+    order: Mapping[str, Sequence[int]],
+) -> Iterator[Request]:
+    """The requests in the order of their contexts; `order` has the rows of each."""
     for sample, (key, members) in enumerate(order.items()):
         joints: list[dialogue.Joint] = []
         turns = [place for i in members if (place := places[i])]
@@ -135,8 +149,17 @@ def arranged(
                     media=seen,
                     delta_media=media[i],
                 )
-            found.append(made)
-    return found
+            yield made
+
+
+def _media(leaf: str, number: int, row: Mapping[str, Any]) -> tuple[Medium, ...]:
+    """The images and videos of a row."""
+    try:
+        return tuple(map(medium, row.get("media", ())))
+    except LeftOut:
+        raise
+    except UserError as error:
+        raise UserError(f"{leaf}, row {number}: {error}") from None
 
 
 def _context_id(text: object, media: Sequence[Medium]) -> str:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kvbench.benchmark import IMAGE, VIDEO, Doc
 from kvbench.data.media import is_medium
-from kvbench.errors import UserError
-from kvbench.files import replacing
+from kvbench.errors import UserError, quoted
+from kvbench.files import file_digests, replacing
 
 SENTINEL = "<|kvb_split|>"
 """Separates context and question in the `doc_to_text` of a YAML."""
@@ -27,10 +29,21 @@ def digest(value: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def read_rows(path: Path) -> list[tuple[int, Any]]:
-    """Read a JSONL file.
+def digest_rows(version: str, rows: Sequence[Any]) -> str:
+    """`digest` of `[version, rows]`, without a text of them all."""
+    hashed = hashlib.sha256()
+    between = f"[{json.dumps(version, ensure_ascii=False)}, ["
+    for row in rows:
+        hashed.update(f"{between}{json.dumps(row, sort_keys=True, ensure_ascii=False)}".encode())
+        between = ", "
+    hashed.update(b"]]" if rows else f"{between}]]".encode())
+    return hashed.hexdigest()[:16]
 
-    Returns:
+
+def read_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    """Read a JSONL file, line by line.
+
+    Yields:
         Line number (from 1) and value of every line that is not blank.
 
     Raises:
@@ -39,15 +52,16 @@ def read_rows(path: Path) -> list[tuple[int, Any]]:
     try:
         # utf-8-sig drops a byte order mark. Only line feeds end a line of JSONL: str.splitlines
         # would also split at a separator such as U+2028 inside a string.
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        with path.open(encoding="utf-8-sig", newline="\n") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield number, _parsed(line.removesuffix("\n"), f"{path}:{number}")
+    except UserError:  # it is a ValueError as well
+        raise
+    except (OSError, ValueError) as error:
+        no_text = isinstance(error, UnicodeDecodeError)
+        reason = getattr(error, "strerror", None) or ("it is not UTF-8 text" if no_text else error)
         raise UserError(f"cannot read {path}: {reason}") from None
-    rows = []
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            rows.append((number, _parsed(line, f"{path}:{number}")))
-    return rows
 
 
 def _parsed(line: str, where: str) -> Any:
@@ -55,9 +69,12 @@ def _parsed(line: str, where: str) -> Any:
         value = json.loads(line, object_pairs_hook=_unique)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
-    except (ValueError, RecursionError) as error:
-        reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-        raise UserError(f"{where}: not JSON: {reason}") from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where}: not JSON: {error.msg}") from None
+    except ValueError:
+        raise UserError(f"{where}: a number has more digits than kvbench reads") from None
+    except RecursionError:
+        raise UserError(f"{where}: the JSON is nested too deeply") from None
     if "\\u" in line:  # only an escape can spell half a character; the file itself is UTF-8
         try:
             json.dumps(value, ensure_ascii=False).encode()
@@ -73,7 +90,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(value) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise UserError(f"the key {twice!r} is given twice")
+        raise UserError(f"the key {quoted(twice)} is given twice")
     return value
 
 
@@ -141,44 +158,65 @@ def _strings(value: object) -> Iterator[str]:
             yield from _strings(item)
 
 
-def cached(path: Path, samples: int, make: Callable[[int], list[Doc]]) -> list[Doc]:
+def cached(path: Path, samples: int, make: Callable[[int], list[Doc]], code: str = "") -> list[Doc]:
     """Return the first `samples` rows, from the file if it has them, otherwise generated and saved.
 
-    The file is used only if its content agrees with the hash in its first line and its first row
-    equals a newly generated one. So rows of an older generator are never used.
+    The file is used only if its first line has the digest of its name, the generator's code and all
+    of its rows, and its first row equals a newly generated one. So a changed row, and rows of an
+    older generator, are never used.
 
     Args:
         path: The file; its name identifies everything that the rows depend on, except the
             generator itself.
         samples: Number of rows.
         make: Generates the first n rows; more rows begin with the same ones.
+        code: Digest of the generator's code.
     """
-    kept = load_hashed(path)
+    kept = _load(path, code)
     first = make(1)
     fresh = json.loads(json.dumps(first))
     if kept[:1] == fresh and len(kept) >= samples:
         return kept[:samples]
     rows: list[Doc] = json.loads(json.dumps(make(samples)))
     if len(rows) > len(kept) or kept[:1] != fresh:
-        save_hashed(path, rows)
+        _save(path, rows, code)
     return rows
 
 
-def load_hashed(path: Path) -> list[Doc]:
-    """Read rows that `save_hashed` wrote; an empty list if the file is missing or damaged."""
+@functools.cache
+def code_digest(module: str) -> str:
+    """Digest of the files of the package that a module is in; "" if it has none."""
+    top = sys.modules.get(module.partition(".")[0])
+    file = Path(getattr(top, "__file__", None) or "")
+    if not file.is_file():
+        return ""
+    files = [file] if file.name != "__init__.py" else sorted(file.parent.rglob("*"))
+    files = [one for one in files if one.is_file() and one.suffix != ".pyc"]
+    try:
+        return digest(dict(zip(map(str, files), file_digests(files), strict=True)))
+    except OSError:
+        return ""
+
+
+def _digest_of_rows(path: Path, code: str, body: str) -> str:
+    return digest([path.name, code, body])
+
+
+def _load(path: Path, code: str) -> list[Doc]:
+    """Read rows that `_save` wrote; an empty list if it is missing, damaged or of old code."""
     try:
         head, _, body = path.read_text(encoding="utf-8").partition("\n")
-        if json.loads(head)["sha256"] != hashlib.sha256(body.encode()).hexdigest():
+        if json.loads(head)["rows"] != _digest_of_rows(path, code, body):
             return []
         return [json.loads(line) for line in body.splitlines()]
     except (OSError, ValueError, KeyError, TypeError):
         return []
 
 
-def save_hashed(path: Path, rows: list[Doc]) -> None:
-    """Write rows below their hash, all or nothing; do without the file if that fails."""
+def _save(path: Path, rows: list[Doc], code: str) -> None:
+    """Write rows below their digest, all or nothing; do without the file if that fails."""
     body = "".join(json.dumps(row) + "\n" for row in rows)
-    head = json.dumps({"sha256": hashlib.sha256(body.encode()).hexdigest()})
+    head = json.dumps({"rows": _digest_of_rows(path, code, body)})
     with contextlib.suppress(OSError, UserError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as part:

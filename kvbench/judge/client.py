@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from multiprocessing import TimeoutError as NothingYet
 from multiprocessing.pool import ThreadPool
@@ -23,6 +23,10 @@ RETRIES = 5
 _MOST_FAILURES = 3
 _PROGRESS_S = 15.0
 _THINKING_TOKENS = 2048
+_MOST_BYTES = 4 << 20
+"""Bytes of a reply; the longest answers take a tenth of that."""
+_WAIT_S = 20.0
+"""Seconds for connecting and waiting before another try, at most."""
 _CHECK = Ask("correct", {"question": "What is 1 + 1?", "answer": "2", "response": "2"})
 
 
@@ -71,6 +75,7 @@ class EndpointJudge:
             "Authorization": f"Bearer {settings.key}" if settings.key else omit,
             "OpenAI-Organization": omit,  # OPENAI_ORG_ID belongs to another key
             "OpenAI-Project": omit,
+            "Accept-Encoding": "identity",
         }
         self._endpoint = [settings.url, settings.model]
         slug = re.sub(r"[^A-Za-z0-9.-]+", "-", settings.model).strip("-.")[:60]
@@ -78,8 +83,11 @@ class EndpointJudge:
 
     def check(self) -> None:
         """See `Judge`: one short question, whose answer is not kept."""
+        question = self._question(_CHECK)
         with self._connect() as client:
-            self._ask(client, self._question(_CHECK))
+            failed = self._ask_all(client, [question], lambda question, answer: None)
+        if failed:
+            raise failed[question.key]
 
     def judge(self, asks: Sequence[Ask]) -> list[Verdict]:
         """See `Judge`. The same question is asked once; an unreadable answer is not kept.
@@ -94,7 +102,7 @@ class EndpointJudge:
             with self._connect() as client, locked_journal(self._file, waiting) as journal:
                 self._answers |= {entry["key"]: entry["answer"] for entry in journal.entries()}
                 if left := self._open(questions):
-                    failed = self._ask_all(client, left, journal)
+                    failed = self._ask_all(client, left, partial(self._keep, journal))
         verdicts = (failed.get(question.key) or self._marks(question) for question in questions)
         return [verdict for verdict in verdicts if verdict is not None]  # none is left
 
@@ -113,35 +121,48 @@ class EndpointJudge:
         """The questions without a readable answer, each once."""
         return list({q.key: q for q in questions if self._marks(q) is None}.values())
 
+    def _keep(self, journal: Journal, question: _Question, answer: str) -> None:
+        journal.append([{"key": question.key, "answer": answer}])
+        self._answers[question.key] = answer
+
     def _ask_all(
-        self, client: Any, questions: Sequence[_Question], journal: Journal
+        self,
+        client: Any,
+        questions: Sequence[_Question],
+        keep: Callable[[_Question, str], None],
     ) -> dict[str, JudgeError]:
         """Ask in parallel, and keep each answer as soon as it arrives.
 
         Returns:
             Why questions have no answer, by key.
         """
-        failed = {}
-        finished, told = 0, time.monotonic()
+        failed: dict[str, JudgeError] = {}
+        answered: set[str] = set()
+        told = latest = time.monotonic()
+        # A server that sends its headers byte by byte runs into none of the client's limits.
+        patience = 2 * (RETRIES + 1) * (self._settings.timeout + _WAIT_S)
         # Ctrl-C does not wait for a silent server: a ThreadPool drops what is queued, and its
         # threads are daemons. Their retries end because the caller closes the client.
         with ThreadPool(min(self._settings.jobs, len(questions))) as pool:
             results = pool.imap_unordered(partial(self._attempt, client), questions)
-            while finished < len(questions):
+            while len(answered) + len(failed) < len(questions):
                 try:
                     question, answer = results.next(timeout=_PROGRESS_S)
                 except NothingYet:
-                    pass
+                    if time.monotonic() - latest > patience:
+                        silent = self._no_answer(f"{self._who} never completes its reply")
+                        failed |= {q.key: silent for q in questions if q.key not in answered}
                 else:
-                    finished += 1
+                    latest = time.monotonic()
                     if isinstance(answer, JudgeError):
                         failed[question.key] = answer
                     else:
-                        journal.append([{"key": question.key, "answer": answer}])
-                        self._answers[question.key] = answer
+                        keep(question, answer)
+                        answered.add(question.key)
                 if time.monotonic() - told >= _PROGRESS_S:
                     told = time.monotonic()
-                    self._say(f"{self._model}: {finished} of {len(questions)} verdicts")
+                    done = len(answered) + len(failed)
+                    self._say(f"{self._model}: {done} of {len(questions)} verdicts")
         return failed
 
     def _attempt(self, client: Any, question: _Question) -> tuple[_Question, str | JudgeError]:
@@ -184,7 +205,7 @@ class EndpointJudge:
                 model=self._model, messages=[message], extra_headers=self._headers, **options
             )
         except self._openai.APIStatusError as error:
-            refused = error.param if error.status_code == 400 else None
+            refused = str(error.param) if error.status_code == 400 else None
             if refused in options and refused != "max_completion_tokens":
                 if refused not in self._refused:
                     self._refused.add(refused)
@@ -194,11 +215,13 @@ class EndpointJudge:
         except self._openai.APIConnectionError as error:
             cause = str(error.__cause__ or "") or error.message
             raise self._no_answer(f"cannot reach {self._who}: {self._line(cause)}") from None
-        except ValueError:  # it is not JSON
-            return None, False
+        except _Unending as error:
+            raise self._no_answer(f"cannot read the reply of {self._who}: {error}") from None
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+            return None, False  # it is not JSON, or not as the client expects it
         try:
             choice = reply.choices[0]
-            text = self._hidden(choice.message.content or "")
+            text = self._hidden((choice.message.content or "") + "")  # a TypeError if no text
             cut = choice.finish_reason == "length"
         except (AttributeError, LookupError, TypeError):
             return None, False
@@ -218,7 +241,12 @@ class EndpointJudge:
             http_client=openai.DefaultHttpxClient(
                 follow_redirects=False,
                 trust_env=not local,  # a proxy cannot reach this machine
-                event_hooks={"response": [_no_retry_without_quota]},
+                event_hooks={
+                    "response": [
+                        partial(_bound, seconds=settings.timeout),
+                        _no_retry_without_quota,
+                    ]
+                },
             ),
         )
 
@@ -260,6 +288,34 @@ class EndpointJudge:
         shown = (c if c.isprintable() else " " for c in self._hidden(text))
         line = " ".join("".join(shown).split())
         return line if len(line) <= most else f"{line[:most]}..."
+
+
+class _Unending(Exception):
+    """A reply is too long, or takes too long."""
+
+
+def _bound(response: Any, seconds: float) -> None:
+    """Limit the bytes and the seconds of a reply; the client limits only the time between bytes."""
+    response.headers.pop("content-encoding", None)  # we ask for none; a few bytes can become many
+    original, end = response.stream, time.monotonic() + seconds
+    # Of httpx or of its successor httpx2, whichever this version of openai uses.
+    base: Any = next(c for c in type(original).__mro__ if c.__name__ == "SyncByteStream")
+
+    class Bounded(base):  # type: ignore[misc]
+        def __iter__(self) -> Iterator[bytes]:
+            size = 0
+            for chunk in original:
+                size += len(chunk)
+                if size > _MOST_BYTES:
+                    raise _Unending(f"it is longer than {_MOST_BYTES >> 20} MB")
+                if time.monotonic() > end:
+                    raise _Unending(f"it takes longer than {seconds:g} s")
+                yield chunk
+
+        def close(self) -> None:
+            original.close()
+
+    response.stream = Bounded()
 
 
 def _no_retry_without_quota(response: Any) -> None:

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,18 +105,25 @@ def _file(stem: str) -> tuple[dict[str, Any], dict[str, str]]:
         raise unknown("rubric", stem, sorted(shipped.stem for shipped in _FOLDER.glob("*.json")))
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"cannot read the rubric {path}: {str(error).splitlines()[0]}") from None
     data = data if isinstance(data, dict) else {}
     templates = {"": data["template"]} if "template" in data else data.get("templates")
     valid = all(isinstance(data.get(key), kind) for key, kind in _KEYS.items())
-    if not valid or not isinstance(templates, dict):
+    if not valid or not isinstance(templates, dict) or not _are_texts(templates.values()):
         raise UserError(f"{path}: a rubric needs {', '.join(_KEYS)}, and template or templates")
-    if (data["parse"] == "ratings") != bool(data.get("ratings")):
+    rated = data.get("ratings", [])
+    if not isinstance(rated, list) or not _are_texts(rated):
+        raise UserError(f"{path}: ratings must be a list of names")
+    if (data["parse"] == "ratings") != bool(rated):
         raise UserError(f"{path}: a rubric with the reading ratings must list what it rates")
     if data["parse"] not in READINGS:
         raise UserError(f"{path}: {unknown('parse', data['parse'], READINGS)}")
     return data, templates
+
+
+def _are_texts(values: Iterable[object]) -> bool:
+    return all(isinstance(value, str) for value in values)
 
 
 # --- readings -------------------------------------------------------------------------------------
@@ -158,7 +165,7 @@ def ratings(answer: str, names: Sequence[str]) -> Marks | None:
     try:
         found = json.loads(objects[-1].replace("'", '"')) if objects else {}
         given = {name: found[name] for name in names}
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, RecursionError):
         return None
     if not given or not all(type(v) is int and 1 <= v <= 10 for v in given.values()):
         return None

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit, urlunsplit
 
-from kvbench.errors import UserError
+from kvbench.errors import UserError, quoted
 
 KIND, URL, KEY = "KVBENCH_JUDGE", "KVBENCH_JUDGE_URL", "KVBENCH_JUDGE_KEY"
 MODEL, JOBS = "KVBENCH_JUDGE_MODEL", "KVBENCH_JUDGE_JOBS"
@@ -71,6 +71,6 @@ def _url(text: str) -> tuple[str, str]:
 
 def _whole(environment: Mapping[str, str], name: str, default: int, low: int, high: int) -> int:
     text = environment.get(name, "").strip() or str(default)
-    if not text.isdecimal() or not low <= int(text) <= high:
-        raise UserError(f"{name} is {text!r}; set it to a whole number from {low} to {high}")
+    if not text.isdecimal() or len(text) > 9 or not low <= int(text) <= high:
+        raise UserError(f"{name} is {quoted(text)}; set it to a whole number from {low} to {high}")
     return int(text)

@@ -34,8 +34,9 @@ from kvbench.progress import Reporter
 from kvbench.runs.grid import Grid
 from kvbench.runs.planning import Stage, plan
 
-TASK, SAMPLES = "niah_depth", 33
-"""The needle at eleven depths, three times each."""
+TASK, SAMPLES = "facts", 33
+"""Its text, needles and questions are in no other task, so profiles do not see what they are
+evaluated on."""
 PROMPTS = 20
 """Prompts whose queries are summarised."""
 

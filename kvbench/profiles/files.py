@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from kvbench.artifacts import Artifacts, MadeFor
-from kvbench.errors import UserError
+from kvbench.errors import UserError, quoted
+from kvbench.files import State, state_of
 
 Kind = Literal["ablation", "reason", "copy"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -99,7 +100,7 @@ def read(path: Path) -> HeadProfile:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cannot read the head profile {path}: {error.strerror}") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise UserError(f"{path} is not a head profile: it is not JSON") from None
     wrong = _wrong(content)
     if wrong:
@@ -129,11 +130,11 @@ def _wrong(content: Any) -> str:
     if not isinstance(content, Mapping):
         return "it is not a JSON object"
     if content.get("kind") not in KINDS:
-        return f"its kind is {content.get('kind')!r} instead of {' or '.join(KINDS)}"
+        return f"its kind is {quoted(content.get('kind'))} instead of {' or '.join(KINDS)}"
     for key in ("layers", "kv_heads", "query_heads"):
         value = content.get(key)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            return f"{key} is {value!r} instead of a whole number, 1 or more"
+            return f"{key} is {quoted(value)} instead of a whole number, 1 or more"
     layers, heads, query_heads = (content[k] for k in ("layers", "kv_heads", "query_heads"))
     if query_heads % heads:
         return f"{query_heads} query heads do not divide among {heads} KV heads"
@@ -143,7 +144,7 @@ def _wrong(content: Any) -> str:
         return f"its scores are not a table of {layers} layers by {heads} KV heads"
     lengths = content.get("lengths", [])
     if not isinstance(lengths, list) or any(not isinstance(x, int) for x in lengths):
-        return f"lengths is {lengths!r} instead of a list of whole numbers"
+        return f"lengths is {quoted(lengths)} instead of a list of whole numbers"
     flat = [x for row in rows for x in row]
     if any(not isinstance(x, int | float) or isinstance(x, bool) for x in flat):
         return "a score is not a number"
@@ -204,8 +205,7 @@ def load(
         UserError: There is none, it is damaged, or it was made for another model.
     """
     path = find(model, kind, profile)
-    state = path.stat()
-    loaded = _read(path, state.st_mtime_ns, state.st_size)
+    loaded = _read(path, state_of(path))
     if (loaded.layers, loaded.kv_heads) != (layers, kv_heads):
         raise UserError(
             f"{path} is for {loaded.layers} layers by {loaded.kv_heads} KV heads, but model "
@@ -230,5 +230,5 @@ def _kinds(kind: str | None) -> Sequence[str]:
 
 
 @functools.lru_cache(maxsize=16)
-def _read(path: Path, changed: int, size: int) -> HeadProfile:
+def _read(path: Path, state: State) -> HeadProfile:
     return read(path)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvbench.errors import UserError
+from kvbench.errors import UserError, quoted
 
 if TYPE_CHECKING:
     from kvbench.harness.protocol import Request
@@ -81,8 +81,8 @@ def _span(request: Request) -> tuple[int, int]:
     places = [m.start() for m in re.finditer(re.escape(answer), context)] if answer else []
     if not places:
         raise UserError(
-            f"{where}: the answer {answer!r} is not in the context; use a --task whose needle is "
-            "to be copied, such as niah_depth"
+            f"{where}: the answer {quoted(answer)} is not in the context; use a --task whose "
+            "needle is to be copied, such as niah_depth"
         )
     words = set(re.findall(r"\w+", request.question))
     sentences = [_sentence(context, at, at + len(answer)) for at in places]

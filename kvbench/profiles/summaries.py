@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvbench.artifacts import Artifacts, MadeFor
 from kvbench.errors import UserError
-from kvbench.files import cannot, write_whole
+from kvbench.files import State, cannot, state_of, write_whole
 
 WEIGHTS = "model.safetensors"
 KIND = ""
@@ -114,9 +114,12 @@ class QuerySummary:
                 raise UserError(f"{path} holds no {self.noun}: no tensor {name} of {axes} axes")
             if not bool(found[name].isfinite().all()):
                 raise UserError(f"{path} holds no {self.noun}: a number is not finite")
-        notes: dict[str, Any] = json.loads(header.get("kvbench", "{}"))
-        notes["lengths"] = tuple(notes.get("lengths", ()))
-        return found, SummaryNotes(**notes)
+        try:
+            notes: dict[str, Any] = json.loads(header.get("kvbench", "{}"))
+            notes["lengths"] = tuple(notes.get("lengths", ()))
+            return found, SummaryNotes(**notes)
+        except (ValueError, TypeError, AttributeError, RecursionError):
+            raise UserError(f"{path} holds no {self.noun}: its notes cannot be read") from None
 
     def _made_for(self, folder: Path) -> MadeFor:
         _, notes = self.read(folder)
@@ -141,8 +144,7 @@ class QuerySummary:
             UserError: There is none, it is damaged, or a shape is not that of the model.
         """
         folder = self.find(model, named)
-        state = (folder / WEIGHTS).stat()
-        found = _read(self, folder, state.st_mtime_ns, state.st_size)
+        found = _read(self, folder, state_of(folder / WEIGHTS))
         for name, shape in shapes.items():
             if tuple(found[name].shape) != shape:
                 have, want = (
@@ -179,5 +181,5 @@ The names are those of kvpress, which computes them for ExpectedAttention (arXiv
 
 
 @functools.lru_cache(maxsize=16)
-def _read(sort: QuerySummary, folder: Path, changed: int, size: int) -> Tensors:
+def _read(sort: QuerySummary, folder: Path, state: State) -> Tensors:
     return sort.read(folder)[0]

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from kvbench.budget import Budget
-from kvbench.errors import UserError, unknown
+from kvbench.errors import UserError, quoted, unknown
 
 PACKAGE = "kvbench_published"
 """The data package: `papers.yaml`, and `NAME.csv` for every paper in it."""
@@ -129,7 +129,9 @@ class Paper:
         """
         if number not in self.tables:
             some = ", ".join(self.tables)
-            raise UserError(f"{self.name} has no table {number!r} with figures; there are {some}")
+            raise UserError(
+                f"{self.name} has no table {quoted(number)} with figures; there are {some}"
+            )
         return self.tables[number]
 
 

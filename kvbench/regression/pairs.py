@@ -148,7 +148,10 @@ def pair_cells(baseline: Frames, run: Frames) -> list[Pair]:
             continue
         scores = [_scores(s, r["cell"]) for s, r in zip(samples, (row, other), strict=True)]
         pair = Pair(place, *facts, shared=_shared(*scores))
-        if not pair.responses:
+        if changed := _changed_sample(*scores):
+            problem = f"the task's data differ: sample {changed} has another context"
+            pair = Pair(place, *facts, problem)
+        elif not pair.responses:
             pair = Pair(place, *facts, "the two runs have no sample in common")
         pairs.append(pair)
     return pairs
@@ -237,6 +240,12 @@ def _scores(samples: Samples, cell: object) -> _Scores:
         for sample, question, repeat, score, response, context in zip(*columns, strict=True)
         if math.isfinite(score)
     }
+
+
+def _changed_sample(baseline: _Scores, run: _Scores) -> str:
+    """A sample whose context is not the same in both cells, or an empty string."""
+    changed = (key[0] for key in baseline if key in run and baseline[key][2] != run[key][2])
+    return next(changed, "")
 
 
 def _shared(baseline: _Scores, run: _Scores) -> Shared:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kvbench import stats
-from kvbench.errors import UserError
+from kvbench.errors import UserError, quoted
 from kvbench.regression.compare import POINT, check_share, unit_tasks
 from kvbench.regression.pairs import Frames, Pair, Place, pair_cells, pair_with_full
 from kvbench.regression.significance import least_contexts
@@ -46,8 +46,12 @@ class Goal:
             raise UserError(f"--drop {self.drop:g} is out of range; use points, such as 2")
         check_share("--power", self.power)
         check_share("--alpha", self.alpha)
-        if self.cells < 1:
-            raise UserError(f"--cells {self.cells} is out of range; use 1 or more")
+        if not 1 <= self.cells <= MOST:
+            raise UserError(
+                f"--cells {quoted(self.cells)} is out of range; use a number from 1 to {MOST}"
+            )
+        if not self.level / 2:
+            raise UserError(f"--alpha {self.alpha:g} is too small; use a number such as 0.05")
 
     @property
     def level(self) -> float:
@@ -158,8 +162,11 @@ def assume(
         UserError: A number is out of range, or the numbers contradict each other.
     """
     check_share("--rate", rate)
-    if questions < 1:
-        raise UserError(f"--questions-per-context {questions} is out of range; use 1 or more")
+    if not 1 <= questions <= MOST:
+        raise UserError(
+            f"--questions-per-context {quoted(questions)} is out of range; use a number from 1 to "
+            f"{MOST}"
+        )
     if not 0 <= icc <= 1:
         raise UserError(f"--icc {icc:g} is out of range; use a number from 0 to 1")
     drop = goal.drop * POINT
@@ -194,7 +201,7 @@ def contexts_needed(sd: float, drop: float, goal: Goal, *, unit: bool) -> int:
     """
     if unit:
         sd = max(sd, math.sqrt(drop * max(0.0, 1 - drop)))
-    bound = stats.normal_quantile(1 - goal.level / 2) * math.hypot(sd, drop)
+    bound = -stats.normal_quantile(goal.level / 2) * math.hypot(sd, drop)
     bound += stats.normal_quantile(goal.power) * sd
     # n * drop >= bound * sqrt(n) + step, solved for sqrt(n).
     root = (bound + math.sqrt(bound * bound + 4 * drop * unit)) / (2 * drop)

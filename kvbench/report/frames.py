@@ -139,6 +139,7 @@ def prepare(cells: pd.DataFrame, samples: pd.DataFrame | Samples | None = None) 
     cells = cells.reset_index(drop=True)
     cells["share"] = cells["kv_bytes_live"] / cells["kv_bytes_full"]
     cells["read_share"] = cells["kv_bytes_read"] / cells["kv_bytes_full"]
+    cells["allocated_share"] = cells["kv_bytes_allocated"] / cells["kv_bytes_full"]
     cells["answers"] = cells["versions"].map(answers)
     cells["model_id"] = cells["model"].astype(str)
     cells["model"] = _model_names(cells)
@@ -148,6 +149,7 @@ def prepare(cells: pd.DataFrame, samples: pd.DataFrame | Samples | None = None) 
     if len(overall):
         overall["share"] = overall["kv_bytes_live"] / overall["kv_bytes_full"]
         overall["read_share"] = overall["kv_bytes_read"] / overall["kv_bytes_full"]
+        overall["allocated_share"] = overall["kv_bytes_allocated"] / overall["kv_bytes_full"]
     policies = [str(p) for p in dict.fromkeys(cells["policy"]) if p != "full"]
     return Results(cells, samples, overall, policies)
 
@@ -202,6 +204,11 @@ def readers(cells: pd.DataFrame) -> list[str]:
     ok = cells[(cells["status"] == "ok") & (cells["policy"] != "full")]
     few = ok[ok["kv_bytes_read"] < ok["kv_bytes_live"]]
     return list(dict.fromkeys(few["policy"].astype(str)))
+
+
+def holds_codes(cells: pd.DataFrame) -> bool:
+    """Whether a policy does not store entries as they are: quantised, or with fewer channels."""
+    return bool(cells["policy"].str.contains(":(?:bits|key_channels)=").any())
 
 
 def falling(cells: pd.DataFrame) -> list[str]:

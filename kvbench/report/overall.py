@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,11 +13,11 @@ import numpy.typing as npt
 import pandas as pd
 
 from kvbench.report.samples import Samples
-from kvbench.stats import DRAWS, Floats, bootstrap_weights, bounded_interval, few_vary, tail
+from kvbench.stats import DRAWS, Floats, bounded_interval, few_vary, resampled, tail
 
 SETTING = ["model", "model_revision", "group", "length", "seed"]
 CONFIG = ["policy", "budget", "moment"]
-HELD = ["held_entries", "kv_bytes_live", "kv_bytes_read", "kv_bytes_full"]
+HELD = ["held_entries", "kv_bytes_live", "kv_bytes_read", "kv_bytes_allocated", "kv_bytes_full"]
 _BOUNDS = ["score", "score_lo", "score_hi", "diff", "diff_lo", "diff_hi"]
 
 
@@ -49,7 +51,7 @@ def group_means(
         task of the group failed; its numbers are then NaN), `tasks` and `samples` (counts),
         `discriminative`, `higher_is_better`, `score`, `score_lo`, `score_hi`, `full_score`,
         `diff`, `diff_lo`, `diff_hi`, and the mean over tasks of `held_entries`, `kv_bytes_live`,
-        `kv_bytes_read` and `kv_bytes_full`.
+        `kv_bytes_read`, `kv_bytes_allocated` and `kv_bytes_full`.
     """
     rows: list[dict[str, Any]] = []
     if isinstance(samples, pd.DataFrame):
@@ -99,12 +101,13 @@ def _group_rows(
         # errors would be taken for correlated. The stream hangs on the task's name, so that a mean
         # does not change with the other tasks of a run; one task alone has the draws of `summary`.
         stream = zlib.crc32(str(task).encode()) if len(tasks) > 1 else 0
-        weights = bootstrap_weights(int(codes.max()) + 1, seed=seed, n=n, stream=stream)
+        contexts = int(codes.max()) + 1
+        draw = functools.partial(resampled, clusters=contexts, seed=seed, n=n, stream=stream)
         bounded = bool(np.nanmin(values) >= 0 and np.nanmax(values) <= 1)
-        score.add(values, codes, weights, bounded, signed=False)
+        score.add(values, codes, draw, bounded, signed=False)
         if full is not None:
             # Subtracted before it is resampled: this is what pairs a policy with full.
-            diff.add(values - values[:, [full]], codes, weights, bounded, signed=True)
+            diff.add(values - values[:, [full]], codes, draw, bounded, signed=True)
     mean, lo, hi = score.interval()
     gap, gap_lo, gap_hi = diff.interval() if full is not None else (mean * np.nan,) * 3
     held = ok.groupby(CONFIG)[HELD].mean()
@@ -159,7 +162,7 @@ class _Strata:
         self,
         values: Floats,
         codes: npt.NDArray[np.intp],
-        weights: Floats,
+        draw: Callable[[Callable[[Floats], Floats]], Floats],
         bounded: bool,
         *,
         signed: bool,
@@ -169,18 +172,18 @@ class _Strata:
         Args:
             values: `[keys, columns]`, NaN where a column lacks the key.
             codes: `[keys]`, the context of each key, ascending from 0.
-            weights: `[n, contexts]`, how often each context is drawn.
+            draw: `resampled` for the task's contexts.
             bounded: Whether scores lie in [0, 1].
             signed: Whether `values` are differences.
         """
         present = np.isfinite(values)
         # Keys are sorted by context, so the sums of a context are sums of neighbouring rows.
-        starts = np.searchsorted(codes, np.arange(weights.shape[1]))
+        starts = np.searchsorted(codes, np.arange(int(codes.max()) + 1))
         totals = np.add.reduceat(np.where(present, values, 0.0), starts, axis=0)
         sizes = np.add.reduceat(present.astype(np.float64), starts, axis=0)
         with np.errstate(invalid="ignore", divide="ignore"):
             mean = totals.sum(0) / sizes.sum(0)
-            draws = (weights @ totals) / (weights @ sizes)
+            draws = draw(lambda w: (w @ totals) / (w @ sizes))
         for k in np.flatnonzero(np.isfinite(mean)):
             some = sizes[:, k] > 0
             means = totals[some, k] / sizes[some, k]

@@ -13,6 +13,7 @@ from kvbench.report.frames import (
     Results,
     Variant,
     falling,
+    holds_codes,
     pick,
     readers,
     records,
@@ -105,6 +106,15 @@ class Panel:
         if not readers(self.cells):
             return []
         return [(Column("KV read", Kind.PERCENT), self._shares("read_share"))]
+
+    def allocated(self) -> list[Filled]:
+        """Bytes allocated, as `held`; no column if no policy holds codes.
+
+        Blocks and the room for an answer add to codes a share that whole entries do not have.
+        """
+        if not holds_codes(self.cells):
+            return []
+        return [(Column("KV allocated", Kind.PERCENT), self._shares("allocated_share"))]
 
     def _shares(self, name: str) -> list[Cell]:
         """A share of the full cache's bytes: of the mean, else over the tasks with scores."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from kvbench.judge.base import LocalJudge
+from kvbench.report.equal import equal_rows, labels, without_room
 from kvbench.report.frames import Results, judged, readers, silent_tasks, uncompared
 from kvbench.report.panel import MARK
 from kvbench.report.table import Name, Phrase
-from kvbench.report.text import REFERENCE_MODEL, REFERENCE_NOTE
+from kvbench.report.text import REFERENCE_MODEL, REFERENCE_NOTE, listed
 
 _MOST_TASKS = 40
 
@@ -26,6 +27,21 @@ def remarks(results: Results) -> Iterator[Phrase]:
                 "with those of a model"
             )
         yield (_names(tasks), ": scored by ", judge, ".")
+    for names, where in equal_rows(results).items():
+        yield (
+            _names(names), f" are equal at {listed(labels(results, where), 40)}: they gave the "
+            "same response to every question and held as many entries. These rows are one result, "
+            "not several.",
+        )  # fmt: skip
+    small = without_room(results)
+    if small:
+        said = ((name, listed(labels(results, where), 40)) for (name,), where in small.items())
+        each = [(Name(name), f" at {places}") for name, places in said]
+        yield (
+            "Sinks and windows of a fixed size fill the budget of ",
+            *((", " if i else "", one) for i, one in enumerate(each)),
+            ", so that nothing else decides what is kept. Choose smaller ones there.",
+        )  # fmt: skip
     few = readers(cells)
     if few:
         yield (

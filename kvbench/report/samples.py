@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 
 import numpy as np
@@ -10,7 +11,10 @@ import pandas as pd
 
 from kvbench.stats import Floats
 
-COLUMNS = tuple("cell sample_id question_id repeat context_id extra context_tokens score".split())
+COLUMNS = tuple(
+    "cell sample_id question_id repeat context_id extra context_tokens question_tokens score "
+    "response held_entries".split()
+)
 """The columns of `samples.parquet` that a report reads."""
 
 Integers = npt.NDArray[np.int64]
@@ -63,6 +67,24 @@ class Samples:
         column = np.repeat(np.arange(len(cells)), list(map(len, parts)))
         values[place, column] = self._frame["score"].to_numpy(np.float64)[rows]
         return values, np.unique(keys // self._of_context, return_inverse=True)[1]
+
+    def told(self, cell: str) -> Integers:
+        """What a cell did with each question, `[responses, 3]`, sorted by question.
+
+        Returns:
+            A number for the question; one for the response, the same for the same text in all
+            cells; and the entries that were held. Empty if the frame has no responses.
+        """
+        rows = self._rows.get(cell, _NONE) if "response" in self._frame else _NONE
+        rows = rows[np.argsort(self._keys[rows])]
+        return np.column_stack([self._keys[rows], self._told[rows]])
+
+    @functools.cached_property
+    def _told(self) -> Integers:
+        if "response" not in self._frame:
+            return np.empty((0, 2), dtype=np.int64)
+        held = self._frame["held_entries"].to_numpy(np.int64)
+        return np.column_stack([pd.factorize(self._frame["response"])[0], held])
 
     def _found(self, cells: Iterable[object]) -> Integers:
         rows = (self._rows.get(str(cell), _NONE) for cell in cells)

@@ -39,7 +39,8 @@ overconfident and Wilson's interval replaces it, so 50 right answers out of 50 d
 certainty. Scores outside [0, 1] get Student's t interval if there are 10 contexts or fewer.
 - **KV held** is the live bytes of keys, values and whatever else a policy stores with them, as a \
 share of the full cache of the same samples. **KV read** is what a decode step reads, shown if \
-a policy reads less than it holds.
+a policy reads less than it holds. **KV allocated** is what is set aside, room for the answer \
+included, shown if a policy holds codes: they need more of it than whole entries do.
 - **The cheapest policy** is picked after seeing the scores, which flatters it slightly. Confirm a \
 choice on fresh samples, with another `--seed`. A cheaper setting cannot be ruled out if it loses \
 more than asked for on average but its interval includes smaller losses."""

@@ -83,13 +83,21 @@ def _panel_tables(panel: Panel, results: Results) -> Iterator[tuple[str, Table]]
         (task,) = panel.tasks
         cells = panel.of_task(task)
         score = panel.scores(cells, ("score", panel.marks(task)), bounds=True)
-        columns = [*names, panel.held(), *panel.read(), score, panel.gaps(cells)]
+        columns = [
+            *names,
+            panel.held(),
+            *panel.read(),
+            *panel.allocated(),
+            score,
+            panel.gaps(cells),
+        ]
         yield f"scores-{slug(task)}", beside(panel.metric_title(task), columns)
     elif len(overall):
         columns = [
             *names,
             panel.held(),
             *panel.read(),
+            *panel.allocated(),
             panel.held_bytes(),
             panel.scores(overall, "mean", bounds=True, failed="incomplete"),
             panel.gaps(overall),

@@ -53,7 +53,7 @@ def _fitted(panel: Panel, console: Console, options: ConsoleOptions) -> Iterator
     lead = panel.scores(
         panel.overall, "mean" if several else ("score", panel.marks(panel.tasks[0]))
     )
-    means = [panel.held(), *panel.read(), lead, panel.gaps(panel.overall)]
+    means = [panel.held(), *panel.read(), *panel.allocated(), lead, panel.gaps(panel.overall)]
     tasks = [panel.scores(panel.of_task(t), panel.task_title(t)) for t in panel.tasks] * several
     title: tuple[Phrase, ...] = (Name(panel.model), " · ", *panel.title)
     if not several:

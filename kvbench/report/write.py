@@ -47,9 +47,9 @@ def render(
 def write_report(results: Results, out: Path, aim: Aim = WITHIN_A_POINT) -> list[Path]:
     """`render` of what `prepare` has prepared."""
     folders = out / "figures", out / "tables"
-    if out.exists() and not out.is_dir():
-        raise UserError(f"cannot write {out}: it is a file, not a folder")
     try:
+        if out.exists() and not out.is_dir():
+            raise UserError(f"cannot write {out}: it is a file, not a folder")
         for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -158,7 +158,9 @@ def begun(
 
 
 def ended(response: Response, row: Row, decode_s: float) -> Response:
-    """A response with what its row has generated, in `decode_s` seconds."""
+    """A response with what its row has generated, in `decode_s` seconds, or why it failed."""
+    if row.error:
+        return replace(response, error=row.error, decode_s=decode_s)
     return replace(
         response,
         response=row.text(),
@@ -212,4 +214,5 @@ def empty(cell: Cell, prompt: Prompt) -> Response:
         repeat=prompt.repeat,
         doc_id=request.doc_id,
         context_id=request.context_id,
+        request=request.digest,
     )

@@ -20,7 +20,7 @@ from kvbench.engine.pool import Pooled
 from kvbench.engine.prefix import Prefix
 from kvbench.engine.pruning import prunes, pruning_of
 from kvbench.engine.upkeep import tail_of
-from kvbench.errors import PluginError, plugin_call
+from kvbench.errors import PluginError
 from kvbench.moments import LATER
 from kvbench.runs.answers import (
     Answer,
@@ -87,19 +87,25 @@ class _Contexts:
         self.worker = worker
         self.prompts = prompts
         self.lanes: dict[str, Lane] = {}
+        self._cells: Sequence[Cell] = ()
         # The same room and width for every row, also if only some of them are left to do: the
         # bits of a response must not depend on what was resumed.
-        self.reserve = max(len(p.question_ids) + p.limit for p in prompts)
-        self.width = max(len(p.question_ids) for p in prompts)
-        given = any(p.given_ids for p in prompts)
+        self.reserve = self.width = longest = 0
+        given = False
+        for p in prompts:  # once: they are read from the disk
+            self.reserve = max(self.reserve, len(p.question_ids) + p.limit)
+            self.width = max(self.width, len(p.question_ids))
+            longest = max(longest, len(p.context_ids))
+            given |= bool(p.given_ids)
         worker.batching.fit(
-            max(len(p.context_ids) for p in prompts) + self.reserve,
+            longest + self.reserve,
             [self.width, *([BLOCK] if given else [])],
         )
         self.pool = worker.pool(self.width)
 
     def answer(self, cells: Sequence[Cell]) -> None:
-        for wave in self._waves(self._open(cells)):
+        self._cells = cells
+        for wave in self._waves(cells):
             for context, made in zip(wave, self._prefilled(wave), strict=True):
                 self._whole(context, made)
                 for cell, missing in context.wanted:
@@ -110,25 +116,36 @@ class _Contexts:
             self._flush(name)
         self._done(self.pool.drain())
 
-    def _open(self, cells: Sequence[Cell]) -> Iterator[_Context]:
-        """The contexts that some cells have not answered yet."""
-        done = self.worker.store.keys()
-        for (ids, media), group in groupby(self.prompts, key=lambda p: (p.context_ids, p.media)):
+    def _open(self, cells: Sequence[Cell]) -> Iterator[tuple[slice, _Context]]:
+        """The contexts that some cells have not answered yet, and the places of their prompts."""
+        end = 0
+        for _, group in groupby(self.prompts, key=lambda p: (p.context_ids, p.media)):
             together = list(group)
-            wanted = [
-                (cell, [p for p in together if key_of(cell, p) not in done])
-                for cell in cells
-                if cell.cell not in self.worker.failed
-            ]
-            wanted = [(cell, missing) for cell, missing in wanted if missing]
-            if wanted:
-                yield _Context(ids, media, wanted)
+            end += len(together)
+            if (context := self._opened(together, cells)) is not None:
+                yield slice(end - len(together), end), context
 
-    def _waves(self, contexts: Iterable[_Context]) -> Iterator[list[_Context]]:
+    def _opened(self, together: Sequence[Prompt], cells: Sequence[Cell]) -> _Context | None:
+        """The context of some prompts; None if all cells have answered them."""
+        done = self.worker.store.keys()
+        wanted = [
+            (cell, [p for p in together if key_of(cell, p) not in done])
+            for cell in cells
+            if cell.cell not in self.worker.failed
+        ]
+        wanted = [(cell, missing) for cell, missing in wanted if missing]
+        first = together[0]
+        return _Context(first.context_ids, first.media, wanted) if wanted else None
+
+    def _waves(self, cells: Sequence[Cell]) -> Iterator[list[_Context]]:
         """Contexts that are prefilled together; of similar length, because they are padded."""
         most = self.worker.batching.prefills
-        if most > 1:
-            contexts = sorted(contexts, key=lambda c: (bool(c.media), len(c.ids)))
+        contexts: Iterable[_Context] = (context for _, context in self._open(cells))
+        if most > 1:  # the order needs all contexts, and memory may not hold them
+            known = [(bool(c.media), len(c.ids), at) for at, c in self._open(cells)]
+            known.sort(key=lambda one: one[:2])
+            again = (self._opened(self.prompts[at], cells) for _, _, at in known)
+            contexts = (context for context in again if context is not None)
         for alone, group in groupby(contexts, key=lambda c: bool(c.media) or not c.shared):
             while wave := list(islice(group, 1 if alone else most)):
                 yield wave
@@ -212,7 +229,7 @@ class _Contexts:
             prompt = together[0]
             ids = prompt.ids if asked else prompt.context_ids
             try:
-                with plugin_call():
+                with worker.policy_call():
                     prefix, logits = worker.prefill(ids, cell.policy.needs, prompt.media, pruning)
             except PluginError as error:
                 worker.fail(cell, prompt, str(error))
@@ -271,7 +288,7 @@ class _Contexts:
         worker = self.worker
         began = now(worker.device)
         try:
-            with plugin_call():  # a policy also runs between chunks
+            with worker.policy_call():  # a policy also runs between chunks
                 logits = self._later_chunks(cell, repeats[0].ids, cache, logits, tail)
         except PluginError as error:
             worker.fail(cell, repeats[0], str(error))
@@ -343,7 +360,7 @@ class _Contexts:
         """Store the responses that the pool has ended."""
         responses = [ended(item.owner, item.row, item.seconds) for item in items]
         if responses:
-            self.worker.done(responses)
+            self.worker.done(responses, self._cells)
 
     def _waiting_caches(self) -> Iterator[RaggedCache]:
         return (answer.cache for lane in self.lanes.values() for answer in lane.waiting)
@@ -354,11 +371,12 @@ class _Contexts:
         answers, lane.waiting = lane.waiting, []
         if not answers:
             return
+        cells = [a.cell for a in answers]
         if not name.startswith(_RUNNING):
-            self.worker.done(self._decode(answers, lane.asked))
+            self.worker.done(self._decode(answers, lane.asked), cells)
             return
         try:
-            with plugin_call():
+            with self.worker.policy_call():
                 responses = self._decode(answers, lane.asked)
         except PluginError as error:
             groups = by_cell(answers)
@@ -370,7 +388,7 @@ class _Contexts:
                 lane.waiting = [replace(a, row=self.worker.row(a.cell, a.prompt)) for a in group]
                 self._flush(name)
             return
-        self.worker.done(responses)
+        self.worker.done(responses, cells)
 
     def _decode(self, answers: list[Answer], asked: bool) -> list[Response]:
         """Decode answers in one batch."""

@@ -20,7 +20,7 @@ from kvbench.engine.clock import now
 from kvbench.engine.decode import Batch, Row
 from kvbench.engine.evict import read_few, restore
 from kvbench.engine.models import model_info
-from kvbench.errors import PluginError, plugin_call
+from kvbench.errors import PluginError
 from kvbench.harness.protocol import Request
 from kvbench.runs.answers import Prompt, begun, by_cell, empty, ended, forks, key_of
 from kvbench.runs.cell import Cell
@@ -99,7 +99,7 @@ def _name(prompt: Prompt) -> tuple[str, int]:
 def _hold(worker: Worker, dialogues: list[Dialogue], width: int, done: Container[Key]) -> None:
     """Run dialogues of one policy to their end in one batch, and store the answers."""
     try:
-        with plugin_call():  # the policy runs again before every turn
+        with worker.policy_call():  # the policy runs again before every turn
             responses = list(_turns(worker, dialogues, width))
     except PluginError as error:
         groups = by_cell(dialogues)
@@ -110,7 +110,8 @@ def _hold(worker: Worker, dialogues: list[Dialogue], width: int, done: Container
             for group in groups:  # run each cell alone to find out which one fails
                 _hold(worker, group, width, done)
         return
-    worker.done([r for r in responses if r.key not in done])
+    missing = [r for r in responses if r.key not in done]
+    worker.done(missing, [d.cell for d in dialogues])
 
 
 def _turns(worker: Worker, dialogues: list[Dialogue], width: int) -> Iterator[Response]:
@@ -119,8 +120,11 @@ def _turns(worker: Worker, dialogues: list[Dialogue], width: int) -> Iterator[Re
     batch = Batch(worker.model, [d.cache for d in dialogues], slots)
     cache, upkeep, info = batch.cache, batch.cache.upkeep, model_info(worker.model)
     last_rows: list[Row] = []
+    failed = [False] * len(dialogues)
     for turn in range(max(len(d.turns) for d in dialogues)):
-        alive = [turn < len(d.turns) for d in dialogues]
+        alive = [turn < len(d.turns) and not bad for d, bad in zip(dialogues, failed, strict=True)]
+        if not any(alive):
+            return
         cuts = 0.0 if upkeep is None else upkeep.seconds
         began = now(worker.device)
         if turn == 0:
@@ -146,6 +150,7 @@ def _turns(worker: Worker, dialogues: list[Dialogue], width: int) -> Iterator[Re
             if ok:
                 yield replace(ended(state, row, each), compress_s=cuts / sum(alive))
         last_rows = rows
+        failed = [bad or bool(row.error) for bad, row in zip(failed, rows, strict=True)]
 
 
 def _cut(cache: RaggedCache, dialogues: list[Dialogue], alive: list[bool], info: ModelInfo) -> None:

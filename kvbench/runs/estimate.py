@@ -18,6 +18,7 @@ from kvbench.runs.executors.base import answer, worker_of
 from kvbench.runs.grid import Grid
 from kvbench.runs.index import Key
 from kvbench.runs.planning import Job, Say, Stage
+from kvbench.runs.prompts import Prompts
 from kvbench.runs.store import RunStore
 from kvbench.runs.worker import loaded_model
 
@@ -40,14 +41,14 @@ class Missing(NamedTuple):
     """
 
     job: Job
-    prompts: list[Prompt]
+    prompts: Prompts
     responses: int
     steps: int
 
     @property
     def tokens(self) -> int:
         """Tokens of the contexts that are prefilled."""
-        return sum(len(ids) for ids in {prompt.context_ids for prompt in self.prompts})
+        return sum({hash(p.context_ids): len(p.context_ids) for p in self.prompts}.values())
 
 
 def missing_of(stage: Stage, done: Container[Key]) -> list[Missing]:
@@ -59,13 +60,13 @@ def missing_of(stage: Stage, done: Container[Key]) -> list[Missing]:
     """
     found = []
     for job in stage.jobs:
-        counts = [
-            sum(key_of(cell, prompt) not in done for cell in job.cells) for prompt in job.prompts
-        ]
-        if total := sum(counts):
-            lacking = [prompt for prompt, count in zip(job.prompts, counts, strict=True) if count]
-            steps = sum(p.limit * count for p, count in zip(job.prompts, counts, strict=True))
-            found.append(Missing(job, lacking, total, steps))
+        places, total, steps = [], 0, 0
+        for place, prompt in enumerate(job.prompts):
+            if count := sum(key_of(cell, prompt) not in done for cell in job.cells):
+                places.append(place)
+                total, steps = total + count, steps + prompt.limit * count
+        if total:
+            found.append(Missing(job, job.prompts.part(places), total, steps))
     return found
 
 
@@ -149,13 +150,13 @@ def estimate(stage: Stage, grid: Grid, missing: Sequence[Missing], say: Say) -> 
     with loaded_model(stage, grid, say) as model:
         meter = _Meter(model, stage, grid)
         first = next(_contexts(chosen[0]))
-        warm = meter.measure(chosen[0].job, [first])
+        warm = meter.measure(chosen[0].job, [chosen[0].prompts[first]])
         found = _Measured()
         for part in chosen:
             contexts = list(_contexts(part))
             full = math.ceil(2 * warm.rows / len(part.job.cells))
             count = max(1, min(full, len(contexts) // 4, int(_SECONDS / warm.seconds)))
-            some = [contexts[i] for i in _spread(len(contexts), count)]
+            some = [part.prompts[contexts[i]] for i in _spread(len(contexts), count)]
             found += meter.measure(part.job, some)
             if found.seconds > _SECONDS:
                 break
@@ -163,10 +164,12 @@ def estimate(stage: Stage, grid: Grid, missing: Sequence[Missing], say: Say) -> 
     return found.prefill * tokens / max(1, found.tokens) + found.rest * steps / max(1, found.steps)
 
 
-def _contexts(part: Missing) -> Iterator[list[Prompt]]:
-    """The prompts of each context; a dialogue has one."""
+def _contexts(part: Missing) -> Iterator[slice]:
+    """Where the prompts of each context are; a dialogue has one."""
+    end = 0
     for _, prompts in groupby(part.prompts, key=lambda prompt: prompt.request.context_id):
-        yield list(prompts)
+        start, end = end, end + sum(1 for _ in prompts)
+        yield slice(start, end)
 
 
 def _spread(length: int, count: int) -> list[int]:

@@ -11,12 +11,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
 from kvbench.errors import UserError
-from kvbench.runs.store import CELLS, GRID, LOCK, RESPONSES
+from kvbench.runs.integrity import CELLS
+from kvbench.runs.store import GRID, LOCK, RESPONSES
+from kvbench.runs.yaml_loader import Loader, read_text
 
 RESULTS = "results"
 """The folder that holds the folders of runs without `--out`."""
@@ -105,7 +106,7 @@ def find_runs(root: Path) -> list[RunSummary]:
     Raises:
         UserError: There is no such folder.
     """
-    if not root.is_dir():
+    if not os.path.isdir(root):  # Path.is_dir raises if the name is too long
         raise UserError(f"{root} is not a folder; name one that holds runs")
     found = [summarise(folder) for folder in _folders(root)]
     return sorted(found, key=lambda run: (run.date, run.path), reverse=True)
@@ -126,9 +127,9 @@ def summarise(folder: Path) -> RunSummary:
     cells: list[str] = []
     if (folder / CELLS).exists():
         try:
-            table = pq.read_table(folder / CELLS, columns=["status"])
-            cells = table.column("status").to_pylist()
-        except (OSError, ValueError, KeyError, pa.ArrowException) as error:
+            with pq.ParquetFile(folder / CELLS, page_checksum_verification=True) as file:
+                cells = file.read(["status"]).column("status").to_pylist()
+        except Exception as error:  # damage makes pyarrow raise errors of many classes
             problem = problem or f"{CELLS}: {_line(error)}"
     state = "finished" if _tables_are_newest(folder) else "stopped"
     if _locked(folder):
@@ -150,7 +151,7 @@ def summarise(folder: Path) -> RunSummary:
 def _grid(path: Path) -> tuple[dict[str, Any], str]:
     """The grid as it was written, and what is wrong with it."""
     try:
-        grid = yaml.safe_load(path.read_text(encoding="utf-8"))
+        grid = yaml.load(read_text(path), Loader)
     except FileNotFoundError:
         return {}, f"{GRID} is missing"
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
@@ -207,4 +208,7 @@ def _strings(value: object) -> list[str]:
 
 
 def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:120] or type(error).__name__
+    return (
+        " ".join(str(getattr(error, "problem", None) or error).split())[:120]
+        or type(error).__name__
+    )

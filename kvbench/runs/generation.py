@@ -8,8 +8,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from kvbench.decoding import THOUGHT, Sampling
-from kvbench.errors import UserError
-from kvbench.harness.protocol import Request
+from kvbench.errors import UserError, quoted
+from kvbench.harness.protocol import Request, kept
+
+_DIGITS = 10
+"""Most digits of a number of tokens."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class GenerationFlags:
     thinking: bool | None = None
     truncate: str | None = None
 
-    def applied(self, requests: Sequence[Request], say: Callable[[str], None]) -> list[Request]:
+    def applied(self, requests: Sequence[Request], say: Callable[[str], None]) -> Sequence[Request]:
         """Apply the flags to the requests of one task.
 
         Args:
@@ -44,18 +47,20 @@ class GenerationFlags:
         Raises:
             UserError: `top_p` or `top_k` would have no effect because the answers are greedy.
         """
-        made = []
         most = 1
-        for request in requests:
+
+        def changed(request: Request) -> Request:
+            nonlocal most
             if request.given:
-                made.append(request)
-                continue
+                return request
             sampling = self._sampling(request.sampling, request.task)
             repeats = self.repeats or request.repeats
             if sampling is None:
                 most, repeats = max(most, repeats), 1
             limit = self.max_new_tokens or request.max_new_tokens
-            made.append(replace(request, sampling=sampling, repeats=repeats, max_new_tokens=limit))
+            return replace(request, sampling=sampling, repeats=repeats, max_new_tokens=limit)
+
+        made = kept(map(changed, requests))
         if most > 1:
             say(
                 f"{requests[0].task} is answered greedily, so its {most} repeats would be the "
@@ -121,9 +126,10 @@ class Truncation:
             UserError: It is neither.
         """
         name, colon, size = spelling.strip().partition(":")
-        if name != "middle" or (colon and not (size.isdecimal() and int(size) > 0)):
+        sized = size.isdecimal() and len(size) <= _DIGITS and int(size) > 0
+        if name != "middle" or (colon and not sized):
             raise UserError(
-                f"unknown truncation {spelling!r}; use middle (to the model's window) or "
+                f"unknown truncation {quoted(spelling)}; use middle (to the model's window) or "
                 "middle:4096 (tokens of prompt and answer)"
             )
         return cls(int(size or 0))

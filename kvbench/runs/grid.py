@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 from kvbench import registry
 from kvbench.benchmark import Benchmark
 from kvbench.budget import Budget
-from kvbench.errors import UserError, unknown
+from kvbench.errors import UserError, quoted, unknown
 from kvbench.files import digest_of
 from kvbench.harness import catalogue
 from kvbench.moments import Moment, Timing
@@ -26,6 +27,7 @@ from kvbench.spelling import policy as kvbench_policy
 ALL = "all"
 """Stands for every installed policy."""
 
+_MOST_VARIANTS = 100_000
 _ON_RAY = ("ray_address", "gpus_per_cell", "workers")
 _RETIRED = {"attn": "auto"}
 """Fields of earlier versions. They stay in the digest, and a file may still contain them."""
@@ -42,6 +44,13 @@ class Grid(GridOptions):
             UserError: A value is wrong, or two contradict each other.
         """
         super().__post_init__()
+        lists = [name for name, option in options() if option.kind is list]
+        variants = math.prod(len(getattr(self, name)) for name in lists)
+        if variants > _MOST_VARIANTS:
+            raise UserError(
+                f"the product of {', '.join(lists)} has {variants:,} combinations; use at most "
+                f"{_MOST_VARIANTS:,} in a run"
+            )
         shares = [str(b) for b in self.parsed_budgets if b.absolute is None and not b.is_full]
         if self.has_moment("decode") and shares:
             raise UserError(
@@ -108,7 +117,7 @@ class Grid(GridOptions):
             if name not in known:
                 raise UserError(f"{where(key)}{unknown('key', key, {*known, *known.values()})}")
             if name in values:
-                raise UserError(f"{where(key)}{key!r} is given twice")
+                raise UserError(f"{where(key)}{quoted(key)} is given twice")
             values[name], keys[name] = value, key
         for name in ("policies", "tasks"):
             if name not in values:

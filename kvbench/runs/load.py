@@ -13,9 +13,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from kvbench.errors import UserError, nearest
+from kvbench.errors import UserError, nearest, quoted
+from kvbench.runs.integrity import CELLS, SAMPLES, checked_cells, unreadable
 from kvbench.runs.schema import ADDED, CELLS_SCHEMA, COPIED, SAMPLES_SCHEMA, SCHEMA_VERSION
-from kvbench.runs.store import CELLS, SAMPLES
 
 REPEATED = tuple(
     "cell task policy budget moment sample_id context_id stop error extra prompt_end".split()
@@ -72,8 +72,9 @@ def load_frames(
         The frames of `cells.parquet` and `samples.parquet`.
 
     Raises:
-        UserError: A folder does not exist, holds no results or those of another version, two runs
-            score the same data by different metrics or judges, or a column does not exist.
+        UserError: A folder does not exist, holds no results, damaged ones or those of another
+            version, two runs score the same data by different metrics or judges, or a column does
+            not exist.
     """
     folders = [Path(paths)] if isinstance(paths, (str, Path)) else [Path(p) for p in paths]
     if not folders:
@@ -82,7 +83,7 @@ def load_frames(
     _check_columns("cells", where or (), CELLS_SCHEMA)
     cells = pd.concat(
         [
-            _table(folder, CELLS, CELLS_SCHEMA, CELLS_SCHEMA.names).to_pandas().assign(_run=run)
+            _cells(folder, CELLS_SCHEMA.names).to_pandas().assign(_run=run)
             for run, folder in enumerate(folders)
         ],
         ignore_index=True,
@@ -120,14 +121,14 @@ def _check_columns(table: str, names: Iterable[str], schema: pa.Schema) -> None:
     """Refuse a column that a table does not have."""
     for name in names:
         if name not in schema.names:
-            raise UserError(f"{table} have no column {name!r}{nearest(name, schema.names)}")
+            raise UserError(f"{table} have no column {quoted(name)}{nearest(name, schema.names)}")
 
 
 def _fullest(cells: pd.DataFrame, folders: Sequence[Path]) -> pd.DataFrame:
     """Each cell once, from the run that has the most of it."""
     said: dict[tuple[str, int], int] = {}
     for run, folder in enumerate(folders):
-        counts = _table(folder, SAMPLES, SAMPLES_SCHEMA, ["cell"])["cell"].value_counts()
+        counts = _sample_rows(folder, ["cell"])["cell"].value_counts()
         said |= {(str(one["values"]), run): one["counts"].as_py() for one in counts}
     rows = [said.get(key, 0) for key in zip(cells["cell"], cells["_run"], strict=True)]
     order = cells.assign(_said=rows).sort_values(["samples", "_said"], ascending=False)
@@ -155,11 +156,11 @@ def _samples(
 ) -> pa.Table:
     """The samples of some cells of a run."""
     wanted = SAMPLES_SCHEMA.names if columns is None else list(columns)
-    held = set(_table(folder, CELLS, CELLS_SCHEMA, ["cell"])["cell"].to_pylist())
+    held = set(_cells(folder, ["cell"])["cell"].to_pylist())
     rows = [] if held <= set(cells) else [_any_of("cell", cells)]
     rows += [] if sample_ids is None else [_any_of("sample_id", sample_ids)]
     read = list(dict.fromkeys([*wanted, "cell"]))
-    table = _table(folder, SAMPLES, SAMPLES_SCHEMA, read, REPEATED if coded else (), rows)
+    table = _sample_rows(folder, read, REPEATED if coded else (), rows)
     # A run that ended between its two tables has samples of cells that the other does not have.
     if not set(cells).issuperset(table["cell"].unique().to_pylist()):
         table = table.filter(_any_of("cell", cells))
@@ -181,36 +182,59 @@ def _chosen(
     return pa.concat_tables([p for p in parts if len(p)] or parts[:1] or [file.read(columns)])
 
 
-def _table(
+def _cells(folder: Path, columns: Sequence[str]) -> pa.Table:
+    """Columns of the cells of a run whose tables agree."""
+    return _upgraded(checked_cells(folder), folder / CELLS, CELLS_SCHEMA, columns)
+
+
+def _sample_rows(
     folder: Path,
-    name: str,
-    schema: pa.Schema,
     columns: Sequence[str],
     coded: Sequence[str] = (),
     rows: Sequence[pc.Expression] = (),
 ) -> pa.Table:
-    """Columns of a table, those of an older schema included.
+    """Columns of the samples of a run.
 
     Args:
         folder: The run.
-        name: The table's file.
-        schema: What the columns are now.
         columns: The columns, in this order.
         coded: Columns whose texts become categories.
         rows: What all rows that are read must satisfy.
     """
-    path = folder / name
-    if not path.is_file():
-        raise UserError(f"{folder} is not a finished run: {name} is missing")
+    path = folder / SAMPLES
     try:
         present = pq.read_schema(path).names
         equal = [source for pair in COPIED.values() for source in pair.values()]
         read = [c for c in dict.fromkeys([*columns, *equal, "schema"]) if c in present]
-        with pq.ParquetFile(path, read_dictionary=[c for c in coded if c in present]) as file:
+        in_codes = [c for c in coded if c in present]
+        with pq.ParquetFile(
+            path, read_dictionary=in_codes, page_checksum_verification=True
+        ) as file:
             table = _chosen(file, read, rows) if rows else file.read(read)
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {str(error).splitlines()[0]}") from None
-    version = set(table["schema"].unique().to_pylist()) if "schema" in read else {None}
+        table.validate(full=True)
+    except Exception as error:  # damage makes pyarrow raise errors of many classes
+        raise unreadable(path, error) from None
+    return _upgraded(table, path, SAMPLES_SCHEMA, columns, coded)
+
+
+def _upgraded(
+    table: pa.Table,
+    path: Path,
+    schema: pa.Schema,
+    columns: Sequence[str],
+    coded: Sequence[str] = (),
+) -> pa.Table:
+    """Columns of a table in the types of a schema, those of an older schema included.
+
+    Args:
+        table: The table, with the column `schema` and those that others are copied from.
+        path: Its file.
+        schema: What the columns are now.
+        columns: The columns, in this order.
+        coded: Columns whose texts are categories.
+    """
+    present = table.column_names
+    version = set(table["schema"].unique().to_pylist()) if "schema" in present else {None}
     for older, added in ADDED.items():
         if version == {older}:
             for column in set(added).intersection(columns).difference(present):
@@ -228,4 +252,15 @@ def _table(
         place = table.schema.get_field_index("schema")
         values = pa.array([SCHEMA_VERSION] * len(table), schema.field("schema").type)
         table = table.set_column(place, "schema", values)
+    for column in columns:
+        if column not in table.column_names:
+            raise UserError(f"{path} has no column {column}; run it again")
+        field = schema.field(column)
+        if field.type in (pa.string(), table[column].type):
+            continue
+        try:
+            typed = table[column].cast(field.type)
+        except pa.ArrowException as error:
+            raise unreadable(path, error) from None
+        table = table.set_column(table.schema.get_field_index(column), field, typed)
     return table.select(list(columns)).replace_schema_metadata()

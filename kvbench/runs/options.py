@@ -136,7 +136,8 @@ class GridOptions:
     )  # fmt: skip
     samples: int = _option(
         50, values.integer("samples", 1), int, PROMPTS, "N",
-        "Per task. A larger number extends a run. Default: 50.", digest="never",
+        "Per task. A larger number extends a run, a smaller one keeps it. Default: 50.",
+        digest="never",
     )  # fmt: skip
     lengths: tuple[int, ...] = _option(
         (1024,), values.lengths, list, PROMPTS, "TOKENS",
@@ -240,7 +241,8 @@ class GridOptions:
         """
         for name, option in options():
             try:
-                object.__setattr__(self, name, option.read(getattr(self, name)))
+                values.check_texts(name, value := getattr(self, name))
+                object.__setattr__(self, name, option.read(value))
             except UserError as error:
                 raise OptionError(name, str(error)) from None
 

@@ -31,11 +31,11 @@ from kvbench.judge.choosing import choose
 from kvbench.judge.rubrics import origin
 from kvbench.named import lexicon_of, local_model, model_digest, resolve_model
 from kvbench.plugin import Policy
-from kvbench.runs.answers import Prompt
+from kvbench.progress import Reporter
 from kvbench.runs.cell import Cell, Variant
-from kvbench.runs.fitting import check_moments, unfit_policies
+from kvbench.runs.fitting import check_moments, say_visual_budgets, unfit_policies
 from kvbench.runs.grid import Grid
-from kvbench.runs.prompts import Window, prompts_of
+from kvbench.runs.prompts import Prompts, Window, prompts_of
 
 Say = Callable[[str], None]
 
@@ -53,7 +53,7 @@ class Job:
     """
 
     task: LoadedTask
-    prompts: list[Prompt]
+    prompts: Prompts
     cells: list[Cell]
     judge: Judge | None = None
     truncated: int = 0
@@ -103,7 +103,14 @@ class JobName(NamedTuple):
         return cls(stage.model, job.task.name, job.task.length)
 
 
-def plan(grid: Grid, say: Say, *, scored: bool = True, only: JobName | None = None) -> Plan:
+def plan(
+    grid: Grid,
+    say: Say,
+    *,
+    scored: bool = True,
+    only: JobName | None = None,
+    reporter: Reporter | None = None,
+) -> Plan:
     """Load the tasks and name the cells, without any model weights.
 
     Args:
@@ -111,6 +118,7 @@ def plan(grid: Grid, say: Say, *, scored: bool = True, only: JobName | None = No
         say: Told of tasks and policies that are left out.
         scored: Whether responses are scored; otherwise no task needs a judge.
         only: The job to plan; None plans all of them.
+        reporter: Told how far reading and tokenising are, where they take seconds.
 
     Raises:
         UserError: A policy, task, model or option is unknown or out of range, or a prompt is longer
@@ -126,7 +134,7 @@ def plan(grid: Grid, say: Say, *, scored: bool = True, only: JobName | None = No
             "budget 1 keeps 1 entry per KV head; use 1.0 or full to keep everything, or a fraction "
             "such as 0.2"
         )
-    planner = _Planner(grid, say, leaves, variants, scored, only)
+    planner = _Planner(grid, say, leaves, variants, scored, only, reporter)
     stages = [planner.stage(name) for name in grid.models if only is None or name == only.model]
     if not any(stage.jobs for stage in stages):
         raise UserError("nothing to run: none of the tasks is available here")
@@ -148,6 +156,7 @@ class _Model:
         window: How many tokens it takes.
         template: Whether its chat template is applied.
         thinks: Whether its tokenizer has a token that ends thinking.
+        depth: Number of its layers.
     """
 
     name: str
@@ -160,6 +169,7 @@ class _Model:
     window: Window
     template: bool
     thinks: bool
+    depth: int
 
 
 @dataclass
@@ -170,6 +180,7 @@ class _Planner:
     variants: list[Variant]
     scored: bool
     only: JobName | None = None
+    reporter: Reporter | None = None
 
     def __post_init__(self) -> None:
         self.left_out: dict[str, str] = {}
@@ -227,7 +238,13 @@ class _Planner:
             self._judged.add(benchmark.name)
             self.say(f"{benchmark.name} is {judge.notice}")
         prompts, truncated = prompts_of(
-            task, model.tokenizer, model.window, grid.truncate, self.say, model.vision
+            task,
+            model.tokenizer,
+            model.window,
+            grid.truncate,
+            self.say,
+            model.vision,
+            self.reporter,
         )
         check_moments(grid, leaf, prompts, truncated, self.say)
         template = Cell(
@@ -248,7 +265,9 @@ class _Planner:
             generation=self._generation(model, leaf, benchmark, task),
             packages=(*gguf_packages(model.name), *quantization_packages(grid.quantization)),
         )
-        unfit = unfit_policies(grid, leaf, prompts)
+        unfit = unfit_policies(grid, leaf, prompts, model.depth)
+        if model.vision is not None:
+            say_visual_budgets(grid, leaf, prompts, model.vision, self.say)
         self.left_out |= unfit
         cells = [
             template.of(v, files[v.policy])
@@ -292,11 +311,12 @@ class _Planner:
                 thinking=self.grid.generation.thinking,
                 cache_dir=cache_dir(),
                 processor=None if model.vision is None else model.vision.processor,
+                reporter=self.reporter,
             ),
             benchmark,
         )
         requests = self.grid.generation.applied(task.requests, self.say)
-        return replace(task, requests=tuple(requests))
+        return replace(task, requests=requests)
 
     def _template_hash(self, model: _Model, leaf: str, benchmark: Benchmark) -> str:
         used = model.template and leaf not in benchmark.plain
@@ -371,6 +391,7 @@ def _model_facts(grid: Grid, name: str) -> _Model:
         window=Window(name, int(getattr(text, "max_position_embeddings", 0) or 0)),
         template=template,
         thinks=Thinking.of(tokenizer) is not None,
+        depth=int(text.num_hidden_layers),
     )
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import copy
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, overload
 
+from kvbench.data.spool import Spool
 from kvbench.engine.vision import Vision
 from kvbench.errors import UserError
 from kvbench.harness.encode import split_encode
 from kvbench.harness.protocol import LoadedTask, Request
+from kvbench.progress import Late, Reporter
 from kvbench.runs.answers import Prompt
 from kvbench.runs.generation import Truncation
 
@@ -40,6 +44,73 @@ class Window:
             )
 
 
+class Prompts(Sequence[Prompt]):
+    """The prompts of a task: their tokens lie on the disk, so that memory holds few at a time.
+
+    Every access makes a prompt anew.
+
+    Args:
+        requests: What is asked.
+
+    Attributes:
+        shows: Whether a prompt has images or videos.
+        dialogues: Whether all prompts are turns of dialogues.
+        longest: Tokens of the longest prompt, without its answer.
+        limit: Most tokens that follow a prompt.
+    """
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self.shows, self.dialogues = False, True
+        self.longest = self.limit = 0
+        self._requests = requests
+        self._ids: Spool[tuple[bytes, ...]] = Spool()
+        self._order = array("Q")  # the request of each prompt
+        self._repeats = array("Q")
+
+    def tokenised(self, prompt: Prompt) -> None:
+        """Take the tokens of the next request."""
+        parts = (prompt.context_ids, prompt.question_ids, prompt.given_ids)
+        self._ids.append(tuple(array("I", ids).tobytes() for ids in parts))
+        self.shows |= bool(prompt.media)
+        self.dialogues &= bool(prompt.request.dialogue)
+        self.longest = max(self.longest, len(prompt.ids))
+        self.limit = max(self.limit, prompt.limit)
+
+    def ask(self, request: int, repeat: int) -> None:
+        """Add a prompt: a repeat of a request, by its place."""
+        self._order.append(request)
+        self._repeats.append(repeat)
+
+    def part(self, places: Iterable[int]) -> Prompts:
+        """Some of the prompts."""
+        made = copy.copy(self)
+        made._order, made._repeats = array("Q"), array("Q")
+        for place in places:
+            made.ask(self._order[place], self._repeats[place])
+        return made
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    @overload
+    def __getitem__(self, place: int) -> Prompt: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[Prompt]: ...
+
+    def __getitem__(self, place: int | slice) -> Prompt | list[Prompt]:
+        places = range(len(self))[place]
+        return self._made(places) if isinstance(places, int) else [*map(self._made, places)]
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return map(self._made, range(len(self)))
+
+    def _made(self, place: int) -> Prompt:
+        at = self._order[place]
+        context, question, given = (tuple(array("I", ids)) for ids in self._ids[at])
+        return Prompt(self._requests[at], context, question, given, self._repeats[place])
+
+
 def prompts_of(
     task: LoadedTask,
     tokenizer: Any,
@@ -47,7 +118,8 @@ def prompts_of(
     truncate: str | None,
     say: Callable[[str], None],
     vision: Vision | None = None,
-) -> tuple[list[Prompt], int]:
+    reporter: Reporter | None = None,
+) -> tuple[Prompts, int]:
     """Tokenise a task's requests.
 
     Args:
@@ -57,6 +129,7 @@ def prompts_of(
         truncate: Spelling of a `Truncation`; None refuses prompts that do not fit.
         say: Receives a line if contexts were truncated.
         vision: Turns media into tokens; None for a text model.
+        reporter: Told of every request, once that takes seconds.
 
     Returns:
         A prompt for each request and repeat (a dialogue passes through once per repeat), and the
@@ -66,13 +139,19 @@ def prompts_of(
         UserError: A context is empty, a prompt is longer than the model's window, or a context with
             images would be truncated.
     """
-    made = []
+    made = Prompts(task.requests)
     truncated = 0
+    late = Late(reporter, len(task.requests), f"{task.name}: tokenising prompts")
     cut = Truncation.parse(truncate) if truncate is not None else None
     limit = min(filter(None, (window.tokens, cut.tokens if cut else 0)), default=0)
     for request in task.requests:
-        prompt = _prompt(request, tokenizer, vision)
         name = f"{request.task}, {request.sample_id}"
+        try:
+            prompt = _prompt(request, tokenizer, vision)
+        except UserError as error:
+            if not request.media:
+                raise
+            raise UserError(f"{name}: {error}") from error
         rest = len(prompt.question_ids) + prompt.limit
         room = limit - rest
         if cut is not None and limit and len(prompt.context_ids) > room:
@@ -92,13 +171,17 @@ def prompts_of(
         if not task.length:
             advice = "--truncate middle, a smaller --max-new-tokens or a shorter context"
         window.check(len(prompt.context_ids) + rest, name, advice)
-        made.append(prompt)
+        made.tokenised(prompt)
+        late.advance()
+    late.stop()
     if truncated:
         say(
-            f"{task.name}: {truncated} of {len(made)} contexts were cut in the middle, so that "
-            f"prompt and answer fit into {limit} tokens"
+            f"{task.name}: {truncated} of {len(task.requests)} contexts were cut in the middle, so "
+            f"that prompt and answer fit into {limit} tokens"
         )
-    return list(_repeated(made)), truncated
+    for place, repeat in _repeated(task.requests):
+        made.ask(place, repeat)
+    return made, truncated
 
 
 def _prompt(request: Request, tokenizer: Any, vision: Vision | None) -> Prompt:
@@ -116,10 +199,10 @@ def _prompt(request: Request, tokenizer: Any, vision: Vision | None) -> Prompt:
     return Prompt(request, tuple(head), tuple(tail), given)
 
 
-def _repeated(prompts: Sequence[Prompt]) -> Iterator[Prompt]:
-    """Repeat prompts; the turns of a dialogue are repeated together."""
-    numbered = enumerate(prompts)
-    for _, group in groupby(numbered, lambda item: item[1].request.dialogue or item[0]):
-        together = [prompt for _, prompt in group]
-        for repeat in range(together[0].request.repeats):
-            yield from (replace(prompt, repeat=repeat) for prompt in together)
+def _repeated(requests: Sequence[Request]) -> Iterator[tuple[int, int]]:
+    """Place and repeat of every prompt; the turns of a dialogue are repeated together."""
+    facts = ((i, r.dialogue or i, r.repeats) for i, r in enumerate(requests))
+    for _, group in groupby(facts, lambda fact: fact[1]):
+        together = [*group]
+        for repeat in range(together[0][2]):
+            yield from ((place, repeat) for place, _, _ in together)

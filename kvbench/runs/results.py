@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from kvbench import stats
 from kvbench.benchmark import Marks
@@ -18,7 +18,7 @@ from kvbench.judge.rubrics import origin
 from kvbench.runs.cell import Cell
 from kvbench.runs.planning import Job
 from kvbench.runs.schema import SCHEMA_VERSION, Columns
-from kvbench.runs.store import Response
+from kvbench.runs.store import Response, RunStore
 
 _MEANS = (
     "budget_entries held_entries kv_bytes_live kv_bytes_read kv_bytes_allocated kv_bytes_full "
@@ -47,6 +47,29 @@ class _FullCache:
     estimate: stats.Estimate
 
 
+class _Asked(NamedTuple):
+    """What the tables say about a request; the prompts of all do not fit into memory."""
+
+    doc_id: int
+    context_id: str
+    repeats: int
+    extra: str
+    prompt_end: str
+    target: list[str]
+
+    @classmethod
+    def of(cls, request: Request) -> _Asked:
+        """What they say about this one."""
+        return cls(
+            request.doc_id,
+            request.context_id,
+            request.repeats,
+            _extra(request),
+            prompt_end(request),
+            list(request.target),
+        )
+
+
 def scored(
     jobs: Iterable[Job], responses_of: Callable[[str], Sequence[Response]]
 ) -> Iterator[tuple[Row, Columns]]:
@@ -67,13 +90,41 @@ def scored(
             yield scorer.cell(cell, responses_of(cell.cell))
 
 
+def check_requests(jobs: Iterable[Job], store: RunStore) -> None:
+    """Check that the responses of a run answer the requests that its tasks have now.
+
+    Raises:
+        UserError: The data of a task has changed under the same version.
+    """
+    for job in jobs:
+        # Their digests, not the requests: the prompts of all do not fit into memory.
+        requests = {
+            (r.sample_id, r.question_id): (r.digest, r.context_id) for r in job.task.requests
+        }
+        for cell in job.cells:
+            for response in store.responses_of(cell.cell):
+                request = requests.get((response.sample_id, response.question_id))
+                if request is None or response.error:
+                    continue
+                # Earlier versions recorded the context alone.
+                digest, context = request
+                if (response.request or response.context_id) != (
+                    digest if response.request else context
+                ):
+                    raise UserError(
+                        f"{cell.task}: sample {response.sample_id} is not the one that "
+                        f"{store.path} has a response to, though the task's version is the same; "
+                        "restore the data, choose another --out, or discard the responses with "
+                        "--fresh"
+                    )
+
+
 class _Scorer:
     """Scores the cells of one job; the full cache must come first."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.task = job, job.task
-        self.requests = {(r.sample_id, r.question_id): r for r in job.task.requests}
-        self._told: dict[tuple[str, int], tuple[str, str, list[str]]] = {}
+        self.requests = {(r.sample_id, r.question_id): _Asked.of(r) for r in job.task.requests}
         # The full cache of live dialogues has a history of its own, so it is another baseline.
         self.full: dict[bool, _FullCache] = {}
 
@@ -111,7 +162,7 @@ class _Scorer:
         wanted = sum(r.repeats for r in self.requests.values())
         if not error and len(responses) < wanted:
             error = f"{len(responses)} of {wanted} responses"
-        repeats = max((r.repeats for r in self.task.requests), default=1)
+        repeats = max((r.repeats for r in self.requests.values()), default=1)
         more = {"repeats": repeats if repeats > 1 else 0, "truncated": self.job.truncated}
         row: dict[str, Any] = {
             **cell.row(**{name: count for name, count in more.items() if count}),
@@ -211,25 +262,17 @@ class _Scorer:
     def _samples(
         self, cell: Cell, responses: Sequence[Response], scores: dict[Key, float]
     ) -> Columns:
-        requests = [self.requests[r.sample_id, r.question_id] for r in responses]
-        facts = [self._facts(request) for request in requests]
+        asked = [self.requests[r.sample_id, r.question_id] for r in responses]
         labels = {name: cell.labels[name] for name in ("task", "policy", "budget", "moment")}
         same = {"cell": cell.cell, **labels, "schema": SCHEMA_VERSION, "length": self.task.length}
         return {
             **{name: [value] * len(responses) for name, value in same.items()},
             **{name: [getattr(r, name) for r in responses] for name in _OF_RESPONSE},
-            "extra": [extra for extra, _, _ in facts],
-            "prompt_end": [end for _, end, _ in facts],
-            "target": [target for _, _, target in facts],
+            "extra": [request.extra for request in asked],
+            "prompt_end": [request.prompt_end for request in asked],
+            "target": [request.target for request in asked],
             "score": [scores.get(_key(r), math.nan) for r in responses],
         }
-
-    def _facts(self, request: Request) -> tuple[str, str, list[str]]:
-        """What all cells tell of a request: extra, end of the prompt, target."""
-        key = (request.sample_id, request.question_id)
-        if key not in self._told:
-            self._told[key] = _extra(request), prompt_end(request), list(request.target)
-        return self._told[key]
 
 
 def _key(response: Response) -> Key:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pandas as pd
 import pyarrow.parquet as pq
 
 from kvbench.errors import UserError
+from kvbench.files import cannot
 from kvbench.progress import Reporter, Silent, duration
 from kvbench.progress import reporter as terminal_reporter
 from kvbench.runs.estimate import estimate, missing_of
@@ -20,9 +21,10 @@ from kvbench.runs.executors.base import Executor, Unfinished
 from kvbench.runs.executors.local import run_here
 from kvbench.runs.executors.ray import run_on_ray
 from kvbench.runs.grid import Grid
-from kvbench.runs.planning import Say, plan
-from kvbench.runs.results import scored
-from kvbench.runs.store import GRID, RunStore
+from kvbench.runs.integrity import rows_of_cells
+from kvbench.runs.planning import Plan, Say, plan
+from kvbench.runs.results import check_requests, scored
+from kvbench.runs.store import GRID, RESPONSES, RunStore
 from kvbench.terminal import console
 
 _EXECUTORS: dict[str, Executor] = {"local": run_here, "ray": run_on_ray}
@@ -59,6 +61,8 @@ def run(
     grid: Grid | Mapping[str, Any] | str | Path, *, progress: bool = True, extend: bool = False
 ) -> Run:
     """Run a grid, or continue it where an earlier call stopped.
+
+    A folder that holds more samples or repeats than the grid keeps them.
 
     Args:
         grid: A `Grid`, its dictionary, or the path of its YAML file.
@@ -101,9 +105,11 @@ def execute(
             device has too little memory.
     """
     reporter = Silent() if reporter is None else reporter
-    planned = plan(grid, reporter.message)
-    with RunStore(grid.path, fresh=fresh) as store:
-        _check_same_grid(grid, extend=extend)
+    folder = grid.path.absolute()  # whatever a plugin does to the current folder
+    planned = plan(grid, reporter.message, reporter=reporter)
+    with RunStore(folder, fresh=fresh) as store:
+        held = _check_same_grid(grid, folder, extend=extend)
+        grid, planned = _with_held(grid, planned, held, folder, reporter.message)
         store.save_grid(grid.to_dict())
         done = store.keys()
         counted = [
@@ -112,39 +118,94 @@ def execute(
         ]
         work = [unfinished for unfinished in counted if unfinished.missing]
         jobs = [job for stage in planned.stages for job in stage.jobs]
+        check_requests(jobs, store)
         if work:  # a judge that cannot answer costs seconds here, and hours later
             for judge in dict.fromkeys(job.judge for job in jobs if job.judge is not None):
                 judge.check()
             _EXECUTORS[grid.executor](work, grid, store, reporter)
-        cells = store.write_scored(scored(jobs, store.responses_of))
+        facts = {"samples": grid.samples, "repeats": grid.repeats}
+        cells = store.write_scored(scored(jobs, store.responses_of), facts)
         samples = store.samples()
     failed = {str(r.cell): str(r.error) for r in cells.itertuples() if r.status != "ok"}
-    return Run(grid.path, cells, failed, planned.left_out, _samples=samples)
+    return Run(folder, cells, failed, planned.left_out, _samples=samples)
 
 
-def _check_same_grid(grid: Grid, *, extend: bool) -> None:
+def _check_same_grid(grid: Grid, folder: Path, *, extend: bool) -> Grid | None:
     """Refuse the folder of another grid, whose tables would be lost.
 
     It is called with the folder locked, so that no other run can change its grid meanwhile.
+
+    Returns:
+        The folder's grid; None if it has none.
     """
-    file = grid.path / GRID
-    if not file.exists() or (held := Grid.from_yaml(file)).digest == grid.digest:
-        return
+    file = folder / GRID
+    if not file.exists():
+        return None
+    if (held := Grid.from_yaml(file)).digest == grid.digest:
+        return held
     names = grid.lacks(held) if extend else grid.differs(held)
     if not names:
-        return
+        return held
     lists = all(isinstance(getattr(grid, name), tuple) for name in names)
     more = "add to it with --extend, " if lists and not extend else ""
+    shown = grid.path / GRID
     raise UserError(
-        f"{grid.path} holds the results of another grid ({file}), with other {', '.join(names)}; "
+        f"{grid.path} holds the results of another grid ({shown}), with other {', '.join(names)}; "
         f"{more}choose another --out, or discard them with --fresh"
+    )
+
+
+def _with_held(
+    grid: Grid, planned: Plan, held: Grid | None, folder: Path, say: Say
+) -> tuple[Grid, Plan]:
+    """Keep the samples and repeats of a folder whose tables hold more of them than a grid.
+
+    Args:
+        grid: What to run.
+        planned: Its plan.
+        held: The grid of the folder, or None.
+        folder: The folder.
+        say: Receives one line if something is kept.
+
+    Returns:
+        The grid, and its plan, with the larger numbers.
+    """
+    if held is None:
+        return grid, planned
+    rows, facts = rows_of_cells(folder)
+    larger = {"samples": max(grid.samples, facts.get("samples", held.samples))}
+    for more in (larger, larger | {"repeats": facts.get("repeats", held.repeats)}):
+        if not _shrinks(planned, rows):
+            break
+        kept = replace(grid, **more)
+        if kept == grid:
+            continue
+        names = [name for name in more if getattr(kept, name) != getattr(grid, name)]
+        what = " and ".join(f"{getattr(kept, name) or 'more'} {name}" for name in names)
+        say(
+            f"{grid.path} has {what}, which are kept; to run fewer, choose another --out or "
+            "discard them with --fresh"
+        )
+        grid, planned = kept, plan(kept, say)
+    return grid, planned
+
+
+def _shrinks(planned: Plan, rows: Mapping[str, int]) -> bool:
+    """Whether a table would lose rows of a cell."""
+    return any(
+        rows.get(cell.cell, 0) > sum(request.repeats for request in job.task.requests)
+        for stage in planned.stages
+        for job in stage.jobs
+        for cell in job.cells
     )
 
 
 # --- dry run --------------------------------------------------------------------------------------
 
 
-def describe(grid: Grid, say: Say, *, fresh: bool = False) -> list[str]:
+def describe(
+    grid: Grid, say: Say, *, fresh: bool = False, reporter: Reporter | None = None
+) -> list[str]:
     """What `--dry-run` shows: cells, samples, what exists already, and an estimate.
 
     The estimate runs some of the missing contexts, with all their cells, on the real model.
@@ -153,16 +214,21 @@ def describe(grid: Grid, say: Say, *, fresh: bool = False) -> list[str]:
         grid: What would be run.
         say: Told of tasks that are left out.
         fresh: Whether existing results would be discarded.
+        reporter: Told how far planning is, where it takes seconds.
 
     Returns:
         Lines to print.
     """
+    folder = grid.path.absolute()
     _check_writable(grid.path)
-    planned = plan(grid, say)
+    planned = plan(grid, say, reporter=reporter)
     lines = []
-    exists = not fresh and (grid.path / "responses.jsonl").exists()
-    store = RunStore(grid.path) if exists else None
+    exists = not fresh and (folder / RESPONSES).exists()
+    store = RunStore(folder) if exists else None
     try:
+        if store is not None and (folder / GRID).exists():
+            held = Grid.from_yaml(folder / GRID)
+            grid, planned = _with_held(grid, planned, held, folder, say)
         for stage in planned.stages:
             cells = sum(len(job.cells) for job in stage.jobs)
             total = sum(len(job.cells) * len(job.prompts) for job in stage.jobs)
@@ -186,7 +252,10 @@ def _check_writable(path: Path) -> None:
     Raises:
         UserError: The folder cannot be created, or not be written to.
     """
-    nearest_folder = next(p for p in (path, *path.absolute().parents) if p.exists())
+    try:
+        nearest_folder = next(p for p in (path, *path.absolute().parents) if p.exists())
+    except OSError as error:  # such as a name that is too long
+        raise cannot("write", path, error) from None
     if not nearest_folder.is_dir():
         raise UserError(f"cannot write {path}: {nearest_folder} is a file, not a folder")
     if not os.access(nearest_folder, os.W_OK):

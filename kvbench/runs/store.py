@@ -18,6 +18,7 @@ import yaml
 from kvbench.errors import UserError
 from kvbench.files import Journal, Place, cannot, replacing, unfinished
 from kvbench.runs.index import Key, ResponseIndex
+from kvbench.runs.integrity import CELLS, SAMPLES, with_record
 from kvbench.runs.schema import (
     CELLS_SCHEMA,
     SAMPLES_SCHEMA,
@@ -28,8 +29,6 @@ from kvbench.runs.schema import (
 
 RESPONSES = "responses.jsonl"
 GRID = "grid.yaml"
-CELLS = "cells.parquet"
-SAMPLES = "samples.parquet"
 LOCK = ".lock"
 _ROW_GROUP = 1 << 18
 """Rows of `samples.parquet` that are held in memory: some 200 MB, if prompts are long."""
@@ -68,6 +67,7 @@ class Response:
         decode_s: Seconds of question and decoding.
         kv_bytes_read: Bytes that a decode step reads of the held entries, once they are compressed;
             all of them unless the policy has a reader.
+        request: Digest of the request (`Request.digest`); "" in runs of earlier versions.
     """
 
     cell: str
@@ -93,6 +93,7 @@ class Response:
     compress_s: float = 0.0
     decode_s: float = 0.0
     kv_bytes_read: int = 0
+    request: str = ""
 
     @property
     def key(self) -> Key:
@@ -199,13 +200,16 @@ class RunStore:
 
     def write(self, cells: pd.DataFrame, samples: pd.DataFrame) -> None:
         """Write both result tables with the schemas of `kvbench.runs.schema`."""
-        self._write([to_table(samples, SAMPLES_SCHEMA)], lambda: cells)
+        self._write([to_table(samples, SAMPLES_SCHEMA)], lambda: cells, {})
 
-    def write_scored(self, scored: Iterable[tuple[dict[str, Any], Columns]]) -> pd.DataFrame:
+    def write_scored(
+        self, scored: Iterable[tuple[dict[str, Any], Columns]], facts: Mapping[str, Any]
+    ) -> pd.DataFrame:
         """Write both result tables cell by cell, without holding all samples in memory.
 
         Args:
             scored: The row of each cell, and the columns of its samples.
+            facts: What `kvbench.runs.integrity` records beside the digests.
 
         Returns:
             The frame of the cells.
@@ -217,25 +221,30 @@ class RunStore:
                 rows.append(row)
                 yield from_columns(columns, SAMPLES_SCHEMA)
 
-        return self._write(samples(), lambda: pd.DataFrame(rows, columns=CELLS_SCHEMA.names))
+        return self._write(samples(), lambda: pd.DataFrame(rows, columns=CELLS_SCHEMA.names), facts)
 
     def samples(self) -> pq.ParquetFile:
         """The table of samples, open: it stays what it is if another run replaces the file."""
-        return pq.ParquetFile(pa.OSFile(str(self.path / SAMPLES)))
+        file = pa.OSFile(str(self.path / SAMPLES))
+        return pq.ParquetFile(file, page_checksum_verification=True)
 
     def _write(
-        self, samples: Iterable[pa.Table], cells: Callable[[], pd.DataFrame]
+        self,
+        samples: Iterable[pa.Table],
+        cells: Callable[[], pd.DataFrame],
+        facts: Mapping[str, Any],
     ) -> pd.DataFrame:
         """Write the samples, then the cells, which are complete once all samples are there."""
         with (
             replacing(self.path / SAMPLES) as part,
-            pq.ParquetWriter(part, SAMPLES_SCHEMA) as writer,
+            pq.ParquetWriter(part, SAMPLES_SCHEMA, write_page_checksum=True) as writer,
         ):
             for group in _row_groups(samples):
                 writer.write_table(group)
         frame = cells()
+        table = with_record(to_table(frame, CELLS_SCHEMA), self.path / SAMPLES, facts)
         with replacing(self.path / CELLS) as part:
-            pq.write_table(to_table(frame, CELLS_SCHEMA), part)
+            pq.write_table(table, part, write_page_checksum=True)
         return frame
 
     def _check_owner(self) -> None:

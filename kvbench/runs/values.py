@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from kvbench.budget import Budget
-from kvbench.errors import UserError, unknown
+from kvbench.errors import UserError, quoted, unknown
 from kvbench.moments import Timing
 from kvbench.runs.generation import Truncation
+from kvbench.runs.yaml_loader import Loader, read_text
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _EXECUTORS = ("local", "ray")
@@ -21,8 +22,12 @@ _DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 _HOT, _TINY = 100, 1e-6
 _MEMORY = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([KMGT]?)i?B?", re.IGNORECASE)
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_MOST = 1000
+"""Values of one list; building that many policies takes seconds."""
 _INT32 = 2**31 - 1
 INT64 = 2**63 - 1
+_DIGITS = 400
+"""Longer texts are not read as integers; Python refuses those of more than 4,300 digits."""
 
 
 def read_yaml(path: str | Path) -> tuple[dict[Any, Any], dict[Any, int]]:
@@ -35,15 +40,15 @@ def read_yaml(path: str | Path) -> tuple[dict[Any, Any], dict[Any, int]]:
         UserError: The file cannot be read, is not a YAML mapping, or has a key twice.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_text(Path(path))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise UserError(f"cannot read {path}: it is not UTF-8 (byte {error.start})") from None
-    except ValueError as error:  # a path with a NUL byte
-        raise UserError(f"cannot read {path!r}: {error}") from None
+    except ValueError as error:  # such as a path with a NUL byte
+        raise UserError(f"cannot read {path}: {error}") from None
     try:
-        return _mapping(yaml.SafeLoader(text), path)
+        return _mapping(Loader(text), path)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = mark.line + 1 if mark else text.count("\n", 0, getattr(error, "position", 0)) + 1
@@ -53,7 +58,7 @@ def read_yaml(path: str | Path) -> tuple[dict[Any, Any], dict[Any, int]]:
         raise UserError(f"{path}: the YAML is nested too deeply") from None
 
 
-def _mapping(loader: yaml.SafeLoader, path: str | Path) -> tuple[dict[Any, Any], dict[Any, int]]:
+def _mapping(loader: Loader, path: str | Path) -> tuple[dict[Any, Any], dict[Any, int]]:
     """The mapping of a document, and the line of each key."""
     data: dict[Any, Any] = {}
     lines: dict[Any, int] = {}
@@ -63,22 +68,58 @@ def _mapping(loader: yaml.SafeLoader, path: str | Path) -> tuple[dict[Any, Any],
             raise UserError(f"{path}:1: a grid must be a mapping of keys to values")
         for key_node, value_node in node.value:
             line = key_node.start_mark.line + 1
-            try:
-                key = loader.construct_object(key_node, deep=True)
-                value = loader.construct_object(value_node, deep=True)
-            except ValueError as error:  # such as a date that does not exist
-                raise UserError(f"{path}:{line}: {error}") from None
+            for part in (key_node, value_node):
+                _check_plain(part, path, set())
+            key = loader.construct_object(key_node, deep=True)
+            value = loader.construct_object(value_node, deep=True)
             if not isinstance(key, Hashable):
-                raise UserError(f"{path}:{line}: {key!r} cannot be a key")
+                raise UserError(f"{path}:{line}: {quoted(key)} cannot be a key")
             if key in data:
                 raise UserError(
-                    f"{path}:{line}: {key!r} is given twice, first in line {lines[key]}"
+                    f"{path}:{line}: {quoted(key)} is given twice, first in line {lines[key]}"
                 )
             lines[key] = line
             data[key] = value
     finally:
         loader.dispose()
     return data, lines
+
+
+_AS_WRITTEN = {
+    "int": (re.compile(r"[-+]?(0|[1-9][0-9]*)"), "another number"),
+    "float": (
+        re.compile(r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+)(e[-+]?[0-9]+)?", re.IGNORECASE),
+        "another number",
+    ),
+    "bool": (re.compile(r"true|false", re.IGNORECASE), "true or false"),
+    "timestamp": (re.compile(r"(?!)"), "a date"),
+}
+"""By type, which words YAML takes for what they say, and what it takes the others for."""
+
+
+def _check_plain(node: yaml.Node, path: str | Path, checked: set[int]) -> None:
+    """Refuse a word that YAML takes for another value, such as `1:30` (90), `010` (8) or `no`.
+
+    Raises:
+        UserError: There is one; the message names file, line and word.
+    """
+    if id(node) in checked:  # an alias
+        return
+    checked.add(id(node))
+    if not isinstance(node, yaml.ScalarNode):
+        pairs = node.value if isinstance(node, yaml.MappingNode) else [node.value]
+        for part in (part for pair in pairs for part in pair):
+            _check_plain(part, path, checked)
+    elif node.style is None:
+        same, other = _AS_WRITTEN.get(node.tag.rpartition(":")[2], (_ANYTHING, ""))
+        if not same.fullmatch(node.value):
+            raise UserError(
+                f"{path}:{node.start_mark.line + 1}: YAML takes {node.value} for {other}; quote it "
+                f"('{node.value}'), or write the value that you mean"
+            )
+
+
+_ANYTHING = re.compile(r".*", re.DOTALL)
 
 
 def _items(value: Any, what: str) -> list[Any]:
@@ -89,7 +130,9 @@ def _items(value: Any, what: str) -> list[Any]:
     else:
         found = [value]
     if not found or any(v is None or isinstance(v, (Mapping, list, tuple)) for v in found):
-        raise UserError(f"{what} must be a value or a list of values, not {value!r}")
+        raise UserError(f"{what} must be a value or a list of values, not {quoted(value)}")
+    if len(found) > _MOST:
+        raise UserError(f"{len(found):,} {what} are too many for a run; use at most {_MOST:,}")
     return found
 
 
@@ -97,7 +140,7 @@ def names(what: str) -> Callable[[Any], tuple[str, ...]]:
     def read(value: Any) -> tuple[str, ...]:
         found = _items(value, what)
         if wrong := [v for v in found if not isinstance(v, str)]:
-            raise UserError(f"{what} must be names, not {wrong[0]!r}")
+            raise UserError(f"{what} must be names, not {quoted(wrong[0])}")
         return tuple(dict.fromkeys(found))
 
     return read
@@ -115,10 +158,10 @@ def moments(value: Any) -> tuple[str, ...]:
 
 def integer(what: str, low: int, high: int = _INT32) -> Callable[[Any], int]:
     def read(value: Any) -> int:
-        if isinstance(value, str) and value.strip().isdecimal():
+        if isinstance(value, str) and value.strip().isdecimal() and len(value) < _DIGITS:
             value = int(value)
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            raise UserError(f"{what} must be an integer from {low} to {high}, not {value!r}")
+            raise UserError(f"{what} must be an integer from {low} to {high}, not {quoted(value)}")
         return value
 
     return read
@@ -134,16 +177,16 @@ def batch(what: str) -> Callable[[Any], int | str]:
 
 def memory(value: Any) -> int:
     found = _MEMORY.fullmatch(str(value).strip()) if not isinstance(value, bool) else None
-    size = int(float(found[1]) * _UNITS[found[2].upper()]) if found else 0
-    if not size:
-        raise UserError(f"cache_memory must be a size such as 40GB or 512MB, not {value!r}")
-    return size
+    size = float(found[1]) * _UNITS[found[2].upper()] if found else 0
+    if not 1 <= size <= INT64:
+        raise UserError(f"cache_memory must be a size such as 40GB or 512MB, not {quoted(value)}")
+    return int(size)
 
 
 def text(what: str) -> Callable[[Any], str]:
     def read(value: Any) -> str:
         if not isinstance(value, str) or not value.strip():
-            raise UserError(f"{what} must be a name, not {value!r}")
+            raise UserError(f"{what} must be a name, not {quoted(value)}")
         return value.strip()
 
     return read
@@ -169,7 +212,7 @@ def device_map(value: Any) -> str | dict[str, str | int]:
         return str(value)
     raise UserError(
         f"device_map must be {', '.join(_DEVICE_MAPS)} or a mapping of module names to devices, "
-        f"not {value!r}"
+        f"not {quoted(value)}"
     )
 
 
@@ -183,14 +226,14 @@ def gpus(value: Any) -> float:
     wanted = "a fraction of a GPU or a whole number of GPUs"
     count = _number("gpus_per_cell", _TINY, _INT32, wanted)(value)
     if count > 1 and count != int(count):
-        raise UserError(f"gpus_per_cell must be {wanted}, not {value!r}")
+        raise UserError(f"gpus_per_cell must be {wanted}, not {quoted(value)}")
     return count
 
 
 def truth(what: str) -> Callable[[Any], bool]:
     def read(value: Any) -> bool:
         if not isinstance(value, bool):
-            raise UserError(f"{what} must be true or false, not {value!r}")
+            raise UserError(f"{what} must be true or false, not {quoted(value)}")
         return value
 
     return read
@@ -200,10 +243,10 @@ def _number(what: str, low: float, high: float, wanted: str) -> Callable[[Any], 
     def read(value: Any) -> float:
         try:
             number = math.nan if isinstance(value, bool) else float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             number = math.nan
         if not low <= number <= high:
-            raise UserError(f"{what} must be {wanted}, not {value!r}")
+            raise UserError(f"{what} must be {wanted}, not {quoted(value)}")
         return number
 
     return read
@@ -223,3 +266,21 @@ def truncation(value: Any) -> str:
 
 def optional(read: Callable[[Any], Any], *unset: str) -> Callable[[Any], Any]:
     return lambda value: None if value is None or value in unset else read(value)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        inside = value.items() if isinstance(value, Mapping) else value
+        for item in inside:
+            yield from _texts(item)
+
+
+def check_texts(what: str, value: Any) -> None:
+    """Refuse texts that no file can be named after, and that no table can hold."""
+    for written in _texts(value):
+        if "\0" in written:
+            raise UserError(f"{what} contains a NUL character: {quoted(written)}")
+        if re.search("[\ud800-\udfff]", written):
+            raise UserError(f"{what} contains a character that is not UTF-8: {quoted(written)}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -16,13 +17,16 @@ from kvbench.engine.cache import RaggedCache
 from kvbench.engine.decode import Row, end_tokens
 from kvbench.engine.draw import Draw
 from kvbench.engine.driver import engine, left_padded
+from kvbench.engine.integrity import Weights
 from kvbench.engine.loading import load_model
+from kvbench.engine.models import model_info
+from kvbench.engine.observers import is_built_in, observer_for
 from kvbench.engine.pool import Pool
 from kvbench.engine.prefix import Compression, Prefix
 from kvbench.engine.pruning import Pruning
 from kvbench.engine.threads import thread_budget
 from kvbench.engine.vision import Pixels, Vision
-from kvbench.errors import PluginError, plugin_call
+from kvbench.errors import BudgetError, PluginError, plugin_call
 from kvbench.moments import LATER
 from kvbench.progress import Reporter
 from kvbench.runs.answers import Prompt, empty, stop_of
@@ -32,7 +36,9 @@ from kvbench.runs.grid import Grid
 from kvbench.runs.index import Key
 from kvbench.runs.planning import Say, Stage
 from kvbench.runs.store import Response
-from kvbench.view import Need
+from kvbench.view import Need, Separable
+
+_CHANGED = "the policy changed the model's parameter {} in place; change a copy instead"
 
 
 class Outlet(Protocol):
@@ -81,9 +87,11 @@ class Worker:
         reporter: Told of every response.
         batch_size, cache_memory, prefill_batch: See `Batching`.
         vision: Turns media into tokens and pixels; None for a text model.
+        reload: Loads the model again, after a policy has changed its parameters.
 
     Attributes:
         failed: Why cells have failed, by cell; they are not tried again.
+        harmful: Needs whose observers have changed the model's parameters, with the error.
     """
 
     model: nn.Module
@@ -94,13 +102,16 @@ class Worker:
     vision: Vision | None = None
     cache_memory: int | None = None
     prefill_batch: int | str = "auto"
+    reload: Callable[[], nn.Module] | None = None
     failed: dict[str, str] = field(default_factory=dict)
+    harmful: dict[Need, Exception] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.device = next(self.model.parameters()).device
         self.batching = Batching(self.model, self.batch_size, self.cache_memory, self.prefill_batch)
         self._ends = end_tokens(self.model, self.tokenizer)
         self._thinking = Thinking.of(self.tokenizer)
+        self._weights = Weights(self.model, self.reload)
 
     def tensor(self, ids: Sequence[int]) -> Tensor:
         """Token ids on the device, `[1, n]`."""
@@ -121,8 +132,9 @@ class Worker:
             media: Images and videos among the tokens.
             pruning: Visual tokens to prune.
         """
-        prefix = Prefix(self.model, needs, pruning)
-        return prefix, prefix.extend(self.tensor(ids), pixels=self.pixels(media))
+        shown = self.pixels(media)
+        extend = partial(Prefix.extend, ids=self.tensor(ids), pixels=shown)
+        return self._observed(frozenset(needs), extend, pruning)
 
     def prefill_together(
         self, contexts: Sequence[Sequence[int]], needs: Iterable[Need]
@@ -136,13 +148,70 @@ class Worker:
         Returns:
             As `prefill`, with a row for every text.
         """
-        prefix = Prefix(self.model, needs)
-        if not prefix.separable:
+        needs = frozenset(needs)
+        info = model_info(self.model)
+        if not all(isinstance(observer_for(n, info), Separable) for n in needs if not n.of_tokens):
             return None
         width = max(map(len, contexts))
         ids, mask = left_padded(contexts, width)
         some = None if bool(mask.all()) else mask.to(self.device)
-        return prefix, prefix.extend(ids.to(self.device), some)
+        return self._observed(needs, partial(Prefix.extend, ids=ids.to(self.device), mask=some))
+
+    def _observed(
+        self,
+        needs: frozenset[Need],
+        extend: Callable[[Prefix], Tensor],
+        pruning: Pruning | None = None,
+    ) -> tuple[Prefix, Tensor]:
+        """Prefill with observers, without those that change the model's parameters.
+
+        Args:
+            needs: What is observed.
+            extend: Prefills a prefix and returns the logits.
+            pruning: Visual tokens to prune.
+        """
+
+        def prefilled(some: frozenset[Need]) -> tuple[Prefix, Tensor]:
+            prefix = Prefix(self.model, some, pruning)
+            logits = extend(prefix)
+            prefix.cache.broken |= {n: self.harmful[n] for n in needs if n in self.harmful}
+            return prefix, logits
+
+        made = prefilled(needs - self.harmful.keys())
+        foreign = [need for need in needs - self.harmful.keys() if not is_built_in(need)]
+        if not foreign or not (changed := self._weights.changed()):
+            return made
+        self._weights.restore(changed)
+        for need in foreign:  # find out which of them it was
+            prefilled(frozenset({need}))
+            if changed := self._weights.changed():
+                self._weights.restore(changed)
+                self.harmful[need] = BudgetError(_CHANGED.format(changed))
+        return prefilled(needs - self.harmful.keys())
+
+    @contextmanager
+    def policy_call(self, prefix: Prefix | None = None) -> Iterator[None]:
+        """Run a policy; see `plugin_call`. The model's parameters are the same afterwards.
+
+        Args:
+            prefix: What the policy is shown; it counts as spoiled if parameters were changed.
+
+        Raises:
+            PluginError: The policy has failed, or changed a parameter of the model.
+        """
+        failure: Exception | None = None
+        try:
+            with plugin_call():
+                yield
+        except Exception as error:
+            failure = error
+        if changed := self._weights.changed():
+            self._weights.restore(changed)
+            if prefix is not None:
+                prefix.cache.spoiled = True
+            raise PluginError(_CHANGED.format(changed)) from failure
+        if failure is not None:
+            raise failure
 
     def pixels(self, media: Sequence[Medium]) -> Pixels | None:
         """What the model takes for media; None if there are none."""
@@ -207,7 +276,7 @@ class Worker:
         self, prefix: Prefix, wanted: Sequence[Compression], reserve: int | None
     ) -> list[RaggedCache]:
         """Compress a prefix in several ways, at one moment."""
-        with plugin_call():
+        with self.policy_call(prefix):
             return prefix.compress(wanted, None if wanted[0].moment in LATER else reserve)
 
     def row(self, cell: Cell, prompt: Prompt) -> Row:
@@ -230,23 +299,29 @@ class Worker:
 
         return Pool(self.model, batching.counts, batching.asking, width, room)
 
-    def done(self, responses: Sequence[Response]) -> None:
-        """Store responses."""
+    def done(self, responses: Sequence[Response], cells: Iterable[Cell]) -> None:
+        """Store responses of some cells; a cell whose response has failed is given up."""
+        named = {cell.cell: cell for cell in cells}
+        for response in responses:
+            if response.error:
+                self._give_up(named[response.cell], response.error)
         self.store.append(responses)
         self.reporter.advance(len(responses))
 
     def fail(self, cell: Cell, prompt: Prompt, reason: str) -> None:
         """Give a cell up."""
+        self._give_up(cell, reason)
+        self.store.append([replace(empty(cell, prompt), error=reason)])
+
+    def _give_up(self, cell: Cell, reason: str) -> None:
         if cell.cell not in self.failed:
             self.reporter.message(f"{cell} failed: {reason}")
         self.failed[cell.cell] = reason
-        self.store.append([replace(empty(cell, prompt), error=reason)])
 
 
-@contextmanager
-def loaded_model(stage: Stage, grid: Grid, say: Say) -> Iterator[nn.Module]:
-    """The stage's model with kvbench's attention, on a sensible number of threads."""
-    model = load_model(
+def model_of(stage: Stage, grid: Grid) -> nn.Module:
+    """Load the stage's model on its device."""
+    return load_model(
         stage.model,
         grid.revision,
         stage.device,
@@ -254,5 +329,11 @@ def loaded_model(stage: Stage, grid: Grid, say: Say) -> Iterator[nn.Module]:
         device_map=grid.device_map,
         quantization=grid.quantization,
     )
+
+
+@contextmanager
+def loaded_model(stage: Stage, grid: Grid, say: Say) -> Iterator[nn.Module]:
+    """The stage's model with kvbench's attention, on a sensible number of threads."""
+    model = model_of(stage, grid)
     with thread_budget(model, say), engine(model):
         yield model

@@ -8,19 +8,16 @@ them. The sentences without facts are made up, repeated, or those of Python's ow
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import platform
 import random
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pydoc_data import topics
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvbench.data import manual
 from kvbench.errors import UserError
 from kvbench.harness.encode import count_tokens, split_encode
 from kvbench.training import chat_texts as words
@@ -56,11 +53,10 @@ class Chat:
 
 def facts() -> Mapping[str, Any]:
     """A description of the data for `gates.json`."""
-    manual = hashlib.sha256("\n".join(_manual()).encode()).hexdigest()[:16]
     return {
         "data": "chats",
         "shares": _SHARES,
-        "manual": f"Python {platform.python_version()}, {manual}",
+        "manual": f"Python {platform.python_version()}, {manual.digest()}",
     }
 
 
@@ -132,32 +128,19 @@ def _encode(tokenizer: Any, chat: Chat) -> dict[str, Tensor]:
 # --- sentences without facts ----------------------------------------------------------------------
 
 
-@functools.cache
-def _manual() -> tuple[str, ...]:
-    """Sentences of Python's manual as every installation has it."""
-    found = []
-    for name in sorted(topics.topics):
-        for paragraph in topics.topics[name].split("\n\n"):
-            text = " ".join(paragraph.split())
-            for sentence in re.split(r"(?<=[.:]) ", text):
-                is_plain = re.fullmatch(r"[A-Z][\w ,;'()\"./-]+[.:]", sentence)
-                if is_plain and 8 <= sentence.count(" ") <= 40:
-                    found.append(sentence)
-    return tuple(found)
-
-
 def _filler(rng: random.Random) -> Iterator[str]:
     """Sentences of one origin, without end."""
     (origin,) = rng.choices(("story", "manual", "dull"), weights=(45, 45, 10))
     dull = rng.choice(words.DULL)
-    at = rng.randrange(len(_manual()))
+    found = manual.sentences()
+    at = rng.randrange(len(found))
     while True:
         if origin == "story":
             yield words.story(rng)
         elif origin == "dull":
             yield dull
         else:
-            yield _manual()[at % len(_manual())]
+            yield found[at % len(found)]
             at += 1
 
 

@@ -30,7 +30,7 @@ def is_finished(out: Path, identity: Mapping[str, Any]) -> bool:
         return False
     try:
         return bool(json.loads((out / RUN).read_text(encoding="utf-8")) == identity)
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
 
 
@@ -50,7 +50,7 @@ def check_same(out: Path, identity: Mapping[str, Any]) -> None:
         return
     try:
         earlier = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         raise UserError(f"cannot read {path}; use --fresh to start again") from None
     for name in sorted({*earlier, *identity}):
         if earlier.get(name) != identity.get(name):
@@ -104,7 +104,7 @@ def truncate_log(out: Path, step: int) -> list[dict[str, Any]]:
         for line in path.read_text(encoding="utf-8").splitlines():
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if record.get("step", 0) <= step:
                 records.append(record)

@@ -186,18 +186,19 @@ def regression(predicted: Tensor, label: Tensor, usable: Tensor) -> tuple[Tensor
     """LocRet's two terms: smooth L1 to the labels, and the mean square between neighbours.
 
     Args:
-        predicted: Predicted logits, `[..., T]`.
-        label: Labels, `[..., T]`.
-        usable: Which tokens have a label, bool `[..., T]`.
+        predicted: Predicted logits, `[B, L, H, T]`.
+        label: Labels, `[B, L, H, T]`.
+        usable: Which tokens have a label, bool `[B, L, H, T]`.
 
     Returns:
-        Both as means over usable tokens; two neighbours count if both are usable.
+        Means over usable tokens, the first over all layers; the second is summed over layers, as in
+        the authors' code. Two neighbours count if both are usable.
     """
     fit = F.smooth_l1_loss(predicted, label.masked_fill(~usable, 0.0), reduction="none")
     fit = (fit * usable).sum() / usable.sum().clamp(min=1)
     both = usable[..., 1:] & usable[..., :-1]
-    step = (predicted.diff(dim=-1) ** 2 * both).sum() / both.sum().clamp(min=1)
-    return fit, step
+    step = (predicted.diff(dim=-1) ** 2 * both).sum((0, 2, 3)) / both.sum((0, 2, 3)).clamp(min=1)
+    return fit, step.sum()
 
 
 def block_shares(query: Tensor, key: Tensor, block: int, scale: float) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from kvbench.engine.contract import check_keywords
+from kvbench.engine.driver import check_supported
 from kvbench.engine.models import (
     attention_modules,
     decoder_of,
@@ -66,13 +68,12 @@ def training_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The attention function: `query` `[B, H_q, T, d]` after RoPE, output `[B, T, H_q, d]`."""
+    check_keywords(module, kwargs)
     hooked = module.__dict__.get("_kvbench_training")
     if hooked is not None:
         running, index, hidden = hooked
         student: Student = running.student
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        if student.method.objective in ("distil", "compress") and kwargs.get("softcap") is not None:
-            raise UserError("attention with a soft cap on its logits cannot be gated")
         if running.memory is not None:
             out = running.memory.attend(index, query, key, value, running.valid, scale)
             return out.transpose(1, 2).contiguous(), None
@@ -102,6 +103,9 @@ class Student(nn.Module):
         method: Kind of the gates.
         settings: `checkpointing`, `kl`, `ntp`, `with_capacity`, `reverse_kl`, `capacity_weight`,
             `capacity_reduce`; and those of `capacity`, `gating` and `chunk` that the method has.
+
+    Raises:
+        UserError: The gates or kvbench's attention do not fit this model.
     """
 
     def __init__(
@@ -126,6 +130,7 @@ class Student(nn.Module):
                 f"{method.name} cannot be trained for this model: only {self._info.layers} of its "
                 f"{layers} layers have full attention"
             )
+        check_supported(model)
         decoder_of(model).set_attn_implementation(NAME)
         for index, module in attention_modules(model):
             module.register_forward_pre_hook(

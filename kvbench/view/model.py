@@ -13,7 +13,7 @@ class ModelInfo:
     """The model as a policy sees it.
 
     `output_weight(layer)` returns the output projection of a layer as `[H_q, d, d_model]`, one
-    slice per query head (a view of the model's weight in its own dtype, not a copy).
+    slice per query head (a copy in the weight's own dtype, made by every call).
     `project(layer, hidden)` projects hidden states `[B, n, d_model]` to queries, keys and values,
     before RoPE and before any query or key norm: `[B, n, (H_q + 2 H) d]`.
     `rotary(layer, position)` returns the cosines and sines by which RoPE turns queries and keys of

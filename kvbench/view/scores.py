@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvbench.errors import BudgetError
 from kvbench.view.shown import View
 
 
@@ -38,6 +39,56 @@ class Scores:
         """Turn a mask into classes."""
         if self.protect.dtype == torch.bool:
             self.protect = self.protect.to(torch.int8) * Scores.WINDOW
+
+
+def checked_scores(found: object, v: View) -> Scores:
+    """Check the type, dtype and shape of what a score has returned.
+
+    Args:
+        found: What it returned.
+        v: What it was shown.
+
+    Returns:
+        The scores; a plain tensor protects nothing.
+
+    Raises:
+        BudgetError: The scores are not a floating-point tensor `[B, H, n]`, or the protection
+            classes are neither bool nor int8.
+    """
+    if isinstance(found, Tensor):
+        check_floating("the score", found)
+        found = Scores(found, protect_nothing(v))
+    if not isinstance(found, Scores):
+        raise BudgetError(
+            f"the score returned {type(found).__name__}; return a float tensor [B, H, n] or Scores"
+        )
+    check_floating("the score", found.value)
+    if found.protect.dtype != torch.int8:
+        raise BudgetError(f"protect is {_kind(found.protect)}; return a bool or int8 tensor")
+    for name, x in (("scores", found.value), ("protect", found.protect)):
+        if x.shape != v.shape:
+            raise BudgetError(
+                f"the score returned {name} of shape {list(x.shape)}; return [B, H, n] "
+                f"{list(v.shape)}"
+            )
+    return found
+
+
+def check_floating(what: str, x: Tensor) -> None:
+    """Refuse numbers that are not floating-point: converting them would hide a mistake.
+
+    Raises:
+        BudgetError: They are complex, bool or integers.
+    """
+    if not x.is_floating_point():
+        how = ".abs()" if x.is_complex() else ".float()"
+        raise BudgetError(
+            f"{what} returned {_kind(x)}, not floating-point; convert it, for example with {how}"
+        )
+
+
+def _kind(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
 
 
 def protect_nothing(v: View) -> Tensor:

@@ -108,6 +108,10 @@ class View:
             return _repeated(self._alone.once(name, make), len(self._budget))
         return make(self) if self._share is None else self._share(name, partial(make, self))
 
+    def share(self, once: Callable[[Hashable, Callable[[], Tensor]], Tensor]) -> None:
+        """Let `once` decide what is made anew, given a name and what makes the tensor."""
+        self._share = once
+
     def for_budgets(self, budget: Tensor) -> View:
         """Show the only sequence of this view once for every budget, int64 `[B]`.
 
@@ -123,6 +127,11 @@ class View:
         }
         out._budget, out.read_budget, out._alone = budget, False, self
         return out
+
+    def tensors(self) -> list[tuple[object, Tensor]]:
+        """The tensors that nobody may change in place, by name or need: all but the extras."""
+        named = [(name, getattr(self, name)) for name in _BY_SEQUENCE]
+        return [*named, ("budget", self._budget), *self.obs.items()]
 
     @property
     def budget(self) -> Tensor:

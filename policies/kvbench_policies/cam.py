@@ -32,8 +32,10 @@ class ValueMerge(Merger):
     An evicted token `i` is merged with probability `min(1, a_i / mean a)`, where `a` is the
     accumulated attention (mean over the query heads of a KV head) and the mean is over the next
     `merge_span` tokens, kept or not; near the end of the sequence over those that exist. One draw
-    decides for all receivers. The draw is the view's noise at the evicted token, so it is the same
-    in every batch and for every budget.
+    decides for all receivers. In the authors' code, which evicts one token at every step, behind a
+    recent window, `a` is the attention of the newest token alone and the mean is over the whole
+    window behind the evicted token, not over `merge_span` tokens of it. The draw is the view's
+    noise at the evicted token, so it is the same in every batch and for every budget.
 
     The first cut of a cache merges all that it evicts. A later cut merges only tokens that came
     since the previous one (a cut that evicts nothing from the layer does not count). Kept values

@@ -115,8 +115,13 @@ class ByMass(Selector):
         mass: Share of the window's attention that stage 1 may secure.
         variant: `paper`, or `release` (the authors' code): the window's share of attention is read
             from the `window` tokens before the window, as one number per layer; and stage 1 is at
-            most `floor((n - w) b / n) - w` long for a head that holds `n` entries, `w` of them
-            protected, because the code takes the kept fraction of a length without the window.
+            most `k = (n - w) b / n - w`, rounded towards 0, long for a head that holds `n` entries,
+            `w` of them protected, because the code takes the kept fraction of a length without the
+            window. If `k` is negative (the budget hardly exceeds the window), the code slices with
+            it, so stage 1 is everything but the `-k` least attended entries. It gives them the
+            score of the window, more equals than the budget has room for; of these the window and
+            then the most attended ones stay here. With `allocate=global` that score is the largest
+            of each layer, so in the code they can lose against another layer's entries; not here.
         window: Number of observing queries, in tokens.
     """
 
@@ -160,8 +165,13 @@ class ByMass(Selector):
         limit = v.budget[:, None].expand_as(protected)
         if self.variant == "release":
             entries = v.valid.sum(-1)
-            limit = (entries - protected) * limit // entries.clamp(min=1)
-        first = torch.minimum(below.sum(-1), limit - protected)
+            # (n - w) b / n - w as one fraction, because it is rounded towards 0
+            part = (entries - protected) * limit - protected * entries
+            most = torch.div(part, entries.clamp(min=1), rounding_mode="trunc")
+            sliced = (unprotected.sum(-1) + most).clamp(min=0)
+            first = torch.where(most < 0, sliced, torch.minimum(below.sum(-1), most))
+        else:
+            first = torch.minimum(below.sum(-1), limit - protected)
         chosen = unprotected & (rank < first[..., None])
         classes = torch.where(chosen, Scores.CHOSEN, scores.protect)
         return Scores(torch.where(chosen, plain, scores.value), classes.to(torch.int8))

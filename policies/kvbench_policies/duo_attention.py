@@ -64,6 +64,10 @@ class Retrieval(Profiled):
         check_count("sinks", self.sinks, 0)
         check_count("recent", self.recent, 1)
 
+    def reserved(self, length: int) -> int:
+        """The sinks and the recent tokens."""
+        return self.sinks + self.recent
+
     def shares(self, model: ModelInfo, length: Tensor, budget: Tensor) -> Tensor:
         """Entries of every layer, int64 `[B, L]`, summing to `L * H * b`."""
         if bool(((budget <= self.sinks + self.recent) & (budget < length)).any()):

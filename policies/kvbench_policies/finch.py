@@ -31,11 +31,15 @@ class QuestionAttention(Score):
     question is protected. If the cache holds no question (moments `context` and `turns`, and later
     cuts), the last `window` tokens stand for it.
 
+    The authors' code computes these weights, too, and then overwrites what it has weighted: there
+    all queries count alike. kvpress weights with `q` instead of `q + 1`.
+
     Attributes:
         longest: Most queries that are used: the last ones of a longer question.
         window: Number of last tokens that stand for the question where there is none.
         variant: `paper`: every KV head on its own, as in kvpress; `release` (the authors' code):
-            summed over all heads of the layer, so that heads of equal shares keep the same tokens.
+            without the factor `q + 1`, summed over all heads of the layer, so that heads of equal
+            shares keep the same tokens.
     """
 
     name: ClassVar[str] = "question_attention"
@@ -50,6 +54,11 @@ class QuestionAttention(Score):
         check_count("window", self.window, 1)
 
     @property
+    def version(self) -> int:
+        """2 for `variant=release`, which had the factor `q + 1`."""
+        return 2 if self.variant == "release" else 1
+
+    @property
     def needs(self) -> frozenset[Need]:
         """The last queries."""
         return frozenset({Queries(self.longest)})
@@ -57,11 +66,13 @@ class QuestionAttention(Score):
     def score(self, v: View) -> Scores:
         """Score the entries of one layer, float32 `[B, H, n]`; 0 in the question."""
         size = min(v.asked or self.window, self.longest)
-        behind = torch.arange(size - 1, -1, -1, device=v.col.device)
-        seen = (v.length[:, None] - behind).clamp(min=0)[:, None, :, None]
-        value = v.grouped((v.window_attention(self.longest, size) * seen).mean(2))
+        attention = v.window_attention(self.longest, size)
         if self.variant == "release":
-            value = sum_over_holders(value, v.position, v.valid)
+            value = sum_over_holders(v.grouped(attention.mean(2)), v.position, v.valid)
+        else:
+            behind = torch.arange(size - 1, -1, -1, device=v.col.device)
+            seen = (v.length[:, None] - behind).clamp(min=0)[:, None, :, None]
+            value = v.grouped((attention * seen).mean(2))
         protect = protect_window(v, v.asked or size)
         return Scores(value.masked_fill(protect > 0, 0.0), protect)
 

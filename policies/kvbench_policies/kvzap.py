@@ -42,6 +42,10 @@ class PredictedReconstruction(Learned):
         """Check the range."""
         check_count("window", self.window, 0)
 
+    def reserved(self, length: int) -> int:
+        """The window."""
+        return self.window
+
     def score(self, v: View) -> Scores:
         """Score the entries of one layer, float32 `[B, H, n]`."""
         return Scores(self.learned(v), protect_window(v, self.window))

@@ -52,6 +52,11 @@ class LagRelative(Score):
         check_count("lag", self.lag, 1, "entries")
         check_count("sinks", self.sinks, 0)
 
+    def reserved(self, length: int) -> int:
+        """The sinks, the last full partition and what follows it."""
+        partitions = max(0, length - self.sinks) // self.lag
+        return length - max(0, partitions - 1) * self.lag
+
     def score(self, v: View) -> Scores:
         """Score the entries of one layer, float32 `[B, H, n]`; 0 where they are protected."""
         rest = v.valid & (v.position >= self.sinks)

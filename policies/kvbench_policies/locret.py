@@ -47,6 +47,10 @@ class PredictedLogit(Learned):
         """The local tokens, which are prefilled after the last cut."""
         return self.local
 
+    def reserved(self, length: int) -> int:
+        """The local tokens."""
+        return self.local
+
     def score(self, v: View) -> Scores:
         """Score the entries of one layer, float32 `[B, H, n]`."""
         protect = protect_window(v, max(0, self.local - v.coming))

@@ -25,6 +25,11 @@ class PageBound(Reader):
     paper has one query head per KV head, and reads everything in the first two layers on top of its
     budget; with `dense_layers=2` they do so here, and the other layers pay for it.
 
+    The page of the newest entry is read in any case, as by the kernels of the authors' code. They
+    count it as a whole page of the budget, of which at least two are read; here its entries count,
+    and what it leaves is part of one more page. In the code of the authors' accuracy experiments
+    this page competes like any other, and a query reads at least three.
+
     Attributes:
         page: Entries of a page.
         dense_layers: First layers in which a query reads all entries.

@@ -55,6 +55,10 @@ class LazyLayers(Allocator):
         check_count("recent", self.recent, 1)
         check_count("window", self.window, 1)
 
+    def reserved(self, length: int) -> int:
+        """The sinks and the recent tokens."""
+        return self.sinks + self.recent
+
     @property
     def needs(self) -> frozenset[Need]:
         """The last `window` queries."""

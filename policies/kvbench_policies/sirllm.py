@@ -7,7 +7,7 @@ decay. The paper uses 4 sinks and, depending on the task, a decay of 1, 0.9 or 0
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 
@@ -26,12 +26,16 @@ class TokenSurprisal(Score):
     Attributes:
         sinks: Number of first tokens that are protected.
         decay: Factor by which each later turn of the dialogue reduces a token's score.
+        variant: `paper`: the most surprising tokens besides the sinks; `release` (the authors'
+            code): of `b` entries, the `b - sinks` most surprising tokens, sinks included, and the
+            sinks; the room that sinks among the most surprising leave goes to the newest tokens.
     """
 
     name: ClassVar[str] = "surprisal"
     nonnegative: ClassVar[bool] = True
     sinks: int = 4
     decay: float = 1.0
+    variant: Literal["paper", "release"] = "paper"
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -52,7 +56,14 @@ class TokenSurprisal(Score):
         """Score the entries of one layer, float32 `[B, H, n]`."""
         value = v.obs[Surprisal()].float() * self.decay ** v.turns_ago.float()
         newest = (v.age == 0) & v.valid & (v.budget <= self.sinks)[:, None, None]
-        protect = torch.where(newest, Scores.NEWEST, protect_sinks(v, self.sinks))
+        protect = protect_sinks(v, self.sinks)
+        if self.variant == "release":
+            # Of equals the older one: the first token is as surprising as the most surprising.
+            order = value.masked_fill(~v.valid, -1.0).argsort(dim=-1, descending=True, stable=True)
+            chosen = v.valid & (order.argsort(-1) < (v.budget - self.sinks)[:, None, None])
+            protect = torch.where(chosen & (protect <= 0), Scores.CHOSEN, protect)
+            value = torch.where(chosen, value, v.position.float())
+        protect = torch.where(newest, Scores.NEWEST, protect)
         return Scores(value, protect.to(torch.int8))
 
 

@@ -39,6 +39,10 @@ class WindowAttention(WindowScore):
     pool: Literal["max", "avg"] = "max"
     group: Literal["mean", "max", "sum"] = "mean"
 
+    def reserved(self, length: int) -> int:
+        """The window."""
+        return self.window
+
     def score(self, v: View) -> Scores:
         """Score the entries of one layer, float32 `[B, H, n]`; 0 in the window."""
         attention = v.window_attention(self.window).mean(2)

@@ -10,11 +10,12 @@ import sys
 import zlib
 from pathlib import Path
 
-import pandas as pd
 import pytest
 
 from benchmarks.faults import journal, problems, workers_of
+from kvbench.runs.load import load_frames
 from kvbench.runs.runner import execute
+from kvbench.runs.store import RunStore
 from tests.kvbench.runs.small import small_grid
 
 
@@ -40,8 +41,9 @@ def lines(run: Path) -> list[bytes]:
 
 def test_a_copy_in_another_order_has_no_problem(run: Path, good: Path) -> None:
     rewrite(run, lines(run)[::-1])
-    samples = pd.read_parquet(run / "samples.parquet")
-    samples[::-1].to_parquet(run / "samples.parquet")
+    cells, samples = load_frames(run)
+    with RunStore(run) as store:
+        store.write(cells, samples[::-1])
     assert problems(run, good) == []
 
 
@@ -65,9 +67,10 @@ def test_another_response_is_seen_but_not_another_time(run: Path, good: Path) ->
 
 @pytest.mark.parametrize("name", ["cells", "samples"])
 def test_another_table_is_seen(run: Path, good: Path, name: str) -> None:
-    table = pd.read_parquet(run / f"{name}.parquet")
-    table.loc[0, "score"] += 0.5
-    table.to_parquet(run / f"{name}.parquet")
+    tables = dict(zip(("cells", "samples"), load_frames(run), strict=True))
+    tables[name].loc[0, "score"] += 0.5
+    with RunStore(run) as store:
+        store.write(**tables)
     assert problems(run, good) == [f"{name}.parquet differs"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,7 @@ from benchmarks.kvpress_rows import (
     spelled,
     spread,
 )
+from kvbench.plugin import Scores
 
 PAGE = Path(__file__).parents[2] / "docs" / "from-kvpress.md"
 KNORM = Row("KnormPress", "knorm")
@@ -173,14 +175,14 @@ def test_entries_that_kvpress_does_not_keep_are_a_difference(
     assert compare(Side(KNORM, case, 13, model, {"kept": fewer}), fewer).kind == "real"
 
 
-def test_a_reason_excuses_all_layers_but_a_first_one_that_must_agree(
+def test_a_reason_excuses_nothing_but_what_the_mended_press_does_otherwise(
     case: Case, model: LlamaForCausalLM
 ) -> None:
-    row = Row("KnormPress", "knorm", reason="why not", first_layer=True)
+    row = Row("KnormPress", "knorm", reason="why not")
     kept = ours(row, case, model)
-    for layer, kind in ((0, "real"), (1, "design")):
-        other = exchanged(kept, layer)
-        assert compare(Side(row, case, 13, model, {"kept": other}), other).kind == kind
+    other = exchanged(kept)
+    for mended, as_is, kind in ((kept, kept, ""), (kept, other, "design"), (other, other, "real")):
+        assert compare(Side(row, case, 13, model, {"kept": mended}), as_is).kind == kind
 
 
 def test_scores_that_are_the_same_make_a_tie_and_others_do_not(
@@ -223,9 +225,10 @@ def test_moved_keys_are_compared_with_ours_moved_alike(case: Case, model: LlamaF
     moved = compare(Side(row, case, 13, model, {"kept": kept, "keys": keys}), kept).moved
     assert moved is not None
     assert moved < 1e-6
-    wrong = compare(Side(row, case, 13, model, {"kept": kept, "keys": keys + 1}), kept).moved
-    assert wrong is not None
-    assert wrong > 0.1
+    wrong = compare(Side(row, case, 13, model, {"kept": kept, "keys": keys + 1}), kept)
+    assert wrong.moved is not None
+    assert wrong.moved > 0.1
+    assert wrong.kind == "real"
 
 
 def test_swapped_sees_heads_layers_the_cache_and_supersets() -> None:
@@ -247,6 +250,92 @@ def test_swapped_sees_heads_layers_the_cache_and_supersets() -> None:
     assert not swapped(kept, more, scores)
 
 
+# --- mutations ------------------------------------------------------------------------------------
+
+
+def stand_in(name: str, case: Case, model: Any, folder: Path) -> None:
+    """Write what kvpress would have written, had it kept and merged what kvbench does."""
+    row = ROWS[name]
+    out: dict[str, Any] = {"versions": np.array(["kvpress"]), "exported": np.array([], str)}
+    tokens = len(case["ids"])
+    for budget in budgets(row, case):
+        prefix = f"0/{name}/{budget}/"
+        theirs = {"kept": np.zeros((2, 2, tokens), bool)}
+        if row.merges:
+            theirs["merged"] = np.zeros((2, 2, tokens, 16), np.float32)
+        side = Side(row, case, budget, model, theirs)
+        kept = out[prefix + "kept"] = side.held(side.policy)
+        if row.counts:  # heads that keep differently many
+            theirs["kept"] = kept
+            kept = out[prefix + "kept"] = Side(row, case, budget, model, theirs).kept()
+        if row.merges:
+            side.kept()
+            merged = np.stack([side.stored[layer].numpy() for layer in (0, 1)])
+            out[prefix + "mended/merged"] = merged[:, :, : kept.shape[-1]]
+        if row.reason:
+            out[prefix + "mended/kept"] = kept
+            out[prefix + "kept"] = exchanged(kept)
+    np.savez(folder / "kvpress.npz", **out)
+    (folder / "cases.json").write_text(json.dumps([case | {"presses": [name]}]))
+
+
+def inverted(part: Any) -> Any:
+    """A score whose values are turned over, and whose protection is of the newest instead."""
+    original = type(part).score
+
+    def score(self: Any, v: Any) -> Scores:
+        found = original(self, v)
+        found = found if isinstance(found, Scores) else Scores(found, torch.zeros_like(v.col))
+        turned = torch.where(found.protect > 0, Scores.WINDOW - found.protect, found.protect)
+        return Scores(found.value.max() - found.value, turned.clamp(min=0).to(torch.int8))
+
+    return score
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_every_row_fails_when_its_policy_is_mutated(
+    name: str,
+    case: Case,
+    model: LlamaForCausalLM,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    policy = kvbench.policy(spelled(ROWS[name], case))
+    stand_in(name, case, model, tmp_path)
+    assert report(tmp_path, None) == 0, capsys.readouterr().out
+    if ROWS[name].unit == "entries":
+        monkeypatch.setattr(type(policy.score), "score", inverted(policy.score))
+    else:  # all heads and layers score alike: turn their order over
+        order = "laziness" if name == "simlayerkv" else "_worth"
+        original = getattr(type(policy.allocate), order)
+        monkeypatch.setattr(type(policy.allocate), order, lambda *x: -original(*x))
+    assert report(tmp_path, None) == 1
+    assert re.search(r"[1-9]\d* for real", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.merges])
+def test_a_merge_that_writes_something_else_fails(
+    name: str, case: Case, model: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    merger = kvbench.policy(spelled(ROWS[name], case)).merge
+    stand_in(name, case, model, tmp_path)
+    assert report(tmp_path, None) == 0
+    monkeypatch.setattr(
+        type(merger),
+        "merge",
+        lambda self, v, keep, state: (v.key, torch.full_like(v.value, 7.0)),
+    )
+    assert report(tmp_path, None) == 1
+
+
+def test_every_row_with_a_reason_has_a_mended_press() -> None:
+    presses = (PAGE.parents[1] / "benchmarks" / "kvpress_presses.py").read_text()
+    repairs = presses.split("repairs: dict")[1].split("return (repairs")[0]
+    named = set(re.findall(r'^        "([a-z_ ]+)": lambda', repairs, re.M))
+    assert named == {name for name, row in ROWS.items() if row.reason}
+
+
 # --- the tables -----------------------------------------------------------------------------------
 
 
@@ -255,10 +344,11 @@ def test_the_verdict_counts_and_gives_the_reason() -> None:
     assert verdict(KNORM, [Cell(10, 0, "", 0.0)]) == "0 of 10"
     assert verdict(reason, [Cell(10, 0, "", 0.0)]) == "0 of 10, although because"
     assert verdict(reason, [Cell(10, 0, "", 0.0), Cell(10, 1, "design", 0.0)]) == (
-        "1 of 20 (5.0%): because"
+        "1 of 20 (5.0%): because; with that mended, kvpress keeps the same"
     )
     assert verdict(KNORM, [Cell(10000, 1, "tie", 0.0)]) == "1 of 10000 (less than 0.1%): ties"
     assert "2e-07" in verdict(KNORM, [Cell(10, 0, "", 0.0, 2e-7)])
+    assert "differ by 3e-07" in verdict(KNORM, [Cell(10, 0, "", 0.0, merged=3e-7)])
 
 
 def test_the_markdown_has_a_line_for_every_press() -> None:

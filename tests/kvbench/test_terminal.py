@@ -117,6 +117,33 @@ def test_a_full_disk_is_an_error_of_stdout_and_not_of_stderr() -> None:
         assert subprocess.run([sys.executable, "-c", code], stderr=full).returncode == 0
 
 
+@pytest.mark.parametrize("closed", ["1", "2", "12", "012"])
+def test_a_stream_that_the_shell_has_closed_takes_no_file(tmp_path: Path, closed: str) -> None:
+    file = tmp_path / "a.txt"
+    code = (
+        "import os, sys; from kvbench.cli import call\n"
+        "import kvbench.cli.app as app\n"
+        "def shown(kind):\n"
+        f"    with open({str(file)!r}, 'w') as file:\n"
+        "        os.write(file.fileno(), b'kept')\n"
+        "        assert file.fileno() > 2\n"
+        "        print('shown')\n"
+        "app._call = lambda arguments: shown('x') or 0\n"
+        "sys.exit(call([]))\n"
+    )
+    redirections = " ".join(f"{number}>&-" for number in closed)
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$0" -c "$1" {redirections}', sys.executable, code],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == (1 if "1" in closed else 0), done.stderr
+    assert "Traceback" not in done.stderr
+    assert file.read_text() == "kept"
+    if closed == "1":
+        assert done.stderr == "kvbench: cannot write the output: Bad file descriptor\n"
+
+
 @pytest.mark.parametrize(
     ("encoding", "shown"),
     [

@@ -123,10 +123,14 @@ def first_stage(
     for h in range(layer.heads):
         own = slip if variant == "release" else sum(plain[h][i] for i in held[h])
         past = [i for i in range(layer.tokens) if i not in held[h]]
+        total = sum(plain[h][i] for i in past)
         most = b - len(held[h])
         if variant == "release":  # the kept fraction is taken of the length without the window
-            most = math.floor(Fraction(b, layer.tokens) * len(past)) - len(held[h])
-        total = sum(plain[h][i] for i in past)
+            most = int(Fraction(b, layer.tokens) * len(past) - len(held[h]))
+            if most < 0:  # used as the end of a slice
+                order = sorted(past, key=lambda i: (plain[h][i], i), reverse=True)[:most]
+                chosen.append({i: plain[h][i] / total for i in order})
+                continue
         taken: dict[int, float] = {}
         reached = 0.0
         for i in sorted(past, key=lambda i: (plain[h][i], i), reverse=True):
@@ -215,13 +219,20 @@ def sirllm(
     heads: int,
     decay: float = 1.0,
     sinks: int = 4,
+    variant: str = "paper",
 ) -> Kept:
-    """Surprisal with decay and sinks; sinks that leave no room make way for the last token."""
+    """Surprisal with decay and sinks; sinks that leave no room make way for the last token.
+
+    `release`: the largest of all, sinks or not, and the sinks; then tokens from the text's end.
+    """
     tokens = len(surprisal)
     worth = [x * decay**turns for x, turns in zip(surprisal, turns_ago, strict=True)]
     first = range(min(sinks, tokens))
     if b <= sinks:
         order = [tokens - 1, *(i for i in first if i != tokens - 1)]
+    elif variant == "release":
+        order = sorted({*sorted(range(tokens), key=lambda i: -worth[i])[: b - sinks], *first})
+        order += [i for i in reversed(range(tokens)) if i not in order]
     else:
         others = sorted(range(len(first), tokens), key=lambda i: (worth[i], i), reverse=True)
         order = [*first, *others]

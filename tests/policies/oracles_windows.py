@@ -148,7 +148,7 @@ def finch_score(layer: o.Layer, question: int, longest: int, release: bool) -> o
         for t in range(max(0, tokens - size), tokens):
             row = o.attention(layer, g, t)
             for i in range(tokens):
-                total[i] += (t + 1) * float(row[i]) / size
+                total[i] += (1 if release else t + 1) * float(row[i]) / size
         by_query_head.append(total)
     value = []
     for h in range(layer.heads):

@@ -42,6 +42,7 @@ ORACLES: dict[str, Oracle] = {
     "defensivekv": oa.defensivekv,
     "defensivekv:window=5": partial(oa.defensivekv, window=5),
     "defensivekv:window=1:mass=0.6:kernel=1": partial(oa.defensivekv, window=1, mass=0.6, kernel=1),
+    "defensivekv:variant=release": partial(oa.defensivekv, variant="release"),
     "defensivekv:window=7:kernel=3:variant=release": partial(
         oa.defensivekv, window=7, kernel=3, variant="release"
     ),
@@ -234,12 +235,15 @@ def test_heads_share_a_token_wherever_they_hold_it() -> None:
 
 @pytest.mark.parametrize("decay", [1.0, 0.9, 0.7, 0.0])
 @pytest.mark.parametrize("sinks", [4, 0, 2])
-def test_surprisal_with_turns_agrees_with_the_oracle(decay: float, sinks: int) -> None:
+@pytest.mark.parametrize("variant", ["paper", "release"])
+def test_surprisal_with_turns_agrees_with_the_oracle(
+    decay: float, sinks: int, variant: str
+) -> None:
     lengths = [63, 40, 3]
     case = random_case(lengths, layers=LAYERS, seed=8)
     column = torch.arange(63).flip(0)
     case.turns_ago = torch.stack([column // 20, column // 7, column // 2])
-    chosen = policy("sirllm", decay=decay, sinks=sinks)
+    chosen = policy("sirllm", decay=decay, sinks=sinks, variant=variant)
     for budget in [*budgets(lengths), [4, 5, 2], [3, 2, 3], [2, 3, 1]]:
         for r, t in enumerate(lengths):
             expected = oa.sirllm(
@@ -250,6 +254,7 @@ def test_surprisal_with_turns_agrees_with_the_oracle(decay: float, sinks: int) -
                 2,
                 decay,
                 sinks,
+                variant,
             )
             assert case.kept_tokens(chosen, budget, r) == expected, (budget, r)
 

@@ -303,12 +303,15 @@ def test_all_leaves_out_a_policy_without_gates(
         plan(Grid(policies=(name, "snapkv"), **place), said.append)
 
 
-def test_a_score_refuses_gates_of_the_other_sort(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["locret", "dbtrimkv"])
+def test_a_score_refuses_gates_of_another_policy(kind: str, tmp_path: Path) -> None:
     import kvbench
 
     model = llama(2)
-    found = policy("locret").stand_in(model_info(model), tmp_path)
+    found = policy(kind).stand_in(model_info(model), tmp_path)
     assert found.score is not None
     wrong = policy("trimkv", gates=found.score.parameters()["gates"])
-    with pytest.raises(UserError, match="are for locret; name gates for trimkv or dbtrimkv"):
+    with pytest.raises(UserError, match=f"are for {kind}; name gates for trimkv"):
         kvbench.kept(model, torch.arange(9)[None], wrong, "4")
+    with pytest.raises(UserError, match=f"are for {kind}; name gates for trimkv"):
+        wrong.fingerprint("any/model")  # when a run is planned

@@ -1,4 +1,4 @@
-"""The methods that prune visual tokens, each against a slow loop from its paper."""
+"""The methods that prune visual tokens, each against a slow loop from its paper or its code."""
 
 from __future__ import annotations
 
@@ -33,9 +33,15 @@ def tokens(count: int, keep: int, seed: int = 0, inside: bool = False) -> Visual
         image=torch.arange(count) // 4,
         salience=None if inside else draw(count).softmax(-1),
         patch_key=None if inside else draw(count, 10),
+        head_key=None if inside else draw(count, 5),
+        last_salience=None if inside else draw(count).softmax(-1),
+        last_key=None if inside else draw(count, 10),
         attention=draw(count).softmax(-1) if inside else None,
         key=draw(count, 16) if inside else None,
         text_key=draw(text, 16) if inside else None,
+        output=draw(count, 12) if inside else None,
+        text_output=draw(text, 12) if inside else None,
+        follows=torch.arange(text) >= 2 if inside else None,
     )
 
 
@@ -61,18 +67,29 @@ def fastv(t: VisualTokens) -> set[int]:
 
 
 def dart(t: VisualTokens) -> set[int]:
+    """The authors' rule: what layer K-1 puts out, and text pivots behind the last image."""
+    assert t.output is not None and t.text_output is not None and t.follows is not None
+    behind = [i for i, after in enumerate(t.follows.tolist()) if after]
+    return _dart(t, t.output, t.text_output, behind)
+
+
+def dart_paper(t: VisualTokens) -> set[int]:
+    return _dart(t, t.feature, t.text, list(range(len(t.text))))
+
+
+def _dart(t: VisualTokens, feature: Tensor, text: Tensor, among: list[int]) -> set[int]:
     assert t.key is not None and t.text_key is not None
     everyone = list(range(len(t.feature)))
     norms = [float(k.abs().sum()) for k in t.key]
     words = [float(k.abs().sum()) for k in t.text_key]
     pivots = sorted(largest(norms, min(4, t.keep), everyone))
     chosen = set(pivots)
-    rows = [t.feature[i] for i in pivots]
-    rows += [t.text[i] for i in sorted(largest(words, 4, list(range(len(words)))))]
+    rows = [feature[i] for i in pivots]
+    rows += [text[i] for i in sorted(largest(words, 4, among))]
     left = t.keep - len(chosen)
     for number, row in enumerate(rows):
         share = left // len(rows) + (1 if number < left % len(rows) else 0)
-        differs = [-cosine(row, feature) for feature in t.feature]
+        differs = [-cosine(row, one) for one in feature]
         chosen |= set(largest(differs, share, [i for i in everyone if i not in chosen]))
     return chosen
 
@@ -94,9 +111,9 @@ def divprune(t: VisualTokens) -> set[int]:
     return set(chosen)
 
 
-def cdpruner(t: VisualTokens) -> set[int]:
+def cdpruner(t: VisualTokens, sign: int) -> set[int]:
     """Greedy by the determinants themselves."""
-    relevance = [sum(cosine(f, x) for x in t.text) / len(t.text) for f in t.feature]
+    relevance = [sign * sum(cosine(f, x) for x in t.text) / len(t.text) for f in t.feature]
     low, high = min(relevance), max(relevance)
     r = [(x - low) / max(high - low, 1e-6) + 1e-6 for x in relevance]
     kernel = torch.tensor(
@@ -117,13 +134,13 @@ def cdpruner(t: VisualTokens) -> set[int]:
 
 
 @pytest.mark.parametrize(("count", "keep"), SIZES)
-@pytest.mark.parametrize("oracle", [fastv, dart, divprune])
-def test_a_method_keeps_what_its_paper_says(
+@pytest.mark.parametrize("oracle", [fastv, dart, dart_paper, divprune])
+def test_a_method_keeps_what_its_paper_or_its_code_says(
     oracle: Callable[[VisualTokens], set[int]], count: int, keep: int
 ) -> None:
     for seed in range(3):
         shown = tokens(count, keep, seed, inside=oracle is not divprune)
-        found = prune(oracle.__name__, shown)
+        found = prune(oracle.__name__.replace("_", ":variant="), shown)
         assert set(found.keep.nonzero().flatten().tolist()) == oracle(shown)
         assert found.feature is None
 
@@ -133,8 +150,9 @@ def test_cdpruner_is_greedy_in_the_determinant(count: int, keep: int) -> None:
     """With fewer tokens than dimensions, so that no determinant is 0."""
     for seed in range(3):
         shown = tokens(count, keep, seed)
-        found = prune("cdpruner", shown)
-        assert set(found.keep.nonzero().flatten().tolist()) == cdpruner(shown)
+        for relevant, sign in (("similar", 1), ("dissimilar", -1)):
+            found = prune(f"cdpruner:relevant={relevant}", shown)
+            assert set(found.keep.nonzero().flatten().tolist()) == cdpruner(shown, sign)
 
 
 def test_greedy_map_finds_the_best_pair_of_an_easy_kernel() -> None:
@@ -148,38 +166,77 @@ def test_greedy_map_finds_the_best_pair_of_an_easy_kernel() -> None:
     assert int(greedy_map(kernel, 4).sum()) == 4  # beyond the rank of the kernel
 
 
+def dominant_and_targets(t: VisualTokens) -> tuple[list[int], list[int], list[int]]:
+    """VisionZip's dominant tokens, its contextual ones, and the others."""
+    assert t.salience is not None
+    extra = min(int(0.15625 * t.keep), t.keep - 1)
+    dominant = largest(t.salience.tolist(), t.keep - extra, list(range(len(t.feature))))
+    rest = [i for i in range(len(t.feature)) if i not in dominant]
+    targets = rest[:: max(1, len(rest) // extra)][:extra] if extra and rest else []
+    return dominant, targets, [i for i in rest if i not in targets]
+
+
+@pytest.mark.parametrize("variant", ["release", "paper"])
 @pytest.mark.parametrize(("count", "keep"), SIZES)
-def test_visionzip_merges_what_is_not_dominant(count: int, keep: int) -> None:
+def test_visionzip_merges_what_is_not_dominant(count: int, keep: int, variant: str) -> None:
     for seed in range(3):
         t = tokens(count, keep, seed)
-        assert t.salience is not None and t.patch_key is not None
-        found = prune("visionzip", t)
-        extra = min(int(0.15625 * keep), keep - 1)
-        dominant = largest(t.salience.tolist(), keep - extra, list(range(count)))
-        rest = [i for i in range(count) if i not in dominant]
-        targets = rest[:: max(1, len(rest) // extra)][:extra] if extra and rest else []
+        found = prune(f"visionzip:variant={variant}", t)
+        dominant, targets, others = dominant_and_targets(t)
         assert set(found.keep.nonzero().flatten().tolist()) == {*dominant, *targets}
         if not targets:
             assert found.feature is None
             continue
-        groups = {i: [i] for i in targets}
-        for i in rest:
-            if i not in targets:
-                near = max(targets, key=lambda j: cosine(t.patch_key[i], t.patch_key[j]))  # type: ignore[index]
-                groups[near].append(i)
-        assert found.feature is not None
-        for i in range(count):
-            mean = t.feature[groups[i]].mean(0) if i in groups else t.feature[i]
-            if found.keep[i]:
-                assert torch.allclose(found.feature[i], mean, atol=1e-5)
+        key = t.head_key if variant == "release" else t.patch_key
+        assert key is not None and found.feature is not None
+        groups: dict[int, list[int]] = {i: [] for i in targets}
+        for i in others:
+            groups[max(targets, key=lambda j: cosine(key[i], key[j]))].append(i)
+        for i in dominant:
+            assert torch.equal(found.feature[i], t.feature[i])
+        for i, group in groups.items():
+            expected = t.feature[i]
+            if variant == "paper":
+                expected = t.feature[[i, *group]].mean(0)
+            elif group:
+                expected = t.feature[i] + t.feature[group].mean(0)
+            assert torch.allclose(found.feature[i], expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(("count", "keep"), SIZES)
-def test_prumerge_averages_neighbours_by_their_attention(count: int, keep: int) -> None:
+def test_prumerge_adds_neighbours_by_their_attention(count: int, keep: int) -> None:
+    """As the authors' code: the neighbours of a token are kept ones too, and one token is extra."""
+    for seed in range(3):
+        t = tokens(count, keep, seed)
+        assert t.last_salience is not None and t.last_key is not None
+        found = prune("prumerge:neighbours=3", t)
+        if keep == count:
+            assert found.feature is None and bool(found.keep.all())
+            continue
+        weight = t.last_salience.tolist()
+        best = largest(weight, max(1, keep - 1), list(range(count)))
+        rest = [i for i in range(count) if i not in best]
+        assert found.feature is not None
+        for i in best:
+            near = [cosine(t.last_key[i], t.last_key[j]) for j in range(count)]
+            group = largest(near, 3, [j for j in range(count) if j != i])
+            expected = t.feature[i] + sum(weight[j] * t.feature[j] for j in group)
+            assert torch.allclose(found.feature[i], expected, atol=1e-5)
+        extra = [rest[-1]] if keep > 1 else []
+        assert set(found.keep.nonzero().flatten().tolist()) == {*best, *extra}
+        for i in extra:
+            expected = torch.stack([weight[j] * t.feature[j] for j in rest]).sum(0)
+            assert torch.allclose(found.feature[i], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(("count", "keep"), SIZES)
+def test_prumerge_of_the_paper_averages_neighbours_by_their_attention(
+    count: int, keep: int
+) -> None:
     for seed in range(3):
         t = tokens(count, keep, seed)
         assert t.salience is not None and t.patch_key is not None
-        found = prune("prumerge:neighbours=3", t)
+        found = prune("prumerge:neighbours=3:variant=paper", t)
         kept = largest(t.salience.tolist(), keep, list(range(count)))
         assert set(found.keep.nonzero().flatten().tolist()) == set(kept)
         rest = [i for i in range(count) if i not in kept]

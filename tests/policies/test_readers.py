@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import kvbench
 from kvbench.engine.models import model_info
+from kvbench.engine.reading import read_entries
 from kvbench.errors import UserError
 from kvbench.plugin import Blocks, ModelInfo
 from kvbench_policies.gates import GateConfig, load, save
@@ -87,6 +89,25 @@ def test_quest_bounds_the_products_with_a_page(group: int, block: int, length: i
                 assert float(rating[h, n, k]) == pytest.approx(max(bounds), abs=1e-5)
                 product = (v.query[h, :, n] @ v.key[h, k].T).max()
                 assert float(rating[h, n, k]) >= float(product) - 1e-5
+
+
+@pytest.mark.parametrize(("page", "held"), [(4, 21), (4, 24), (16, 53)])
+def test_quest_reads_the_newest_page_and_the_best_others_as_the_authors_kernels_do(
+    page: int, held: int
+) -> None:
+    v = shown(2, page, held)
+    rating = PageBound(page=page).rate(v)
+    newest, last = (held - 1) // page, (held - 1) % page + 1
+    seen = torch.full((3,), held)
+    for pages in range(1, newest + 2):
+        entries = torch.full((3,), (pages - 1) * page + last)  # the newest page and `pages - 1`
+        read = read_entries(rating, seen, page, entries, held)
+        for h, n in np.ndindex(HEADS, 3):
+            others = sorted(range(newest), key=lambda k: -float(rating[h, n, k]))[: pages - 1]
+            expected = {i for i in range(held) if i // page in {newest, *others}}
+            assert set(read[h, n].nonzero()[:, 0].tolist()) == expected
+    docs = " ".join((PageBound.__doc__ or "").split())
+    assert "read in any case, as by the kernels of the authors' code" in docs
 
 
 @pytest.mark.parametrize("group", [1, 2, 4])

@@ -14,6 +14,9 @@ RAISED = {
     "d2o": {"select.important_recent": 2},
     "cam": {"merge.value": 2},
     "simlayerkv": {"score.recency": 2},
+    "dart": {"score.dart": 2},
+    "prumerge": {"score.prumerge": 2},
+    "visionzip": {"score.visionzip": 2},
     "duo_attention": {"score.sinks_recent": 2, "allocate.retrieval": 2},
 }
 VARIANTS = {
@@ -21,14 +24,19 @@ VARIANTS = {
     "defensivekv:variant=release": {"select.mass": 2},
     "layer_defensivekv:variant=release": {"select.mass": 2},
     "criticalkv:variant=release": {"select.two_stage": 2},
+    "finch:variant=release": {"score.question_attention": 2},
     "rkv:variant=release": {},
     "snapkv:select=two_stage": {},
+    "dart:variant=paper": {},
+    "prumerge:variant=paper": {},
+    "visionzip:variant=paper": {},
     "knorm:merge=value": {"merge.value": 2},
     "streaming_llm:sinks=1": {},
     "local:sinks=2": {"score.recency": 2},
     "roco:sinks=0": {},
     "d2o:sinks=1": {},
     "sirllm:sinks=0": {},
+    "sirllm:sinks=0:variant=release": {},
 }
 NAMES = [
     n

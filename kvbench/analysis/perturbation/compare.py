@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from kvbench.analysis.scopes import Row, names, scopes
-from kvbench.stats import FEW, Floats, bootstrap_weights, summary, wilson
+from kvbench.stats import FEW, Floats, resampled, summary, wilson
 
 TOLERANCE = 1e-5
 """Relative excess of l1 over a bound that counts as rounding, not as a violation."""
@@ -77,12 +77,11 @@ def compared(a: Floats, b: Floats, contexts: list[str]) -> Row:
     if len(ids) < FEW:
         lo, hi = wilson(won, len(ids))
     else:
-        weights = bootstrap_weights(len(ids))
-        drawn = np.array([_wins(*(weights[i] @ sums)).mean() for i in range(len(weights))])
+        drawn = resampled(lambda w: np.array([_wins(*(one @ sums)).mean() for one in w]), len(ids))
         # The share over heads is not a mean over contexts: near ties its draws lie to one side.
         lo, hi = np.quantile(drawn, [0.025, 0.975])
         lo, hi = min(float(lo), won), max(float(hi), won)
-        totals = weights @ sums.sum(2).T
+        totals = resampled(lambda w: w @ sums.sum(2).T, len(ids))
         ratios = [_ratio(x, y) for x, y in totals]
         if np.isfinite(ratios).all():
             low, high = (float(q) for q in np.quantile(ratios, [0.025, 0.975]))

@@ -22,6 +22,8 @@ from kvbench.analysis.perturbation.measure import Perturbed, Seen, value_norms
 from kvbench.analysis.perturbation.rows import Measured, Rows
 from kvbench.analysis.perturbation.stages import noting
 from kvbench.engine.cache import RaggedCache
+from kvbench.engine.decode import NOT_FINITE
+from kvbench.engine.draw import choose
 from kvbench.engine.driver import forward
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.models import attention_modules, full_layer_ids
@@ -246,7 +248,10 @@ class Probe:
         longer = prefix.fork()
         with self._outputs() as outputs:
             logits = longer.extend(self.bench.tensor(prompt.question_ids))
-        return longer, _stacked(outputs), int(logits.argmax(-1))
+        (token,) = choose(logits, [None], [0])
+        if token < 0:
+            raise UserError(NOT_FINITE)
+        return longer, _stacked(outputs), token
 
     def _before_question(self, prefix: Prefix, cell: Cell, asked: Sequence[Asked]) -> Prefix:
         """Compress a context for a cell and ask its questions; give a prefill that is whole."""

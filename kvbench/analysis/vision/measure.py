@@ -22,6 +22,7 @@ from kvbench.analysis.vision.options import MOST_HEADS, MOST_LAYERS, Options
 from kvbench.decoding import Thinking
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.decode import Row, end_tokens
+from kvbench.engine.draw import choose
 from kvbench.engine.driver import forward
 from kvbench.engine.models import full_layer_ids, model_info, visual_ids
 from kvbench.engine.prefix import Prefix
@@ -317,12 +318,15 @@ class _Follower:
                 if logits is None:
                     logits = forward(model, cache, self.bench.tensor(prompt.question_ids))
                     watch.step()
-                row.push(int(logits[0].argmax()))
+                row.push(*choose(logits, [None], [0]))
                 while not row.reason:
                     logits = forward(model, cache, self.bench.tensor(row.tokens[-1:]))
                     watch.step()
-                    row.push(int(logits[0].argmax()))
+                    row.push(*choose(logits, [None], [len(row.tokens)]))
         except PluginError as error:
             self.bench.fail(cell, str(error))
+            return None
+        if row.error:
+            self.bench.fail(cell, row.error)
             return None
         return Kept(cell, watch.trace(allowed), size, row.text())

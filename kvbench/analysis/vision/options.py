@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +64,7 @@ class Options:
                 values[name] = whole_or_all(name, values[name])
         return cls(**values)
 
-    def chosen(self, prompts: list[Prompt]) -> list[Prompt]:
+    def chosen(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """The prompts to look at, in their order."""
         first = [prompt for prompt in prompts if not prompt.repeat]
         if self.questions == "all":

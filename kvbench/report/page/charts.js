@@ -39,6 +39,7 @@ function told(row) {
   if (row.diff !== null)
     lines.push(`to full ${score(row.diff, row.unit, true)} ${interval(row.diff_lo, row.diff_hi, row.unit, true)}`);
   lines.push(`KV held ${percent(row.share)}, ${bytes(row.kv_bytes_live)}`);
+  if (holdsCodes) lines.push(`KV allocated ${percent(row.allocated_share)}`);
   if (readsFew) lines.push(`KV read ${percent(row.read_share)}, ${bytes(row.kv_bytes_read)}`);
   lines.push(`${row.samples} samples`);
   return lines.join("\n");

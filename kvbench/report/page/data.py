@@ -25,8 +25,8 @@ WITHIN = (0.5, 1.0, 2.0, 5.0, 10.0)
 """Points within which a reader can look for the cheapest setting, besides those asked for."""
 
 _NUMBERS = (
-    "share read_share kv_bytes_live kv_bytes_read kv_bytes_full score score_lo score_hi diff "
-    "diff_lo diff_hi prefill_s compress_s decode_s"
+    "share read_share allocated_share kv_bytes_live kv_bytes_read kv_bytes_full score score_lo "
+    "score_hi diff diff_lo diff_hi prefill_s compress_s decode_s"
 ).split()
 _HEAT = ["model", "task", "length", *CONFIG, "depth"]
 

@@ -131,6 +131,7 @@ function drawTable() {
     number("KV held", "share", percent),
     number("bytes held", "kv_bytes_live", bytes),
     ...(readsFew ? [number("KV read", "read_share", percent)] : []),
+    ...(holdsCodes ? [number("KV allocated", "allocated_share", percent)] : []),
     { title: "score", value: by("score"), kind: (row) => (row.error ? "bad" : ""), cell: (row) => (row.error ? element("span", { title: row.error }, "failed") : score(row.score, row.unit)) },
     { title: "95% interval", value: by("score_lo"), cell: (row) => interval(row.score_lo, row.score_hi, row.unit) },
     { title: "to full", value: by("diff"), kind: side, cell: (row) => (row.policy === "full" ? DASH : score(row.diff, row.unit, true)) },

@@ -29,6 +29,7 @@ const MEMORY = {
   read: { share: "read_share", bytes: "kv_bytes_read", label: "KV cache read per step" },
 };
 const readsFew = data.rows.some((row) => row.policy !== "full" && row.score !== null && row.kv_bytes_read < row.kv_bytes_live);
+const holdsCodes = data.rows.some((row) => /:(bits|key_channels)=/.test(row.policy));
 
 const shown = (row) => row.policy === "full" || (state.policies.has(row.policy) && state.budgets.has(row.budget));
 

@@ -48,9 +48,9 @@ def write_page(
         UserError: The page cannot be written.
     """
     path = folder / NAME
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"cannot write {path}: {folder} is a file, not a folder")
     try:
+        if folder.exists() and not folder.is_dir():
+            raise UserError(f"cannot write {path}: {folder} is a file, not a folder")
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise cannot("write", error.filename or folder, error) from None

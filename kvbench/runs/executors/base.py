@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from torch import nn
@@ -17,7 +18,7 @@ from kvbench.runs.dialogues import answer_dialogues
 from kvbench.runs.grid import Grid
 from kvbench.runs.planning import Stage
 from kvbench.runs.store import RunStore
-from kvbench.runs.worker import Outlet, Worker
+from kvbench.runs.worker import Outlet, Worker, model_of
 
 
 class Unfinished(NamedTuple):
@@ -60,6 +61,7 @@ def worker_of(
         stage.vision,
         grid.cache_memory,
         grid.prefill_batch,
+        partial(model_of, stage, grid),
     )
 
 

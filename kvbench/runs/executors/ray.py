@@ -32,6 +32,12 @@ ADDRESS = "RAY_ADDRESS"
 _PASSED_ON = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_HUB_OFFLINE", "KVBENCH_CACHE")
 """Variables that the workers of a cluster need as the driver has them. None of them is a secret."""
 
+_ANSWER_S = 10
+_FRAME, _SETTINGS = 9, 4
+_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, _SETTINGS, 0, 0, 0, 0, 0])
+"""Begins a connection of HTTP/2, on which gRPC and so Ray is built, with an empty frame of settings
+(RFC 9113, 3.4 and 6.5); the server's first frame has its settings, too."""
+
 _STORE_BYTES = 80_000_000
 """Ray's shared memory on this machine; responses are small."""
 
@@ -131,14 +137,28 @@ def _connected(ray: Any, grid: Grid, reporter: Reporter) -> Iterator[str]:
 
 
 def _check_port(address: str) -> None:
-    """Refuse a `HOST:PORT` that nobody listens at: Ray would try for minutes.
+    """Refuse a `HOST:PORT` where nobody listens, or something other than Ray: it would try for
+    minutes, or for ever.
 
     Raises:
-        OSError: There is no connection.
+        OSError: There is no connection, or no gRPC server within `_ANSWER_S` seconds.
+        ValueError: The port is out of range.
     """
     host, _, port = address.rpartition(":")
-    if host and port.isdecimal():
-        socket.create_connection((host, int(port)), timeout=10).close()
+    if not host or not port.isdecimal():
+        return
+    if len(port) > 5 or not 0 < int(port) < 1 << 16:
+        raise ValueError("a port is a number from 1 to 65535")
+    with socket.create_connection((host, int(port)), timeout=_ANSWER_S) as connection:
+        if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
+            return
+        try:
+            connection.sendall(_HELLO)
+            frame = connection.makefile("rb").read(_FRAME)
+        except OSError:
+            frame = b""
+    if len(frame) < _FRAME or frame[3] != _SETTINGS:
+        raise OSError("what listens there is not Ray")
 
 
 def _room(ray: Any, needs: _Needs) -> int:

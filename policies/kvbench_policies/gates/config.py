@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, Self, get_args
 
 from kvbench import __version__
-from kvbench.errors import UserError
+from kvbench.errors import UserError, quoted
 from kvbench.plugin import ModelInfo
 
 Kind = Literal["trimkv", "dbtrimkv", "locret", "kvzap", "seerattn_r"]
@@ -73,7 +73,7 @@ class LearnedConfig:
             )
         for name in ("base_model", "base_revision", "kvbench"):
             if not isinstance(getattr(self, name), str):
-                raise UserError(f"{name}={getattr(self, name)!r} is invalid; use text")
+                raise UserError(f"{name}={quoted(getattr(self, name))} is invalid; use text")
         if not isinstance(self.training, dict):
             raise UserError("training is not a JSON object")
 
@@ -235,13 +235,13 @@ def parse(text: str) -> dict[str, Any]:
     """
     try:
         content = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise UserError("it is not JSON") from None
     if not isinstance(content, dict):
         raise UserError("it is not a JSON object")
     version = content.pop("format", None)
     if version != FORMAT:
-        raise UserError(f"its format is {version!r}, but this kvbench reads {FORMAT}")
+        raise UserError(f"its format is {quoted(version)}, but this kvbench reads {FORMAT}")
     return content
 
 

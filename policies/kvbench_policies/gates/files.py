@@ -178,9 +178,14 @@ def find(model: str, kind: str, gates: str | None = None) -> Path:
         A folder that holds gates.
 
     Raises:
-        UserError: There are none; the message names the command that trains them.
+        UserError: There are none (the message names the command that trains them), or they were
+            trained for another policy.
     """
-    return GATES.find(model, (kind,), gates)
+    folder = GATES.find(model, (kind,), gates)
+    trained = read_config(folder / CONFIG).kind
+    if trained != kind:
+        raise UserError(f"the gates in {folder} are for {trained}; name gates for {kind}")
+    return folder
 
 
 def fingerprint(model: str, kind: str, gates: str | None = None) -> str:

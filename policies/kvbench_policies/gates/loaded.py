@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from kvbench.errors import UserError
+from kvbench.files import state_of
 from kvbench.plugin import ModelInfo
 from kvbench_policies.gates.config import KINDS, GateConfig
 from kvbench_policies.gates.convolutions import ConvolutionConfig
@@ -35,29 +35,12 @@ def loaded(
     if held is not None and not anew and not held[1].config.mismatch(model):
         return held[1]
     folder = find(model.name, kind, gates)
-    state = tuple(
-        (folder / n).stat().st_mtime_ns for n in (CONFIG, WEIGHTS) if (folder / n).exists()
-    )
+    state = tuple(state_of(folder / n) for n in (CONFIG, WEIGHTS) if (folder / n).exists())
     changed = (folder, state)
     if held is None or held[0] != changed or held[1].config.mismatch(model):
-        held = (changed, _load(folder, kind, model).to(device))
+        held = (changed, load(folder, model).to(device))
         _cache[key] = held
     return held[1]
-
-
-def _load(folder: Path, kind: str, model: ModelInfo) -> Gates:
-    """Load the gates of a folder; those of one sort do not serve policies of another."""
-    gates = load(folder, model)
-    wanted = next(sort for sort in _SORTS if kind in sort)
-    if gates.config.kind not in wanted:
-        raise UserError(
-            f"the gates in {folder} are for {gates.config.kind}; name gates for "
-            f"{' or '.join(wanted)}"
-        )
-    return gates
-
-
-_SORTS = (("trimkv", "dbtrimkv"), ("locret",), ("kvzap",), ("lococo",), ("seerattn_r",))
 
 
 def random_gates(kind: str, model: ModelInfo, folder: Path) -> Path:

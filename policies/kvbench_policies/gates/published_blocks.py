@@ -58,7 +58,7 @@ def read_settings(source: str | Path) -> dict[str, Any]:
         raise UserError(
             f"cannot read {path}: {error.strerror}; it says how many tokens a block has"
         ) from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise UserError(f"{path} is not JSON") from None
     if not isinstance(found, dict) or "seerattn_gate_block_size" not in found:
         raise UserError(f"{path} has no seerattn_gate_block_size; it is not SeerAttention's")

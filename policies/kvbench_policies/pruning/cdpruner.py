@@ -9,7 +9,7 @@ tokens, both as the language model is given them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -27,9 +27,13 @@ class CDPruner(PrunesVisual):
 
     `S` is the cosine similarity of visual tokens. `r` is the mean cosine similarity of a visual
     token with the text tokens, scaled to run from 0 to 1 over the tokens of the prompt.
+
+    Attributes:
+        relevant: Tokens that are `similar` to the text, or `dissimilar`: minus the similarity.
     """
 
     name: ClassVar[str] = "cdpruner"
+    relevant: Literal["similar", "dissimilar"] = "similar"
 
     @property
     def prunes(self) -> int:
@@ -39,6 +43,8 @@ class CDPruner(PrunesVisual):
     def prune(self, tokens: VisualTokens) -> Pruned:
         """Choose the tokens one by one."""
         relevance = similarity(tokens.feature, tokens.text).mean(-1)
+        if self.relevant == "dissimilar":
+            relevance = -relevance
         low, high = relevance.min(), relevance.max()
         scaled = (relevance - low) / (high - low).clamp(min=_TINY) + _TINY
         kernel = scaled[:, None] * similarity(tokens.feature, tokens.feature) * scaled[None]

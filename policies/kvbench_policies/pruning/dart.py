@@ -1,7 +1,8 @@
 """DART: visual tokens that repeat a few pivots are dropped in layer K.
 
 Wen et al.: Stop Looking for Important Tokens in Multimodal Language Models: Duplication Matters
-More, arXiv 2502.11494, section 4. The pivots are the tokens with the largest L1 norm of their keys,
+More, arXiv 2502.11494, section 4, and the authors' code (https://github.com/ZichenWen1/DART), known
+here from works that contain it. The pivots are the tokens with the largest L1 norm of their keys,
 some visual and some text, and each pivot keeps the visual tokens that are least similar to it. As
 with `fastv`, dropped tokens leave the first K layers after the prefill.
 """
@@ -9,7 +10,7 @@ with `fastv`, dropped tokens leave the first K layers after the prefill.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 
@@ -23,25 +24,35 @@ from kvbench_policies.ranges import check_count
 class Dart(PrunesVisual):
     """Pivots, and for each the least similar visual tokens that no pivot before it has chosen.
 
-    Similarity is the cosine of hidden states that enter the layer before the pruning. The tokens
-    beside the visual pivots are divided evenly among all pivots, the first ones getting the rest.
+    Similarity is the cosine of what layer K-1 puts out, after the final norm of the model, and text
+    pivots come after the last image. The tokens beside the visual pivots are divided evenly among
+    all pivots in the order of the prompt, the first ones getting the rest; the release leaves the
+    rest out, and its order is that of a Python set.
 
     Attributes:
         layer: The first layer without the dropped tokens, K.
         visual_pivots: Visual tokens that are pivots; they stay.
         text_pivots: Text tokens that are pivots.
+        variant: `release` (the authors' code), or `paper`, which does not say which hidden states
+            it compares: those that enter the attention of layer K-1, with text pivots anywhere.
     """
 
     name: ClassVar[str] = "dart"
     layer: int = 2
     visual_pivots: int = 4
     text_pivots: int = 4
+    variant: Literal["release", "paper"] = "release"
 
     def __post_init__(self) -> None:
         """Check the ranges."""
         check_count("layer", self.layer, 1)
         check_count("visual_pivots", self.visual_pivots, 1)
         check_count("text_pivots", self.text_pivots, 0)
+
+    @property
+    def version(self) -> int:
+        """2 for `variant=release`: the first version was `variant=paper`."""
+        return 2 if self.variant == "release" else 1
 
     @property
     def prunes(self) -> int:
@@ -52,9 +63,14 @@ class Dart(PrunesVisual):
         """Keep the visual pivots and what differs most from every pivot."""
         assert tokens.key is not None and tokens.text_key is not None
         keep = top(tokens.key.float().norm(p=1, dim=-1), min(self.visual_pivots, tokens.keep))
-        words = top(tokens.text_key.float().norm(p=1, dim=-1), self.text_pivots)
-        pivots = torch.cat([tokens.feature[keep], tokens.text[words]])
-        near = similarity(pivots, tokens.feature)
+        feature, text, text_key = tokens.feature, tokens.text, tokens.text_key
+        if self.variant == "release":
+            assert tokens.output is not None and tokens.text_output is not None
+            assert tokens.follows is not None
+            feature = tokens.output
+            text, text_key = tokens.text_output[tokens.follows], text_key[tokens.follows]
+        words = top(text_key.float().norm(p=1, dim=-1), self.text_pivots)
+        near = similarity(torch.cat([feature[keep], text[words]]), feature)
         left = tokens.keep - int(keep.sum())
         for i, row in enumerate(near):
             share = left // len(near) + (i < left % len(near))
@@ -68,7 +84,7 @@ DART = Policy(
     allocate=Uniform(),
     select=TopK(),
     summary="from layer 2 on, all text and the visual tokens least similar to 8 pivots",
-    paper="arXiv 2502.11494, section 4",
+    paper="arXiv 2502.11494, section 4; by default as the authors' code",
     cost="time O(pivots V d_model) per prompt; a prefill of its own",
     group="pruning",
 )

@@ -1,14 +1,15 @@
 """VisionZip: visual tokens with much attention in the vision tower, and merged others.
 
 Yang et al.: VisionZip: Longer is Better but Not Necessary in Vision Language Models, CVPR 2025,
-arXiv 2412.04467, section 3.2. The paper merges before the projector; here what is merged is what
-the language model is given.
+arXiv 2412.04467, section 3.2, and the authors' code (https://github.com/dvlab-research/VisionZip).
+They merge before the projector; here what is merged is what the language model is given. They keep
+the class token too, which the language model of LLaVA is not given here.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 
@@ -23,19 +24,28 @@ class VisionZip(PrunesVisual):
     """Dominant tokens by the tower's attention; the others merge into contextual tokens.
 
     Contextual tokens are taken at equal steps from the tokens that are not dominant. Each of the
-    rest merges into the one with the most similar key, as their mean.
+    rest goes to the one with the most similar key, and the mean of what goes to a contextual token
+    is added to it. The keys are means over heads.
 
     Attributes:
         contextual: Share of the kept tokens that are contextual; the paper keeps 10 of 64.
+        variant: `release` (the authors' code), or `paper`: a contextual token becomes the mean of
+            itself and what goes to it, and keys have all heads side by side.
     """
 
     name: ClassVar[str] = "visionzip"
     reads_tower: ClassVar[bool] = True
     contextual: float = 0.15625
+    variant: Literal["release", "paper"] = "release"
 
     def __post_init__(self) -> None:
         """Check the range."""
         check_share("contextual", self.contextual)
+
+    @property
+    def version(self) -> int:
+        """2 for `variant=release`: the first version was `variant=paper`."""
+        return 2 if self.variant == "release" else 1
 
     @property
     def prunes(self) -> int:
@@ -44,7 +54,9 @@ class VisionZip(PrunesVisual):
 
     def prune(self, tokens: VisualTokens) -> Pruned:
         """Keep the dominant tokens and merge the rest."""
-        assert tokens.salience is not None and tokens.patch_key is not None
+        released = self.variant == "release"
+        key = tokens.head_key if released else tokens.patch_key
+        assert tokens.salience is not None and key is not None
         extra = min(int(self.contextual * tokens.keep), tokens.keep - 1)
         keep = top(tokens.salience, tokens.keep - extra)
         rest = (~keep).nonzero().flatten()
@@ -55,11 +67,14 @@ class VisionZip(PrunesVisual):
         others = (~keep).nonzero().flatten()
         feature = tokens.feature.float().clone()
         if len(others):
-            nearest = similarity(tokens.patch_key[others], tokens.patch_key[target]).argmax(-1)
-            weight = torch.ones(len(target), device=feature.device)
-            weight.index_add_(0, nearest, torch.ones(len(others), device=feature.device))
-            total = feature[target].index_add(0, nearest, feature[others])
-            feature[target] = total / weight[:, None]
+            nearest = similarity(key[others], key[target]).argmax(-1)
+            ones = torch.ones(len(others), device=feature.device)
+            count = torch.zeros(len(target), device=feature.device).index_add(0, nearest, ones)
+            total = torch.zeros_like(feature[target]).index_add(0, nearest, feature[others])
+            if released:
+                feature[target] += total / count.clamp(min=1)[:, None]
+            else:
+                feature[target] = (feature[target] + total) / (count + 1)[:, None]
         return Pruned(keep, feature)
 
 
@@ -68,8 +83,8 @@ VISIONZIP = Policy(
     score=VisionZip(),
     allocate=Uniform(),
     select=TopK(),
-    summary="all text, visual tokens that the vision tower attends to, and means of the others",
-    paper="arXiv 2412.04467, section 3.2",
+    summary="all text, visual tokens that the vision tower attends to, and the others in sums",
+    paper="arXiv 2412.04467, section 3.2; by default as the authors' code",
     cost="one layer's attention in the vision tower per prompt; a prefill of its own",
     group="pruning",
 )

@@ -99,7 +99,8 @@ class Verifier:
             self.close()
             raise UserError(
                 "math-verify, which compares the answers, does not start: "
-                f"{said or 'it does not respond'}; try `pip install 'math-verify[antlr4_11_0]'`"
+                f"{said or 'it does not respond'}; try `pip install math-verify "
+                "antlr4-python3-runtime==4.11.0`"
             )
         return process
 

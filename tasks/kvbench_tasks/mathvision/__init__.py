@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,23 @@ from kvbench.data.sources import rows
 
 COLUMNS = ("id", "question", "options", "decoded_image", "answer", "level", "subject")
 
-SOURCES = {
-    f"mathvision_{split}": Source("MathLLMs/MathVision", split=split, columns=COLUMNS)
-    for split in ("test", "testmini")
-}
+
+def _sources(prefix: str) -> dict[str, Source]:
+    return {
+        prefix + split: Source("MathLLMs/MathVision", split=split, columns=COLUMNS)
+        for split in ("test", "testmini")
+    }
+
+
+SOURCES = _sources("mathvision_")
+_LMMS_EVAL = _sources("mathvision_lmms_eval_")
 
 
 def docs(leaf: str, *, cache_dir: Path, samples: int, **_: Any) -> list[Doc]:
     """See `Benchmark.docs`."""
     return [
         {**row, "extra": {"subject": row["subject"], "level": int(row["level"])}}
-        for row in rows(SOURCES[leaf], cache_dir, samples)
+        for row in rows({**SOURCES, **_LMMS_EVAL}[leaf], cache_dir, samples)
     ]
 
 
@@ -29,7 +36,7 @@ BENCHMARK = Benchmark(
     leaves=tuple(SOURCES),
     docs=docs,
     yaml=Path(__file__).parent,
-    version="1",
+    version="2",
     summary="Problems of mathematics competitions with a drawing, in 16 subjects and 5 levels",
     source="https://github.com/mathllm/MATH-V (arXiv:2402.14804), asked as lmms-eval does",
     licence="MIT",
@@ -39,4 +46,14 @@ BENCHMARK = Benchmark(
     media=("image",),
     sized=False,
     lexicons=("natural",),
+)
+
+LMMS_EVAL = replace(
+    BENCHMARK,
+    name="mathvision_lmms_eval",
+    leaves=tuple(_LMMS_EVAL),
+    version="1",
+    summary="MATH-Vision, scored by lmms-eval, which marks surds and multiples of pi as wrong",
+    source="https://github.com/mathllm/MATH-V (arXiv:2402.14804), as lmms-eval has it",
+    sources={leaf: (source,) for leaf, source in _LMMS_EVAL.items()},
 )

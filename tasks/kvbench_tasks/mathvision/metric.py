@@ -1,6 +1,7 @@
-"""lmms-eval's scorer of MATH-Vision, with its comparison of expressions in a process of its own.
+"""MATH-Vision's scorer: answers are found as the authors and lmms-eval do, and then compared.
 
-The comparison evaluates what the response says, and a power of large integers may never end.
+Both comparisons run in a process of their own: they evaluate what the response says, and a power of
+large integers may never end.
 """
 
 from __future__ import annotations
@@ -14,21 +15,37 @@ from kvbench.benchmark import Doc
 from kvbench_tasks.maths.verifier import Verifier
 
 
-def _comparison() -> Path:
+def _official() -> Path:
+    return Path(__file__).parent / "equal.py"
+
+
+def _lmms_eval() -> Path:
     spec = importlib.util.find_spec("lmms_eval")
     assert spec is not None
     assert spec.submodule_search_locations is not None
     return Path(spec.submodule_search_locations[0], "tasks", "mathvision", "eval_utils.py")
 
 
-EQUAL = Verifier(function=_comparison)
+EQUAL = Verifier(function=_official)
+LMMS_EQUAL = Verifier(function=_lmms_eval)
 atexit.register(EQUAL.close)
+atexit.register(LMMS_EQUAL.close)
 
 
 def process_results(doc: Doc, results: list[str]) -> dict[str, Any]:
+    """Score a response as the authors' evaluation does; called by lmms-eval."""
+    return _scored(EQUAL, doc, results)
+
+
+def process_results_lmms_eval(doc: Doc, results: list[str]) -> dict[str, Any]:
     """Score a response as lmms-eval does; called by it."""
+    return _scored(LMMS_EQUAL, doc, results)
+
+
+def _scored(equal: Verifier, doc: Doc, results: list[str]) -> dict[str, Any]:
+    # lmms-eval finds the answer in a response exactly as the authors do.
     from lmms_eval.tasks.mathvision import utils
 
-    utils.is_equal = EQUAL
+    utils.is_equal = equal
     found: dict[str, Any] = utils.mathvision_process_results(doc, results)
     return found

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 from kvbench.benchmark import Benchmark, Doc, Source
 from kvbench.data.sources import rows
-from kvbench_tasks.mmdu.dialogues import dialogue
+from kvbench.errors import UserError
+from kvbench_tasks.mmdu.dialogues import WrongImages, dialogue
 from kvbench_tasks.mmdu.metric import ask
 
 DIALOGUES = Source("laolao77/MMDU", file="benchmark.json", columns=("id", "image", "conversations"))
@@ -15,9 +17,21 @@ IMAGES = Source("laolao77/MMDU", file="mmdu_pics.zip:*mmdu_pics/*")
 
 
 def docs(leaf: str, *, cache_dir: Path, **_: Any) -> list[Doc]:
-    """See `Benchmark.docs`."""
+    """See `Benchmark.docs`. A dialogue that does not fit its images is left out with a warning.
+
+    Raises:
+        UserError: No dialogue is left, or one has another fault.
+    """
     images = {row["path"].rpartition("/")[2]: row for row in rows(IMAGES, cache_dir)}
-    return [dialogue(row, images) for row in rows(DIALOGUES, cache_dir)]
+    found = []
+    for row in rows(DIALOGUES, cache_dir):
+        try:
+            found.append(dialogue(row, images))
+        except WrongImages as wrong:
+            warnings.warn(f"{wrong}; it is left out", stacklevel=2)
+    if not found:
+        raise UserError("MMDU: no dialogue fits its images; fetch the data again")
+    return found
 
 
 BENCHMARK = Benchmark(

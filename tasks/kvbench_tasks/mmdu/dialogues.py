@@ -10,6 +10,11 @@ from kvbench.errors import UserError
 
 HERE = "<ImageHere>"
 
+
+class WrongImages(UserError):
+    """A dialogue has another number of places than of images."""
+
+
 _LIMIT = 1024
 """New tokens of an answer; the authors leave it to each model's default."""
 
@@ -23,7 +28,8 @@ def dialogue(row: Mapping[str, Any], images: Mapping[str, Mapping[str, Any]]) ->
         images: Encoded images by file name.
 
     Raises:
-        UserError: An image is missing, or the messages do not match the images.
+        WrongImages: The messages do not match the images.
+        UserError: An image is missing, or user and assistant do not take turns.
     """
     said = [(part["from"], part["value"]) for part in row["conversations"]]
     asked, answered = said[::2], said[1::2]
@@ -32,7 +38,7 @@ def dialogue(row: Mapping[str, Any], images: Mapping[str, Mapping[str, Any]]) ->
     if roles != ({"user"}, {"assistant"}) or len(asked) != len(answered):
         raise UserError(f"MMDU, dialogue {row['id']}: user and assistant do not take turns")
     if (count := sum(text.count(HERE) for _, text in asked)) != len(names):
-        raise UserError(f"MMDU, dialogue {row['id']}: {count} places for {len(names)} images")
+        raise WrongImages(f"MMDU, dialogue {row['id']}: {count} places for {len(names)} images")
     if missing := [name for name in names if name not in images]:
         raise UserError(f"MMDU, dialogue {row['id']}: there is no image {missing[0]}")
     left = iter(names)

@@ -94,6 +94,10 @@ class Lexicon(ABC):
     def dialogue(self, turns: int, facts: int) -> list[Plan]:
         """Turns with so many new facts each; each asks for a fact that no other turn asks for."""
 
+    @abstractmethod
+    def fact(self) -> list[Plan]:
+        """One fact, told and asked for in another form than those of `niah`."""
+
 
 def asked_facts(rng: random.Random, turns: int, facts: int) -> list[int]:
     """Draw the fact that each turn asks for: one that is told by then and was not asked before.

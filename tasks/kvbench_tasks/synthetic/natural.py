@@ -13,7 +13,8 @@ from importlib.resources import files
 from itertools import cycle, pairwise
 from typing import Any
 
-from kvbench_tasks.synthetic import natural_long, ruler_words
+from kvbench.data import manual
+from kvbench_tasks.synthetic import natural_facts, natural_long, ruler_words
 from kvbench_tasks.synthetic.fitting import Doc, Plan, largest, scatter, shuffle
 from kvbench_tasks.synthetic.lexicon import Lexicon, Niah, Tokens
 from kvbench_tasks.synthetic.words import prose, words_of
@@ -198,6 +199,11 @@ class NaturalLexicon(Lexicon):
     def dialogue(self, turns: int, facts: int) -> list[Plan]:
         """A dialogue in which codes are told and asked for; see `natural_long`."""
         return natural_long.dialogue(self.streams, turns, facts)
+
+    def fact(self) -> list[Plan]:
+        """A fact about a person in Python's manual; see `natural_facts`."""
+        self.uses(f"manual-{manual.digest()}")
+        return natural_facts.fact(self.streams)
 
     # --- needles ----------------------------------------------------------------------------------
 

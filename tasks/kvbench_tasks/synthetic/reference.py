@@ -22,6 +22,7 @@ _TOP = 3
 _ITEMS = 32
 _COPIED = 80
 _HOPS = 24
+_FACT = 4
 _FRAME = {"user": f"{grammar.turn([])[0]} ", "assistant": " ", "end": f" {grammar.STOP} "}
 
 
@@ -241,6 +242,20 @@ class ReferenceLexicon(Lexicon):
             return Plan(build)
 
         return [plan(count) for count in range(turns, 1, -1)]
+
+    def fact(self) -> list[Plan]:
+        """A passage `begin a b c d end` of words that are nowhere else; `<q> copy` asks for it."""
+        words = self._reserve(_FACT)
+        filler, depth = self._filler("essay"), self.streams["depth"].random()
+        passage = _text(grammar.passage(words))
+
+        def build(n: int) -> Doc:
+            pieces = scatter(filler(n), [(depth, passage)])
+            answer = grammar.answer_words(words)
+            doc = self._doc(pieces, grammar.ask_copy(), [_text(words)], answer)
+            return {**doc, "extra": {"needle": passage}}
+
+        return [Plan(build)]
 
     # --- words ------------------------------------------------------------------------------------
 

@@ -116,6 +116,12 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
         (["report"], "RUN..."),
         (["report", "nowhere"], "cells.parquet is missing"),
         (["check"], "POLICY"),
+        (["view", "a\0b"], "contains a NUL character"),
+        ([*RUN, "--samples", "9" * 5000], "--samples"),
+        ([*RUN, "--policy", "x" * 5000], "unknown policy 'xxx"),
+        ([*RUN, "--task", "\udcff"], "tasks contains a character that is not UTF-8"),
+        (["x" * 5000], "xxx"),
+        (["list", "runs", "x" * 5000], "File name too long"),
     ],
 )
 def test_what_the_user_can_mend_is_one_line_and_exit_code_2(
@@ -124,6 +130,7 @@ def test_what_the_user_can_mend_is_one_line_and_exit_code_2(
     assert cli.call(arguments) == 2
     captured = capsys.readouterr()
     assert says in one_line(captured.err)
+    assert len(captured.err) < 700
     assert captured.out == ""
 
 

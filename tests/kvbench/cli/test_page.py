@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvbench.cli import call
-from kvbench.runs.store import CELLS, SAMPLES
+from kvbench.runs.integrity import CELLS, SAMPLES
 
 from ..report.conftest import make_run
 

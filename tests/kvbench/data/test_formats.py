@@ -50,6 +50,14 @@ def test_a_member_is_named_after_its_archive() -> None:
     assert split_member("a/x.jsonl.gz") == ("a/x.jsonl.gz", "")
 
 
+@pytest.mark.parametrize("name", ["x.jsonl", "x.json"])
+def test_json_that_is_nested_deeply_is_one_line(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_text("[" * 100_000)
+    with pytest.raises(UserError, match=rf"^cannot read {name} as \w+: it is nested too deeply"):
+        list(file_rows(path))
+
+
 @pytest.mark.parametrize("name", ["x.jsonl.gz", "x.parquet", "x.jsonl", "x.zip", "x.csv"])
 def test_a_file_that_does_not_match_its_name_is_one_line(tmp_path: Path, name: str) -> None:
     path = tmp_path / name

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import struct
 import zipfile
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +47,28 @@ def test_an_image_is_known_by_its_file_and_decoded_to_rgb_when_loaded() -> None:
     picture().save(content, "JPEG", exif=turned)
     assert medium(image(content.getvalue())).load().size == (48, 64)
     medium(image(b"no image"))  # nothing is decoded before it is needed
+
+
+def bomb() -> bytes:
+    """A PNG of a few bytes whose header promises 60,000 x 60,000 pixels."""
+    content = bytearray(png())
+    content[16:24] = struct.pack(">II", 60_000, 60_000)
+    content[29:33] = struct.pack(">I", zlib.crc32(content[12:29]))
+    return bytes(content)
+
+
+def test_an_image_that_cannot_be_decoded_is_one_line() -> None:
+    with pytest.raises(UserError, match=r"^an image is not base64: \w"):
+        medium({"bytes": "abc$"})
+    split = image(png())["bytes"]
+    assert medium({"bytes": f"{split[:9]}\n{split[9:]}"}) == medium(image(png()))
+    for content, message in (
+        (bomb(), r"^it has more than 89,478,485 pixels; scale it down$"),
+        (b"no image", r"^it is in no format that Pillow knows$"),
+        (png()[:50], r"^\w[^\n]*$"),
+    ):
+        with pytest.raises(UserError, match=message):
+            medium(image(content)).load()
 
 
 def test_a_hash_of_rows_has_the_digests_of_media_and_not_their_places(tmp_path: Path) -> None:
@@ -169,3 +193,18 @@ def test_a_video_is_known_by_its_file_and_loaded_as_frames(tmp_path: Path) -> No
     (tmp_path / "empty.mp4").write_bytes(b"")
     with pytest.raises(UserError, match="finds no frames"):
         medium(video(tmp_path / "empty.mp4")).load()
+
+
+def test_a_video_that_breaks_off_is_refused_instead_of_losing_frames(tmp_path: Path) -> None:
+    cv2 = pytest.importorskip("cv2", reason="videos need opencv")
+    path = tmp_path / "clip.avi"
+    writer = cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*"MJPG"), 5, (64, 48))
+    noise = np.random.default_rng(0)
+    for _ in range(100):
+        writer.write(noise.integers(0, 255, (48, 64, 3), dtype=np.uint8))
+    writer.release()
+    assert len(medium(video(path, frames=8)).load()) == 8
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(0.55 * len(whole))])
+    with pytest.raises(UserError, match=r"clip\.avi breaks off: it has 100 frames, and frame 56"):
+        medium(video(path, frames=8)).load()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -202,6 +203,56 @@ def test_a_truncated_file_is_refused(write: Write, share: float) -> None:
     content = path.read_bytes()
     path.write_bytes(content[: max(4, int(len(content) * share))])
     assert refused(path).startswith("tiny.gguf is truncated, damaged or of an unknown version: ")
+
+
+def metadata_at(content: bytes, key: str) -> int:
+    """Where the type of a metadata value is written."""
+    name = key.encode()
+    return content.index(len(name).to_bytes(8, "little") + name) + 8 + len(name)
+
+
+@pytest.mark.parametrize("key", ["tokenizer.ggml.token_type", "tokenizer.ggml.tokens"])
+@pytest.mark.parametrize("items", [1 << 23, 1 << 40, (1 << 64) - 1])
+def test_an_array_that_claims_more_items_than_the_file_can_hold_is_refused_at_once(
+    write: Write, key: str, items: int
+) -> None:
+    path = write()
+    content = bytearray(path.read_bytes())
+    at = metadata_at(content, key) + 8  # behind the types of the value and of its items
+    content[at : at + 8] = items.to_bytes(8, "little")
+    path.write_bytes(content)
+    start = time.monotonic()
+    message = refused(path)
+    assert time.monotonic() - start < 30  # counted item by item, 2^40 would take weeks
+    assert message.startswith("tiny.gguf is truncated, damaged or of an unknown version: ")
+    assert message.endswith(f"an array of its metadata has {items} items")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("split.count", "three", "split.count has the type str instead of int"),
+        ("llama.rope.scaling.type", 7, "llama.rope.scaling.type has the type int instead of str"),
+    ],
+)
+def test_metadata_of_the_wrong_type_is_refused(
+    write: Write, key: str, value: Any, told: str
+) -> None:
+    assert refused(write(more={key: value})) == f"tiny.gguf is damaged: {told}"
+
+
+@pytest.mark.parametrize(
+    "key", ["general.architecture", "tokenizer.ggml.pre", "tokenizer.ggml.model"]
+)
+def test_text_that_became_a_number_is_refused(write: Write, key: str) -> None:
+    path = write()
+    content = bytearray(path.read_bytes())
+    at = metadata_at(content, key)
+    content[at : at + 4] = (10).to_bytes(4, "little")  # uint64: the length of the text is its value
+    length = int.from_bytes(content[at + 4 : at + 12], "little")
+    del content[at + 12 : at + 12 + length]
+    path.write_bytes(content)
+    assert "\n" not in refused(path)
 
 
 def test_an_architecture_that_transformers_cannot_read_is_refused(write: Write) -> None:

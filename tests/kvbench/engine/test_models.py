@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import kvbench
 from kvbench.engine import quantization
-from kvbench.engine.loading import load_config, load_model, pick_device
+from kvbench.engine.loading import load_config, load_model, load_tokenizer, pick_device
 from kvbench.engine.models import model_info
 from kvbench.engine.quantization import plain_weight
 from kvbench.errors import UserError
@@ -104,6 +104,18 @@ def test_packages_that_are_missing_are_named(
 def test_a_revision_in_the_name_is_told_how_to_be_given() -> None:
     with pytest.raises(UserError, match=r"use --model org/name --revision v1"):
         resolve_model("org/name@v1")
+
+
+@pytest.mark.parametrize("length", ["x", [], {}])
+def test_a_tokenizer_with_damaged_settings_is_refused(
+    llama_folder: str, tmp_path: Path, length: Any
+) -> None:
+    folder = shutil.copytree(llama_folder, tmp_path / "damaged")
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "model_max_length": length}))
+    with pytest.raises(UserError, match=r"^model \S+ cannot be loaded: its tokenizer: ") as refused:
+        load_tokenizer(str(folder))
+    assert "\n" not in str(refused.value)
 
 
 # --- quantised ------------------------------------------------------------------------------------

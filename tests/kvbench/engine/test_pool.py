@@ -146,3 +146,20 @@ def test_columns_do_not_pile_up(model: Any) -> None:
         answers(made, items(model, False))
     assert made.cache is not None
     assert made.cache.get_seq_length() < 34 + 5 + 2 * 11
+
+
+def test_a_row_whose_logits_are_not_finite_fails_alone(model: Any) -> None:
+    expected = answers(pool(model), items(model, asked=False))
+    waiting = items(model, asked=False)
+    bad = {2, 7}
+    for i in bad:
+        cache = waiting[i].cache
+        assert cache is not None and cache.ragged[1].value is not None
+        cache.ragged[1].value[:] = torch.nan
+    found = answers(pool(model), waiting)
+    assert {i: x for i, x in found.items() if i not in bad} == {
+        i: x for i, x in expected.items() if i not in bad
+    }
+    for i, item in enumerate(waiting):
+        assert item.row.error.startswith("logits are not finite") == (i in bad)
+        assert bool(item.row.tokens) == (i not in bad)

@@ -15,11 +15,12 @@ from kvbench.engine.driver import engine, forward
 from kvbench.engine.models import decoder_of
 from kvbench.engine.prefix import Compression, Prefix
 from kvbench.engine.pruning import pruning_of
+from kvbench.errors import UserError
 from kvbench.plugin import Policy, Pruned, VisualTokens
 
 from .test_vision import IMAGE, Family, build, turn
 
-BEFORE = ("divprune", "cdpruner", "visionzip:contextual=0", "prumerge:neighbours=0")
+BEFORE = ("divprune", "cdpruner", "visionzip:contextual=0", "prumerge:neighbours=0:variant=paper")
 FAMILIES = ("qwen2_vl", "qwen3_vl", "llava")
 
 
@@ -153,7 +154,28 @@ def test_scores_are_shown_what_the_vision_tower_sees(name: str) -> None:
         handle.remove()
         tower.set_attn_implementation(before)
     assert [len(s.image) for s in seen] == [2 * family.tokens] * 2
+    last = blocks[-1]
+    heads = last.num_heads
+    joint: list[tuple[Tensor, Tensor]] = []
+    watch = [
+        module.register_forward_hook(lambda m, a, out: joint.append(out))
+        for module in ((last.qkv,) if hasattr(last, "qkv") else (last.q_proj, last.k_proj))
+    ]
+    if name == "llava":
+        inner.get_image_features(pixels["pixel_values"])
+        query, key = joint
+        weights = (query @ key.transpose(-1, -2) * key.shape[-1] ** -0.5).softmax(-1)[:, 0, 1:]
+        assert torch.allclose(
+            torch.cat([s.last_salience for s in seen]), weights.flatten(), atol=1e-5
+        )
+        keys = key[:, 1:].flatten(0, 1)
+        assert torch.allclose(torch.cat([s.last_key for s in seen]), keys, atol=1e-5)
+        mean = keys.view(len(keys), heads, -1).mean(1)
+        assert torch.allclose(torch.cat([s.head_key for s in seen]), mean, atol=1e-5)
+    for handle in watch:
+        handle.remove()
     for shown in seen:
+        assert shown.last_salience is not None and shown.last_salience.shape == shown.image.shape
         assert shown.keep == 4 and shown.patch_key is not None and shown.salience is not None
         assert shown.image.tolist() == [0] * family.tokens + [1] * family.tokens
         # Attention of an image sums to 1 over its patches; a class token keeps some for itself.
@@ -186,3 +208,70 @@ def test_attach_prunes_as_well() -> None:
         assert cache.visual_entries(0) == 4 * 6
     tower = family.model.model.vision_tower
     assert tower.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "llava"])
+@torch.no_grad()
+def test_scores_inside_the_model_are_shown_what_the_layer_before_puts_out(name: str) -> None:
+    family, seen = build(name), []
+
+    class Looks(type(kvbench.policy("dart").score)):  # type: ignore[misc]
+        def prune(self, tokens: VisualTokens) -> Pruned:
+            seen.append(tokens)
+            return super().prune(tokens)
+
+    policy = kvbench.policy("dart")
+    object.__setattr__(policy, "score", Looks())
+    ids, mask, pixels = turn(family, [0], images=2, seed=3)
+    with engine(family.model):
+        pruned_prefix(family, policy, ids, mask, pixels, "visual:4")
+    given = dict(pixels)
+    if name != "llava":
+        given["mm_token_type_ids"] = (ids == IMAGE).int()
+    states = family.model(input_ids=ids, output_hidden_states=True, **given).hidden_states
+    own = ids[0] == IMAGE
+    output = decoder_of(family.model).norm(states[policy.score.prunes])[0]  # type: ignore[union-attr]
+    (shown,) = seen
+    assert torch.allclose(shown.output, output[own], atol=1e-5)
+    assert torch.allclose(shown.text_output, output[~own], atol=1e-5)
+    last = own.nonzero().max()
+    assert shown.follows.tolist() == [bool(i > last) for i in (~own).nonzero()]
+    assert {True, False} == set(shown.follows.tolist())
+
+
+@pytest.mark.parametrize("policy", ["fastv", "dart", "divprune", "snapkv:window=4", "h2o"])
+@torch.no_grad()
+def test_kept_takes_pixels_and_tells_what_a_run_keeps(policy: str) -> None:
+    family, chosen = build("qwen2_vl"), kvbench.policy(policy)
+    ids, mask, pixels = turn(family, [0, 3], images=2, seed=6)
+    budget = Budget.parse("visual:4")
+    with engine(family.model):
+        prefix = Prefix(family.model, chosen.needs, pruning_of(chosen, budget))
+        prefix.extend(ids, mask, pixels)
+        (cache,) = prefix.compress([Compression(chosen, budget, "context", 0)])
+    found = kvbench.kept(family.model, ids, chosen, "visual:4", mask, pixels=pixels)
+    for layer, (mine, theirs) in enumerate(zip(found, cache.kept(), strict=True)):
+        assert mine is not None and theirs is not None
+        assert torch.equal(mine, theirs), layer
+    blind = {**pixels, "pixel_values": torch.randn_like(pixels["pixel_values"])}
+    other = kvbench.kept(family.model, ids, chosen, "visual:4", mask, pixels=blind)
+    assert not all(torch.equal(a, b) for a, b in zip(found, other, strict=True))  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="give pixels"):
+        kvbench.kept(family.model, ids, chosen, "visual:4", mask)
+
+
+@torch.no_grad()
+def test_attached_layers_all_keep_the_tokens_that_were_not_pruned() -> None:
+    """Also the first ones, which the model passes before it is known what is pruned."""
+    family = build("qwen2_vl")
+    ids, mask, pixels = turn(family, [0], images=2, seed=8)
+    found = kvbench.kept(family.model, ids, "fastv", "visual:4", mask, pixels=pixels)
+    assert all(layer is not None and torch.equal(layer, found[-1]) for layer in found)
+
+
+@pytest.mark.parametrize("policy", ["fastv:layer=3", "dart:layer=9"])
+def test_a_layer_that_the_model_does_not_have_is_refused(policy: str) -> None:
+    family = build("qwen2_vl")  # three layers
+    message = r"drops visual tokens from layer \d on, and the model has only 3 layers; use layer=2"
+    with pytest.raises(UserError, match=message), kvbench.attach(family.model, policy, "visual:4"):
+        pass

@@ -6,11 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 # What torchvision/_meta_registrations.py does on import.
 STAND_IN = """
 import torch
 from torchvision import extension
-torch.library.register_fake("torchvision::nms")(lambda dets, scores, iou_threshold: dets)
+for name in ("nms", "qnms"):
+    torch.library.register_fake(f"torchvision::{name}")(lambda dets, scores, iou_threshold: dets)
 count = extension.count
 """
 
@@ -48,3 +51,20 @@ def test_any_other_failure_of_torchvision_is_its_own(tmp_path: Path) -> None:
     folder = stand_in(tmp_path, "raise RuntimeError('something else')")
     done = run("import kvbench, torchvision", folder)
     assert "RuntimeError: something else" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "try:\n    import torchvision\nexcept RuntimeError:\n    pass\n",
+        "import torch; library = torch.library.Library('torchvision', 'DEF')\n",
+        "import torch; library = torch.library.Library('torchvision', 'DEF')\n"
+        "library.define('nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor')\n",
+    ],
+    ids=["torchvision", "its namespace", "one of its operators"],
+)
+def test_what_was_imported_or_declared_before_kvbench_does_no_harm(
+    tmp_path: Path, before: str
+) -> None:
+    done = run(f"{before}import kvbench, torchvision; print(torchvision.count)", stand_in(tmp_path))
+    assert (done.returncode, done.stdout) == (0, "7\n"), done.stderr

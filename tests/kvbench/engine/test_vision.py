@@ -304,3 +304,76 @@ def test_entries_are_counted_by_modality() -> None:
         held = sum(int((k[row] & marked).sum()) for k in cache.kept() if k is not None)
         assert 0 < held == cache.visual_entries(row) == twice.visual_entries(row + 2)
         assert prefix.cache.visual_entries(row) == 12 * 2 * 3
+
+
+VIDEO_SHAPES = {
+    "longer than wide": [(5, 4, 6)],
+    "wider than long": [(2, 4, 12)],
+    "several videos": [(4, 2, 4), (6, 4, 2)],
+    "image, video, image": [(1, 6, 4), (7, 4, 4), (1, 2, 2)],
+}
+"""Grids of media in patches: time, height, width; time 1 is an image."""
+
+
+def shown(grids: list[tuple[int, int, int]], seed: int) -> tuple[list[int], dict[str, Tensor]]:
+    """The tokens of images and videos with words between them, and their pixels."""
+    g = torch.Generator().manual_seed(seed)
+    ids, pixels = [], {}
+    for t, h, w in grids:
+        ids += torch.randint(1, 110, (3,), generator=g).tolist()
+        ids += [START, *[VIDEO if t > 1 else IMAGE] * (t * h * w // 4), END]
+    for kind, names in (
+        (False, ("pixel_values", "image_grid_thw")),
+        (True, ("pixel_values_videos", "video_grid_thw")),
+    ):
+        if own := [grid for grid in grids if (grid[0] > 1) is kind]:
+            rows = sum(t * h * w for t, h, w in own)
+            pixels[names[0]] = torch.randn(rows, 96, generator=g)
+            pixels[names[1]] = torch.tensor(own)
+    if "video_grid_thw" in pixels:
+        videos = len(pixels["video_grid_thw"])
+        pixels["second_per_grid_ts"] = torch.linspace(1.0, 2.0, videos)
+    return ids, pixels
+
+
+def prefilled(family: Family, parts: list[Tensor], masks: list[Tensor], pixels: Any) -> Tensor:
+    with engine(family.model):
+        prefix = Prefix(family.model, frozenset())
+        for i, (ids, mask) in enumerate(zip(parts, masks, strict=True)):
+            logits = prefix.extend(ids, mask, pixels if i == 0 else None)
+    return logits
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("grids", VIDEO_SHAPES.values(), ids=list(VIDEO_SHAPES))
+@torch.no_grad()
+def test_a_question_after_videos_has_one_position_wherever_the_context_ends(
+    name: str, grids: list[tuple[int, int, int]]
+) -> None:
+    family = build(name)
+    media, pixels = shown(grids, seed=9)
+    if name == "qwen2_vl":
+        pixels.pop("second_per_grid_ts", None)
+    question = torch.randint(1, 110, (9,), generator=torch.Generator().manual_seed(10)).tolist()
+    ids = torch.tensor([[0] * 4 + media + question])
+    mask = torch.ones_like(ids)
+    mask[:, :4] = 0
+    whole = prefilled(family, [ids], [mask], pixels)
+    for cut in (len(question), len(question) + 1):  # before and after the end of the last medium
+        parts, masks = ([x[:, :-cut], x[:, -cut:]] for x in (ids, mask))
+        apart = prefilled(family, parts, masks, pixels)
+        assert (apart - whole).abs().max() < 1e-5 * whole.abs().max()
+
+
+@torch.no_grad()
+def test_text_after_a_video_continues_at_the_maximum_over_the_three_axes() -> None:
+    model = build("qwen2_vl").model
+    ids, pixels = shown([(5, 4, 6), (2, 4, 12)], seed=11)
+    position, shift = media_positions(model, torch.tensor([ids]), None, pixels)
+    # 3 words and a start token; 5 x 2 x 3 tokens of which time takes the most positions.
+    assert position[:, 0, 4:34].amax(1).tolist() == [8, 5, 6]
+    assert position[:, 0, 34].tolist() == [9] * 3
+    # Its end, 3 words and a start token; 2 x 2 x 6 tokens of which the width takes the most.
+    assert position[:, 0, 39:63].amax(1).tolist() == [15, 15, 19]
+    assert position[:, 0, 63].tolist() == [20] * 3
+    assert shift.tolist() == [21 - len(ids)]

@@ -310,6 +310,12 @@ def test_kept_rows_are_used_again_extended_and_never_trusted_blindly(tmp_path: P
     made.clear()
     assert data.cached(path, 7, make)[6] == {"text": "a6"}
     assert made == [1, 7]
+    assert data.cached(path, 7, make, "new code")[6] == {"text": "a6"}
+    assert made == [1, 7, 1, 7], "other code, other rows"
+    moved = path.with_name("y.jsonl")
+    path.rename(moved)
+    assert data.cached(moved, 7, make, "new code")[0] == {"text": "a0"}
+    assert made[4:] == [1, 7], "the rows of another name"
     word = "b"  # the generator has changed
     assert data.cached(path, 2, make) == [{"text": "b0"}, {"text": "b1"}]
 

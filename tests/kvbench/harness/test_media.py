@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from kvbench.benchmark import IMAGE, VIDEO, Benchmark, Doc
-from kvbench.data.media import medium
+from kvbench.data.media import image, medium
+from kvbench.engine.vision import Vision
 from kvbench.errors import LeftOut, UserError
 from kvbench.harness import rows as data
+from kvbench.runs.prompts import Window, prompts_of
 
 from ...vision import KINDS, encoded, load_task, picture, processor
 
@@ -101,8 +103,8 @@ def test_the_data_hash_is_that_of_the_pixels_files_and_texts(tmp_path: Path) -> 
     def hashed(*rows: Doc) -> str:
         return load_task("look", bench(tmp_path, list(rows)), tmp_path).data_hash
 
-    image = encoded(picture("red"))
-    assert hashed(row("red")) == hashed(row(media=[{**image, "path": "elsewhere.png"}]))
+    red = encoded(picture("red"))
+    assert hashed(row("red")) == hashed(row(media=[{**red, "path": "elsewhere.png"}]))
     assert len({hashed(row("red")), hashed(row("blue")), hashed(row(question="?"))}) == 3
 
 
@@ -137,6 +139,18 @@ def test_generated_rows_with_images_are_kept_and_scored(tmp_path: Path) -> None:
 def test_markers_and_media_must_match(changes: Doc, message: str) -> None:
     with pytest.raises(UserError, match=f"row 1: {message}"):
         data.complete(row(**changes), "row 1")
+
+
+def test_an_image_that_cannot_be_read_is_named_with_its_task_and_row(tmp_path: Path) -> None:
+    broken = bench(tmp_path, [row(), row(media=[{"bytes": "abc$"}])])
+    with pytest.raises(UserError, match=r"^look, row 1: an image is not base64: "):
+        load_task("look", broken, tmp_path)
+    unknown = bench(tmp_path, [row(), row(media=[image(b"no image")])])
+    task = load_task("look", unknown, tmp_path)
+    window, vision = Window("tiny", 0), Vision(processor(), "tiny")
+    message = "^look, 1: an image cannot be read: it is in no format that Pillow knows$"
+    with pytest.raises(UserError, match=message):
+        prompts_of(task, processor().tokenizer, window, None, print, vision)
 
 
 def test_a_text_model_is_told_what_it_lacks(bpe_tokenizer: Any, tmp_path: Path) -> None:

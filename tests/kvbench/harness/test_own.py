@@ -91,8 +91,15 @@ def test_fewer_samples_are_the_first_rows_and_the_hash_is_the_content(
         ({**GOOD, "context": "a \ud800 b"}, r"\ud800 is a lone surrogate"),
         ({**GOOD, "answers": ["\udc00"]}, r"\udc00 is a lone surrogate"),
         ({**GOOD, "met\udfffic": 1}, r"\udfff is a lone surrogate"),
-        ("[" * 100_000, "not JSON: maximum recursion depth"),
-        ("9" * 5000, "not JSON: Exceeds the limit"),
+        ("[" * 100_000, "the JSON is nested too deeply"),
+        ("9" * 5000, "a number has more digits than kvbench reads"),
+        ({**GOOD, "metric": ["f1"]}, "unknown metric ['f1']; choose from"),
+        ({**GOOD, "metric": {"f1": 1}}, "unknown metric {'f1': 1}"),
+        ({**GOOD, "metric": 10**400}, "unknown metric 1000"),
+        ({**GOOD, "max_new_tokens": 10**400}, "'max_new_tokens' must be a whole number from 1 to"),
+        ({**GOOD, "max_new_tokens": 1e300}, "'max_new_tokens' must be"),
+        ({**GOOD, "k" * 5000: 1}, "unknown key 'kkk"),
+        ("\0", "not JSON"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, row: object, says: str) -> None:
@@ -101,6 +108,7 @@ def test_a_bad_line_is_named(tmp_path: Path, row: object, says: str) -> None:
         own_benchmark(str(path))
     assert str(caught.value).startswith(f"{path}:2: ")
     assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < len(str(path)) + 300
 
 
 def test_text_of_every_script_and_a_byte_order_mark_are_read(
@@ -120,6 +128,8 @@ def test_a_file_that_is_not_there_or_empty(tmp_path: Path) -> None:
         own_benchmark(str(tmp_path / "none.jsonl"))
     with pytest.raises(UserError, match="no rows"):
         own_benchmark(str(write(tmp_path / "empty.jsonl", "")))
+    with pytest.raises(UserError, match=r"cannot read .*null byte"):
+        own_benchmark("a\0b.jsonl")
 
 
 @pytest.mark.parametrize(

@@ -165,6 +165,13 @@ def test_a_rubric_in_the_users_file(tmp_path: Path) -> None:
     [
         ("{", "cannot read the rubric"),
         ("[]", "a rubric needs version, source"),
+        ("[" * 100_000, "cannot read the rubric"),
+        ('{"version": "1", "source": "", "licence": "", "parse": "yes_no", "max_tokens": 1, '
+         '"template": 5}', "a rubric needs version, source"),
+        ('{"version": "1", "source": "", "licence": "", "parse": "yes_no", "max_tokens": 1, '
+         '"templates": {"a": ["x"]}}', "a rubric needs version, source"),
+        ('{"version": "1", "source": "", "licence": "", "parse": "ratings", "max_tokens": 1, '
+         '"template": "x", "ratings": [["a"]]}', "ratings must be a list of names"),
         ('{"version": "1", "source": "", "licence": "", "parse": "ratings", "max_tokens": 1, '
          '"template": "x"}', "must list what it rates"),
         ('{"version": "1", "source": "", "licence": "", "parse": "stars", "max_tokens": 1, '

@@ -112,7 +112,7 @@ def test_filters_are_written_where_the_policy_looks(folder: str, cache: Path) ->
     count = notes.queries
     assert 100 < count <= 600
     expected = SummaryNotes(
-        folder, model_digest(folder), "niah_depth", (200,), 3, count, 5, kvbench.__version__
+        folder, model_digest(folder), "facts", (200,), 3, count, 5, kvbench.__version__
     )
     assert notes == expected
     assert float(filters.norm(dim=-1).max()) <= 1.0001

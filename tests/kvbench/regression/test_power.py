@@ -120,6 +120,7 @@ def test_a_baseline_of_zero_outside_zero_to_one_has_no_percent() -> None:
         ((0.8, 0.5), "contradicts a drop of 2 points"),
         ((0.01,), "cannot drop by 2 points"),
         ((0.8, 0.1, 0), "--questions-per-context 0"),
+        ((0.8, 0.1, 10**20), "--questions-per-context 100000000000000000000 is out of range"),
         ((0.8, 0.1, 2, 1.5), "--icc 1.5"),
     ],
 )
@@ -135,11 +136,19 @@ def test_assumptions_that_cannot_be(arguments: tuple, says: str) -> None:
         ({"power": 1.0}, "--power 1"),
         ({"alpha": 2.0}, "--alpha 2"),
         ({"cells": 0}, "--cells 0"),
+        ({"cells": 10**20}, "--cells 100000000000000000000 is out of range"),
+        ({"cells": 10**5000}, "--cells <int of thousands of digits> is out of range"),
+        ({"alpha": 5e-324}, "--alpha 4.94066e-324 is too small"),
     ],
 )
 def test_what_is_asked_must_be_possible(options: dict, says: str) -> None:
     with pytest.raises(UserError, match=says):
         Goal(**options)
+
+
+def test_a_billion_cells_are_corrected_for() -> None:
+    plan = assume(Goal(alpha=1e-9, cells=MOST), 0.8, 0.1)
+    assert assume(Goal(), 0.8, 0.1).contexts < plan.contexts < MOST
 
 
 def test_a_run_with_nothing_to_compare_with() -> None:

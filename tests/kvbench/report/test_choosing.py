@@ -15,7 +15,7 @@ from kvbench.report.choosing import PLAIN, Aim, PanelMemory, Serving, sentence
 from kvbench.report.frames import prepare
 from kvbench.report.panel import Panel, panels
 from kvbench.report.verdict import cheapest
-from kvbench.runs.store import CELLS, SAMPLES
+from kvbench.runs.integrity import CELLS, SAMPLES
 
 from .conftest import FULL_BYTES, Frames, make_run
 

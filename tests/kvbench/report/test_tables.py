@@ -53,3 +53,17 @@ def test_every_panel_has_files_of_its_own(run_frames: Any, tmp_path: Path) -> No
     # What is split over two tables in the summary is split in the same way here.
     head = written(tmp_path)["tasks-ruler-2-512-tokens.csv"].splitlines()[0]
     assert head == "policy,budget,task_8"
+
+
+def test_tables_with_codes_show_allocated_bytes_beside_live_ones(
+    run_frames: Any, tmp_path: Path
+) -> None:
+    cells, samples = run_frames(["snapkv:bits=4"], ("0.2",), samples=10)
+    codes = cells["policy"] != "full"
+    cells["kv_bytes_allocated"] *= codes.map({True: 1.3, False: 1.2})
+    render(cells, samples, tmp_path)
+    full, few = csv.DictReader(written(tmp_path)["mean-ruler.csv"].splitlines())
+    assert float(full["KV allocated"]) == pytest.approx(1.2)
+    assert float(few["KV allocated"]) == pytest.approx(1.3 * float(few["KV held"]))
+    render(*run_frames(["snapkv"], ("0.2",), samples=10), tmp_path / "whole")
+    assert "KV allocated" not in written(tmp_path / "whole")["mean-ruler.csv"]

@@ -50,11 +50,13 @@ class Child:
 
     def end(self) -> tuple[int, str]:
         """Wait for its end: exit status, and the error if it says one."""
-        self.process.join(120)
+        assert self._receiver.poll(600), "it neither ends nor says why"
         try:
-            return self.process.exitcode, self._receiver.recv()
+            error = self._receiver.recv()
         except EOFError:
-            return self.process.exitcode, ""
+            error = ""
+        self.process.join()
+        return self.process.exitcode, error
 
 
 def _run(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ def test_what_is_missing_is_named(given: dict[str, Any], flag: str) -> None:
 
 def test_a_file_reads_like_flags_and_flags_go_before_it(tmp_path: Path) -> None:
     path = tmp_path / "grid.yaml"
-    path.write_text("policies: [snapkv, full]\nbudget: 0.2\ntasks:\n  - vt\n  - cwe\nfull: no\n")
+    path.write_text("policies: [snapkv, full]\nbudget: 0.2\ntasks:\n  - vt\n  - cwe\nfull: false\n")
     grid = Grid.from_yaml(path, {"budgets": "0.4", "samples": 3})
     assert grid.policies == ("snapkv", "full")
     assert grid.tasks == ("vt", "cwe")
@@ -358,3 +359,32 @@ def test_only_a_raised_version_of_a_part_changes_the_versions(
     after = versions(kvbench.policy("snapkv"))
     assert after.pop("part_versions") == {"score.window": 3}
     assert after == before
+
+
+@pytest.mark.parametrize(
+    "word", ["1:30", "010", "0x10", "0b1", "1_000", "yes", "No", "on", "2026-11-23", ".inf", ".nan"]
+)
+@pytest.mark.parametrize("text", ["{}", "[snapkv, {}]", "\n  - {}"])
+def test_a_word_that_yaml_takes_for_something_else_is_refused(
+    tmp_path: Path, word: str, text: str
+) -> None:
+    path = tmp_path / "grid.yaml"
+    path.write_text(f"tasks: vt\nout: {text.format(word)}\n")
+    line = 3 if "\n" in text else 2
+    with pytest.raises(UserError, match=rf"grid\.yaml:{line}: YAML takes {re.escape(word)} for .*"):
+        Grid.from_yaml(path)
+    path.write_text(f"policies: snapkv\ntasks: vt\nout: '{word}'\n")
+    assert Grid.from_yaml(path).out == word
+
+
+def test_every_value_that_stands_for_itself_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "grid.yaml"
+    path.write_text(
+        "policies: &p [snapkv]\ntasks: vt\nbudgets: [0.2, .5, 64, 1.0]\nsamples: +5\n"
+        "seed: 0\nfull: True\nchat_template: null\nrevision: ~\ntruncate:\n"
+        "temperature: 1.0e-1\nmodels: !!str reference\nlengths: [1024]\n"
+    )
+    grid = Grid.from_yaml(path)
+    assert grid.budgets[:3] == ("0.2", "0.5", "64")
+    assert (grid.samples, grid.seed, grid.full, grid.chat_template) == (5, 0, True, None)
+    assert grid.temperature == 0.1

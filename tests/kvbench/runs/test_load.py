@@ -30,7 +30,7 @@ def make_frames(cell: str = "c", samples: int = 2) -> tuple[pd.DataFrame, pd.Dat
     cells = pd.DataFrame([{**row, "cell": cell, "samples": samples, "diff": np.nan}])
     kinds["list<element: string>"] = kinds["list<item: string>"] = ["a", "b"]
     row = {f.name: kinds[str(f.type)] for f in SAMPLES_SCHEMA}
-    rows = [{**row, "cell": cell, "sample_id": f"s{n}"} for n in range(samples)]
+    rows = [{**row, "cell": cell, "sample_id": f"s{n}", "error": ""} for n in range(samples)]
     return cells, pd.DataFrame(rows)
 
 
@@ -117,7 +117,8 @@ def test_what_holds_no_run_is_said(tmp_path: Path) -> None:
         load_frames(tmp_path)
     with pytest.raises(UserError, match="name at least one run"):
         load_frames([])
-    (tmp_path / "cells.parquet").write_bytes(b"not parquet")
+    for name in ("cells.parquet", "samples.parquet"):
+        (tmp_path / name).write_bytes(b"not parquet")
     with pytest.raises(UserError, match="cannot read"):
         load_frames(tmp_path)
 
@@ -128,7 +129,7 @@ def test_tables_without_the_columns_of_images_can_still_be_read(run: Path, tmp_p
     new = tmp_path / "new"
     shutil.copytree(run, new)
     for name in ("cells.parquet", "samples.parquet"):
-        table = pq.read_table(run / name)
+        table = pq.read_table(run / name).replace_schema_metadata()
         assert (table.select(["visual_tokens", "held_visual"]).to_pandas() != 0).all(axis=None)
         later = {"visual_tokens", "held_visual", "prompt_end", "kv_bytes_read"}
         old = table.drop_columns(sorted(later.intersection(table.column_names)))

@@ -180,6 +180,7 @@ def test_a_visual_budget_is_held_to_the_entry(models: dict[str, str], tmp_path: 
     [
         ({"moment": "chunked:16", "policy": "h2o", "budget": "20"}, "moment chunked does not"),
         ({"policy": "fastv", "moment": "decode", "budget": "20"}, "prunes once"),
+        ({"policy": "dart", "budget": "visual:2"}, "has only 2 layers; use layer=1"),
         ({"policy": "h2o", "truncate": "middle:60"}, "never truncated"),
     ],
 )
@@ -197,3 +198,33 @@ def test_a_dialogue_goes_on_from_its_images(models: dict[str, str], tmp_path: Pa
     full = made.samples[made.samples["policy"] == "full"].sort_values(["sample_id", "question_id"])
     seen = full.groupby("sample_id")["visual_tokens"].apply(list)
     assert all(a == b > 0 and c >= a for a, b, c in seen)
+
+
+def test_budgets_that_keep_none_or_all_of_the_images_are_told_in_a_line(
+    models: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = {"task": "pictures", "samples": 9, "device": "cpu", "model": models["qwen2_vl"]}
+
+    def told(**changes: Any) -> tuple[Run, str]:
+        given = {**base, **changes, "out": str(tmp_path / f"{len(list(tmp_path.iterdir()))}")}
+        made = kvbench.run(given)
+        return made, " ".join(capsys.readouterr().err.split())
+
+    bare, said = told(policy="divprune,random", budget="0.2,visual:0.2")
+    line = (
+        "pictures: budget 0.2 is spent on text first, so divprune keeps nothing of the images in 4 "
+        "of 4 prompts; use a budget such as visual:0.2"
+    )
+    assert said.count("is spent on text first") == 1 and line in said
+    held = bare.cells.set_index(["policy", "budget"])["held_visual"]
+    assert held["divprune", "0.2"] == 0 < held["divprune", "visual:0.2"]
+
+    most = int(bare.samples["visual_tokens"].max())
+    whole, said = told(policy="random", budget=f"visual:{most},visual:{most - 1}", full=False)
+    assert (
+        f"pictures: budget visual:{most} keeps everything, because no prompt has more than {most} "
+        "visual tokens"
+    ) in said
+    assert f"visual:{most - 1} keeps" not in said
+    kept = whole.samples.groupby("budget")["held_visual"].max() / 4
+    assert kept[f"visual:{most}"] == most

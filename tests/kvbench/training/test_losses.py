@@ -155,18 +155,23 @@ def test_blocks_share_the_largest_attention(group: int, block: int, length: int)
     assert float(found) == pytest.approx(expected_sum / 2, rel=1e-3)
 
 
-def test_regression_is_smooth_l1_and_the_square_between_neighbours() -> None:
-    predicted, label = 2 * _draw(2, 3, 8), 2 * _draw(2, 3, 8, seed=1)
+def test_regression_is_smooth_l1_and_the_square_between_neighbours_summed_over_layers() -> None:
+    predicted, label = 2 * _draw(2, 3, 2, 8), 2 * _draw(2, 3, 2, 8, seed=1)
     label[..., 6:] = -math.inf
-    label[0, 0, 2] = -math.inf
+    label[0, 0, 1, 2] = -math.inf
     fit, step = losses.regression(predicted, label, label.isfinite())
-    errors, jumps = [], []
-    for row, truth in zip(predicted.flatten(0, 1), label.flatten(0, 1), strict=True):
-        for i in range(8):
-            if math.isfinite(truth[i]):
-                error = abs(float(row[i].double() - truth[i].double()))
-                errors.append(error**2 / 2 if error < 1 else error - 0.5)
-                if i and math.isfinite(truth[i - 1]):
-                    jumps.append(float(row[i].double() - row[i - 1].double()) ** 2)
+    errors, smooth = [], 0.0
+    for at in range(3):
+        jumps = []
+        for row, truth in zip(
+            predicted[:, at].flatten(0, 1), label[:, at].flatten(0, 1), strict=True
+        ):
+            for i in range(8):
+                if math.isfinite(truth[i]):
+                    error = abs(float(row[i].double() - truth[i].double()))
+                    errors.append(error**2 / 2 if error < 1 else error - 0.5)
+                    if i and math.isfinite(truth[i - 1]):
+                        jumps.append(float(row[i].double() - row[i - 1].double()) ** 2)
+        smooth += sum(jumps) / len(jumps)
     assert float(fit) == pytest.approx(sum(errors) / len(errors), rel=1e-5)
-    assert float(step) == pytest.approx(sum(jumps) / len(jumps), rel=1e-5)
+    assert float(step) == pytest.approx(smooth, rel=1e-5)

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvbench.engine.models import decoder_of, model_info
+from kvbench.errors import UserError
 from kvbench.registry import TRAINERS, get
 from kvbench.training.student import Student
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
 
 SETTINGS: dict[str, Any] = {
     "capacity": 10,
@@ -165,3 +170,25 @@ def test_ablations_train(tiny_llama: nn.Module, changes: dict[str, Any]) -> None
     assert all(getattr(student.gates.config, k) == v for k, v in changes.items())  # type: ignore[union-attr]
     student(*_batch())["loss"].backward()
     assert any(bool(p.grad.ne(0).any()) for p in student.gates.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("policy", ["trimkv", "locret", "seerattn_r"])
+@pytest.mark.parametrize(
+    ("family", "told"),
+    [
+        ("flint", r"flint attention passes s_aux \(attention sinks\)"),
+        ("gemma2", r"gemma2 attention passes softcap \(a soft cap on its logits\)"),
+        ("doge", "doge attention makes an attention mask or bias of its own"),
+        ("diffllama", "diffllama attention changes keys or values"),
+    ],
+)
+def test_attention_that_is_not_implemented_is_not_trained_for(
+    tiny_llama: LlamaForCausalLM, family: str, told: str, policy: str
+) -> None:
+    like = tiny_llama.config
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "pad_token_id")
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    types = {"layer_types": ["full_attention"] * 2} if family == "gemma2" else {}
+    config = AutoConfig.for_model(family, **{k: getattr(like, k) for k in sizes}, **heads, **types)
+    with pytest.raises(UserError, match=f"^{told}"):
+        _student(AutoModelForCausalLM.from_config(config).eval(), policy)

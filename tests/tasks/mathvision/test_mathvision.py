@@ -1,4 +1,4 @@
-"""MATH-Vision: lmms-eval's prompt and scorer on rows in the hub's schema."""
+"""MATH-Vision: lmms-eval's prompt, and the scorers of the authors and of lmms-eval."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import pytest
 
 from kvbench.data.sources import keep
 from kvbench.errors import LeftOut
-from kvbench_tasks.mathvision import BENCHMARK, SOURCES
+from kvbench_tasks.mathvision import BENCHMARK, LMMS_EVAL, SOURCES
 from kvbench_tasks.mathvision.metric import EQUAL
 
 from ... import lmms
 from ...vision import KINDS, encoded, load_task, picture
 
 LEAF = "mathvision_testmini"
+VARIANT = "mathvision_lmms_eval_testmini"
 COLORS = ("red", "green", "blue", "white", "black")
 ANSWERS = ("\\boxed{B}", "The answer is 3.", "so it is 7", "\\boxed{\\frac{1}{2}}", "(C).")
 
@@ -42,11 +43,11 @@ def raw() -> list[dict[str, Any]]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_asked_and_scored_as_lmms_eval_does(kind: str, tmp_path: Path) -> None:
     keep(SOURCES[LEAF], raw(), tmp_path)
-    task = load_task(LEAF, BENCHMARK, tmp_path, kind)
+    task = load_task(VARIANT, LMMS_EVAL, tmp_path, kind)
     own = lmms.evaluated(
         "mathvision/mathvision_testmini.yaml", raw(), ANSWERS, tmp_path / "disk", kind
     )
-    scores = lmms.compare(task, BENCHMARK, own, ANSWERS, kind)
+    scores = lmms.compare(task, LMMS_EVAL, own, ANSWERS, kind)
     correct = [s["mathvision_standard_eval"]["scores"][0] for s in own.samples]
     assert list(scores.values()) == correct
     assert {0.0, 1.0} == set(correct)
@@ -55,6 +56,24 @@ def test_it_is_asked_and_scored_as_lmms_eval_does(kind: str, tmp_path: Path) -> 
     assert (first.max_new_tokens, first.until, first.target) == (16384, (), ("B",))
     assert first.extra == {"subject": "counting", "level": 0}
     assert (task.metric, task.higher_is_better) == ("mathvision_standard_eval", True)
+    official = load_task(LEAF, BENCHMARK, tmp_path, kind)
+    assert lmms.compare(official, BENCHMARK, own, ANSWERS, kind) == scores
+
+
+@lmms.needs_lmms_eval
+def test_surds_and_pi_are_right_as_the_authors_have_it_and_wrong_as_lmms_eval_has_it(
+    tmp_path: Path,
+) -> None:
+    options = ["$2\\sqrt{3}$", "$4\\pi$", "$120^{\\circ}$", "no", "none"]
+    rows = [{**row, "options": options, "answer": "ABC"[i]} for i, row in enumerate(raw()[:3])]
+    keep(SOURCES[LEAF], rows, tmp_path)
+    said = ("\\boxed{\\sqrt{12}}", "It is \\boxed{\\frac{8\\pi}{2}}", "\\boxed{120}")
+    found = {}
+    for leaf, bench in ((LEAF, BENCHMARK), (VARIANT, LMMS_EVAL)):
+        task = load_task(leaf, bench, tmp_path)
+        keys = {(r.sample_id, r.question_id, 0): said[r.doc_id] for r in task.requests}
+        found[leaf] = list(task.score(keys)[0].values())
+    assert found == {LEAF: [1, 1, 0], VARIANT: [0, 0, 1]}
 
 
 @lmms.needs_lmms_eval

@@ -32,6 +32,7 @@ RECORDED = {
     "longgen_copy": ("1", "4bc55fa0859f24ae"),
     "longgen_chain": ("1", "17127d459f332917"),
     "dialogue": ("1", "a11030c9cdca6125"),
+    "facts": ("1", "6e7931171dcd53de"),
 }
 
 

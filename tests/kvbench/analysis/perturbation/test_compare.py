@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from kvbench.analysis.perturbation import compare
-from kvbench.stats import T, bootstrap_weights, wilson
+from kvbench.stats import T, resampled, wilson
 
 
 def table(values: dict[str, Any], contexts: list[str], budget: str = "0.2") -> pd.DataFrame:
@@ -63,7 +63,7 @@ def test_the_bootstrap_draws_contexts_and_not_questions() -> None:
     found = compare.compared(a, b, contexts)
     names = sorted(set(contexts))
     shares, ratios = [], []
-    for drawn in bootstrap_weights(len(names)):
+    for drawn in resampled(lambda w: w, len(names)):
         rows: list[int] = []
         for context, times in zip(names, drawn, strict=True):
             rows += [q for q in range(11) if contexts[q] == context] * int(times)

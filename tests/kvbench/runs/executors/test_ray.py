@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,36 @@ def test_an_address_where_nobody_listens_is_one_line(tmp_path: Path) -> None:
         UserError, match=rf"cannot reach Ray at {address}: .*refused; start it with"
     ):
         execute(small_grid(tmp_path, executor="ray", ray_address=address))
+
+
+@pytest.mark.parametrize("reply", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
+def test_an_address_where_something_else_listens_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reply: bytes
+) -> None:
+    pytest.importorskip("ray", reason="ray is not installed: pip install 'kvbench[ray]'")
+    monkeypatch.setattr("kvbench.runs.executors.ray._ANSWER_S", 0.5)
+
+    def answer() -> None:
+        connection, _ = listener.accept()
+        connections.append(connection)
+        connection.sendall(reply)
+
+    connections: list[socket.socket] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=answer, daemon=True).start()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(
+            UserError, match=f"cannot reach Ray at {address}: what listens there is not Ray; start"
+        ):
+            execute(small_grid(tmp_path, executor="ray", ray_address=address))
+    for connection in connections:
+        connection.close()
+
+
+def test_a_port_that_cannot_be_is_one_line(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="ray is not installed: pip install 'kvbench[ray]'")
+    with pytest.raises(UserError, match="a port is a number from 1 to 65535"):
+        execute(small_grid(tmp_path, executor="ray", ray_address=f"127.0.0.1:{'9' * 5000}"))
 
 
 @pytest.mark.parametrize(

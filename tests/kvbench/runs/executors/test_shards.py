@@ -59,7 +59,7 @@ def test_a_context_is_never_divided(stage: Stage) -> None:
 def test_there_is_work_for_every_worker_and_batches_are_full(stage: Stage) -> None:
     assert len(shards_of([stage], set(), 1)) == 2, "one for each job"
     assert len(shards_of([stage], set(), 4)) >= 4
-    job = replace(stage.jobs[0], prompts=stage.jobs[0].prompts * 100)
+    job = replace(stage.jobs[0], prompts=[*stage.jobs[0].prompts] * 100)
     job = replace(job, prompts=[replace(p, repeat=i) for i, p in enumerate(job.prompts)])
     many = replace(stage, jobs=[job])
     sizes = [len(missing(many, s)) for s in shards_of([many], set(), 4)]

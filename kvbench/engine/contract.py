@@ -1,0 +1,137 @@
+"""The contract with a model's attention: what kvbench computes itself, and what it refuses.
+
+transformers hands every attention function what a family's attention adds to the plain softmax
+(sinks, soft caps, biases) as keywords, and an attention function that ignores one of them is
+silently wrong. So whatever is not listed here is refused. To support more, compute it in
+`kvbench.engine.attachment` and `kvbench.engine.attend`, then add its keyword to `IMPLEMENTED`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.masking_utils import causal_mask_function
+
+from kvbench.errors import UserError
+
+IMPLEMENTED = frozenset({"sliding_window"})
+"""Keywords that change attention and that kvbench implements, by the mask of sliding layers."""
+
+HARMLESS = frozenset(
+    {
+        "cache_position",
+        "logits_to_keep",
+        "mm_token_type_ids",
+        "num_items_in_batch",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_ids",
+        "return_dict",
+        "token_type_ids",
+        "use_cache",
+    }
+)
+"""Keywords of a model's forward that reach attention functions, but change no attention weight."""
+
+_MEANINGS = {
+    "s_aux": "attention sinks",
+    "sinks": "attention sinks",
+    "softcap": "a soft cap on its logits",
+    "position_bias": "a position bias",
+    "indices": "sparse attention",
+    "block_indices": "sparse attention",
+}
+
+
+def family_of(module: nn.Module) -> str:
+    """Return the name of a module's family in messages."""
+    return str(getattr(getattr(module, "config", None), "model_type", type(module).__name__))
+
+
+def check_keywords(module: nn.Module, keywords: Mapping[str, Any]) -> None:
+    """Refuse attention that is given a keyword which kvbench does not implement.
+
+    Args:
+        module: The attention module.
+        keywords: What the attention function received besides queries, keys, values, mask, scale
+            and dropout. A keyword that is None or False changes nothing.
+
+    Raises:
+        UserError: A keyword is not known; the message names it.
+    """
+    for name, value in keywords.items():
+        if value is None or value is False or name in HARMLESS or name in IMPLEMENTED:
+            continue
+        if name == "is_causal" and value is True:
+            continue
+        meaning = f" ({_MEANINGS[name]})" if name in _MEANINGS else ""
+        raise _refusal(module, f"passes {name}{meaning}")
+    if keywords.get("is_causal", getattr(module, "is_causal", True)) is False:
+        raise _refusal(module, "is not causal")
+
+
+def check_attention(
+    module: nn.Module,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    keywords: Mapping[str, Any],
+    cached: tuple[Tensor, Tensor] | None,
+) -> None:
+    """Refuse attention of a full layer over a ragged cache that is not the plain softmax.
+
+    Args:
+        module: The attention module.
+        key: What the module passes as keys.
+        value: What it passes as values.
+        mask: What it passes as mask or bias; kvbench's own mask of full layers is None.
+        keywords: See `check_keywords`.
+        cached: Keys and values that the cache returned to the module; None if it did not ask.
+
+    Raises:
+        UserError: kvbench does not implement this attention; the message says what about it.
+    """
+    check_keywords(module, keywords)
+    if mask is not None:
+        raise _refusal(module, "makes an attention mask or bias of its own")
+    if cached is None or key is not cached[0] or value is not cached[1]:
+        raise _refusal(module, "changes keys or values between cache and attention")
+    if keywords.get("sliding_window") is not None:
+        raise _refusal(module, "has a sliding window in a layer that caches all tokens")
+    if key.shape != value.shape:
+        raise _refusal(module, "has keys and values of different sizes")
+
+
+def check_mask(config: Any, mask_function: Callable[..., Any] | None) -> None:
+    """Refuse full attention whose mask is not the causal one, such as one that opens up images.
+
+    Raises:
+        UserError: It is another mask.
+    """
+    if mask_function is not None and mask_function is not causal_mask_function:
+        family = getattr(config, "model_type", "this model's")
+        raise UserError(
+            f"{family} attention uses a mask that is not causal, which kvbench does not "
+            "implement yet"
+        )
+
+
+def check_consumed(module: nn.Module, pending: object) -> None:
+    """Refuse attention that does not call the attention function that it is configured with.
+
+    Args:
+        module: The attention module, whose forward has ended.
+        pending: New keys and values that no attention function has taken.
+
+    Raises:
+        UserError: There are any.
+    """
+    if pending is not None:
+        raise _refusal(module, "does not use transformers' attention interface")
+
+
+def _refusal(module: nn.Module, what: str) -> UserError:
+    return UserError(f"{family_of(module)} attention {what}, which kvbench does not implement yet")

@@ -1,0 +1,82 @@
+"""The natural prompts of `facts`: a fact about a person, among sentences of Python's manual.
+
+No other task has anything of them: they have no numbers, no keys of two words, and no
+generated prose.
+"""
+
+from __future__ import annotations
+
+from kvbench.data import manual
+from kvbench_tasks.synthetic.fitting import Doc, Plan, Streams, scatter
+
+_WHO = (
+    "Astrid Benoit Celine Dorian Esther Filip Gudrun Hector Imani Jarek Katya Lorenzo Mireille "
+    "Nikhil Olga Pascal Rania Stefan Tomoko Ulrich Valentina Walter Yara Zoltan"
+).split()
+_WHAT = "accordion umbrella typewriter lantern microscope chessboard suitcase globe sledge".split()
+_FACTS = (
+    (
+        "{who} keeps an old {what} in the {value}.",
+        "Where does {who} keep the {what}?",
+        "{who} keeps the {what} in the",
+        "attic cellar garage pantry greenhouse stable barn loft shed boathouse hallway studio",
+    ),
+    (
+        "On the way home {who} saw a {value} beside the road.",
+        "Which animal did {who} see beside the road?",
+        "Beside the road {who} saw a",
+        "heron badger fox hedgehog stork weasel pheasant squirrel peacock lizard swan donkey",
+    ),
+    (
+        "As a child {who} learned to play the {value} from an uncle.",
+        "Which instrument did {who} learn to play as a child?",
+        "The uncle taught {who} to play the",
+        "cello trumpet flute harp clarinet banjo trombone guitar mandolin saxophone oboe drums",
+    ),
+    (
+        "Next year {who} is going to move to {value} with two sisters.",
+        "To which country is {who} going to move next year?",
+        "{who} is going to move to",
+        "Bolivia Norway Portugal Vietnam Kenya Iceland Mexico Greece Poland Jamaica Nepal Chile",
+    ),
+    (
+        "For lunch {who} ordered {value} and gave half of the plate to a friend.",
+        "What did {who} order for lunch?",
+        "For lunch {who} had",
+        "lasagna pancakes risotto meatballs dumplings omelette salmon chili noodles salad curry",
+    ),
+    (
+        "Last summer {who} painted the front door {value}.",
+        "Which colour did {who} paint the front door?",
+        "{who} painted the front door",
+        "turquoise purple orange yellow green pink white brown black grey blue red",
+    ),
+)
+"""What is told, what is asked, how the answer begins, and the possible values."""
+
+
+def fact(streams: Streams) -> list[Plan]:
+    """Hide one fact at a random depth of the manual; the haystack is cut to the sentence."""
+    rng = streams["fact"]
+    told, asked, begun, values = rng.choice(_FACTS)
+    value = rng.choice(values.split())
+    names = {"who": rng.choice(_WHO), "what": rng.choice(_WHAT), "value": value}
+    statement = told.format(**names)
+    depth = streams["depth"].random()
+    first = streams["manual"].randrange(len(manual.sentences()))
+
+    def build(n: int) -> Doc:
+        found = manual.sentences()
+        body = [found[(first + i) % len(found)] for i in range(n)]
+        text = " ".join(scatter(body, [(depth, statement)]))
+        return {
+            "context": f"Read this text.\n\n{text}\n\n",
+            "question": asked.format(**names),
+            "gen_prefix": begun.format(**names),
+            "outputs": [value],
+            "until": [],
+            "max_new_tokens": 32,
+            "extra": {"needle": statement},
+        }
+
+    return [Plan(build)]

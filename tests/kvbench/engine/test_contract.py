@@ -1,0 +1,201 @@
+"""Attention that kvbench does not implement is refused in one line, wherever a model is used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.cache_utils import DynamicCache
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+import kvbench
+from kvbench.engine.contract import check_attention, check_keywords, check_mask
+from kvbench.engine.driver import check_supported
+from kvbench.engine.loading import load_model
+from kvbench.engine.models import model_info
+from kvbench.errors import UserError
+
+from .conftest import FAMILIES, SIZE, build
+
+MOE: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+SLIDING: dict[str, Any] = {
+    "sliding_window": 16,
+    "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+}
+LATENT: dict[str, Any] = {
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 24,
+    "v_head_dim": 12,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_key_value_heads": 8,
+}
+NOT_YET = {
+    "gpt_oss": ({**MOE, **SLIDING, "head_dim": 16}, "gpt_oss attention passes s_aux (attention s"),
+    "granite_swa": (SLIDING, "granite_swa attention passes s_aux (attention sinks), which kvbench"),
+    "flint": ({}, "flint attention passes s_aux (attention sinks), which kvbench does not"),
+    "gemma2": (SLIDING, "gemma2 attention passes softcap (a soft cap on its logits), which kvb"),
+    "doge": ({}, "doge attention makes an attention mask or bias of its own, which kvbench does"),
+    "diffllama": ({}, "diffllama attention changes keys or values between cache and attention, w"),
+    "deepseek_v3": (LATENT, "deepseek_v3 attention changes keys or values between cache and atten"),
+    "gemma4_text": (
+        {**SLIDING, "global_head_dim": 32, "head_dim": 16, "num_kv_shared_layers": 0},
+        "Gemma4ForCausalLM has no head_dim that holds for all its layers, which kvbench needs",
+    ),
+    "jetmoe": ({}, "kvbench cannot find the attention of JetMoeForCausalLM: layer 0 has no self_a"),
+    "lfm2": (
+        {"layer_types": ["conv", "full_attention", "conv"]},
+        "layers of kind LinearAttentionLayer cannot be evicted from",
+    ),
+}
+"""By family: what its configuration needs, and how the refusal begins."""
+SDPA = {"gpt_oss", "granite_swa", "flint", "gemma2"}
+"""Families that transformers does not load with SDPA, which kvbench asks for."""
+
+
+def random_model(family: str, **more: Any) -> Any:
+    size = {k: v for k, v in SIZE.items() if k != "attn_implementation"}
+    config = AutoConfig.for_model(family, **{**size, **more})
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+IDS = torch.arange(3, 43)[None]
+
+
+@pytest.mark.parametrize("policy", ["full", "criticalkv:window=4"])
+@pytest.mark.parametrize("family", list(NOT_YET))
+@torch.no_grad()
+def test_an_attachment_refuses_what_it_would_compute_wrongly(family: str, policy: str) -> None:
+    more, begins = NOT_YET[family]
+    model = random_model(family, **more)
+    with pytest.raises(UserError) as refused, kvbench.attach(model, policy, 0.5) as cache:
+        model(IDS, past_key_values=cache)
+    assert str(refused.value).startswith(begins) and len(str(refused.value)) < 120
+    with pytest.raises(UserError):
+        kvbench.kept(model, IDS, "snapkv:window=4", 0.5)
+
+
+@pytest.mark.parametrize("family", sorted(SDPA))
+def test_a_model_that_transformers_has_no_sdpa_for_is_refused_in_one_short_line(
+    family: str, tmp_path: Path
+) -> None:
+    random_model(family, **NOT_YET[family][0]).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="attention sinks or soft caps, which kvb") as refused:
+        load_model(str(tmp_path), None, torch.device("cpu"), torch.float32)
+    assert len(str(refused.value).replace(str(tmp_path), "")) < 200
+
+
+@torch.no_grad()
+def test_a_policy_that_reads_projections_of_other_names_is_refused() -> None:
+    model = random_model("phi")
+    kvbench.kept(model, IDS, "snapkv:window=4", 0.5)
+    with pytest.raises(UserError, match="PhiForCausalLM has no o_proj, which the policy reads"):
+        kvbench.kept(model, IDS, "criticalkv:window=4", 0.5)
+    fused = random_model("gpt_neox")
+    with pytest.raises(UserError, match="cannot find the decoder layers"):
+        kvbench.kept(fused, IDS, "snapkv:window=4", 0.5)
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "mistral_sliding"])
+def test_supported_families_keep_the_contract(family: str) -> None:
+    check_supported(build(family))
+    model_info(build(family)).output_weight(0)
+
+
+@torch.no_grad()
+def test_a_forward_without_our_cache_is_refused_too() -> None:
+    """SDPA drops attention sinks without a word."""
+    model = random_model("flint")
+    with pytest.raises(UserError, match="passes s_aux"), kvbench.attach(model, "full", "full"):
+        model(IDS, past_key_values=DynamicCache(config=model.config))
+
+
+@torch.no_grad()
+def test_a_bias_of_the_user_is_refused() -> None:
+    model = build("llama")
+    with (
+        pytest.raises(UserError, match=r"^llama attention passes position_bias \(a position b"),
+        kvbench.attach(model, "full", "full") as cache,
+    ):
+        model(IDS, past_key_values=cache, position_bias=torch.zeros(1))
+
+
+@torch.no_grad()
+def test_attention_past_the_interface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(self: Any, hidden_states: Any, **more: Any) -> Any:
+        split = hidden_states.shape[:-1], (-1, self.head_dim)
+        key, value = (
+            p(hidden_states).view(*split[0], *split[1]).transpose(1, 2)
+            for p in (self.k_proj, self.v_proj)
+        )
+        more["past_key_values"].update(key, value, self.layer_idx)
+        return hidden_states, None
+
+    monkeypatch.setattr(LlamaAttention, "forward", forward)
+    with pytest.raises(
+        UserError, match=r"^llama attention does not use transformers' attention in"
+    ):
+        check_supported(build("llama"))
+
+
+# --- the contract itself --------------------------------------------------------------------------
+
+
+def module(**more: Any) -> Any:
+    found = nn.Module()
+    found.config = SimpleNamespace(model_type="odd")
+    for name, value in more.items():
+        setattr(found, name, value)
+    return found
+
+
+def test_keywords_are_known_by_a_list_of_what_is_allowed() -> None:
+    check_keywords(module(), {"position_ids": IDS, "use_cache": True, "sinks": None, "new": False})
+    check_keywords(module(), {"is_causal": True})
+    for keywords in ({"never_seen": 1.0}, {"indices": IDS}, {"cu_seq_lens_q": IDS}):
+        with pytest.raises(UserError, match=f"^odd attention passes {next(iter(keywords))}"):
+            check_keywords(module(), keywords)
+    for odd, keywords in ((module(), {"is_causal": False}), (module(is_causal=False), {})):
+        with pytest.raises(
+            UserError, match=r"^odd attention is not causal, which kvbench does not"
+        ):
+            check_keywords(odd, keywords)
+
+
+def test_keys_values_masks_and_windows_must_be_those_of_the_cache() -> None:
+    key, value = torch.zeros(1, 2, 3, 4), torch.ones(1, 2, 3, 4)
+    check_attention(module(), key, value, None, {"sliding_window": None}, (key, value))
+    wrong: list[tuple[tuple[Any, ...], str]] = [
+        ((key.clone(), value, None, {}, (key, value)), "changes keys or values"),
+        ((key, value * 1, None, {}, (key, value)), "changes keys or values"),
+        ((key, value, None, {}, None), "changes keys or values"),
+        ((key, value, torch.zeros(1, 1, 3, 3), {}, (key, value)), "mask or bias of its own"),
+        ((key, value, None, {"sliding_window": 8}, (key, value)), "sliding window in a layer"),
+        ((key, value[..., :2], None, {}, (key, value)), "changes keys or values"),
+    ]
+    for arguments, told in wrong:
+        with pytest.raises(UserError, match=told):
+            check_attention(module(), *arguments)
+    narrow = value[..., :2]
+    with pytest.raises(UserError, match="keys and values of different sizes"):
+        check_attention(module(), key, narrow, None, {}, (key, narrow))
+
+
+def test_a_mask_that_is_not_causal_is_refused() -> None:
+    from transformers.masking_utils import causal_mask_function, or_masks
+
+    config = SimpleNamespace(model_type="odd")
+    check_mask(config, causal_mask_function)
+    with pytest.raises(UserError, match=r"^odd attention uses a mask that is not causal"):
+        check_mask(config, or_masks(causal_mask_function, causal_mask_function))
