@@ -151,7 +151,7 @@ def _frames(path: Path, count: int) -> list[Any]:
     video = cv2.VideoCapture(str(path))
     try:
         total = int(video.get(cv2.CAP_PROP_FRAME_COUNT))
-        found = []
+        found: list[Any] = []
         for index in spread(total, min(count, total)):
             video.set(cv2.CAP_PROP_POS_FRAMES, index)
             ok, frame = video.read()

@@ -25,15 +25,22 @@ _TINY = 1e-6
 class CDPruner(PrunesVisual):
     """Greedy MAP inference of a DPP with the kernel `r_i S_ij r_j`.
 
-    `S` is the cosine similarity of visual tokens. `r` is the mean cosine similarity of a visual
-    token with the text tokens, scaled to run from 0 to 1 over the tokens of the prompt.
+    `S` is the cosine similarity of visual tokens. `r` is minus the mean cosine similarity of a
+    visual token with the text tokens, scaled to run from 0 to 1 over the tokens of the prompt. The
+    authors' code (https://github.com/Theia-4869/CDPruner) takes minus the similarity of CLIP's
+    embeddings. That the sign carries over was measured on `reference-vl` (docs/vision.md).
 
     Attributes:
-        relevant: Tokens that are `similar` to the text, or `dissimilar`: minus the similarity.
+        relevant: `dissimilar` tokens to the text, or `similar` ones: plus the similarity.
     """
 
     name: ClassVar[str] = "cdpruner"
-    relevant: Literal["similar", "dissimilar"] = "similar"
+    relevant: Literal["similar", "dissimilar"] = "dissimilar"
+
+    @property
+    def version(self) -> int:
+        """2 for `relevant=dissimilar`: the first version was `relevant=similar`."""
+        return 2 if self.relevant == "dissimilar" else 1
 
     @property
     def prunes(self) -> int:
@@ -83,7 +90,7 @@ CDPRUNER = Policy(
     score=CDPruner(),
     allocate=Uniform(),
     select=TopK(),
-    summary="all text and visual tokens that are diverse and relevant to the text",
+    summary="all text and visual tokens that are diverse and, by their embeddings, unlike the text",
     paper="arXiv 2506.10967; relevance by the model's own embeddings",
     cost="time O(k^2 V) for k tokens, memory O(V^2) per prompt; a prefill of its own",
     group="pruning",
