@@ -91,7 +91,6 @@ _AS_WRITTEN = {
         re.compile(r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+)(e[-+]?[0-9]+)?", re.IGNORECASE),
         "another number",
     ),
-    "bool": (re.compile(r"true|false", re.IGNORECASE), "true or false"),
     "timestamp": (re.compile(r"(?!)"), "a date"),
 }
 """By type, which words YAML takes for what they say, and what it takes the others for."""

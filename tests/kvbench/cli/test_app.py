@@ -44,7 +44,7 @@ def executed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
 
     runner = types.ModuleType("kvbench.runs.runner")
     vars(runner)["execute"] = execute
-    vars(runner)["describe"] = lambda grid, message, fresh: ["3 cells", f"into {grid.path}"]
+    vars(runner)["describe"] = lambda grid, message, **options: ["3 cells", f"into {grid.path}"]
     monkeypatch.setitem(sys.modules, "kvbench.runs.runner", runner)
     tables = types.ModuleType("kvbench.report.terminal")
     vars(tables)["run_table"] = lambda cells, samples: "THE TABLE"
@@ -121,7 +121,7 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
         ([*RUN, "--policy", "x" * 5000], "unknown policy 'xxx"),
         ([*RUN, "--task", "\udcff"], "tasks contains a character that is not UTF-8"),
         (["x" * 5000], "xxx"),
-        (["list", "runs", "x" * 5000], "File name too long"),
+        (["list", "runs", "x" * 5000], "is not a folder"),
     ],
 )
 def test_what_the_user_can_mend_is_one_line_and_exit_code_2(

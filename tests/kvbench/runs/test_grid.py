@@ -362,7 +362,7 @@ def test_only_a_raised_version_of_a_part_changes_the_versions(
 
 
 @pytest.mark.parametrize(
-    "word", ["1:30", "010", "0x10", "0b1", "1_000", "yes", "No", "on", "2026-11-23", ".inf", ".nan"]
+    "word", ["1:30", "010", "0x10", "0b1", "1_000", "2026-11-23", ".inf", ".nan"]
 )
 @pytest.mark.parametrize("text", ["{}", "[snapkv, {}]", "\n  - {}"])
 def test_a_word_that_yaml_takes_for_something_else_is_refused(
