@@ -19,8 +19,7 @@ from kvbench.engine.draw import Draw
 from kvbench.engine.driver import engine, left_padded
 from kvbench.engine.integrity import Weights
 from kvbench.engine.loading import load_model
-from kvbench.engine.models import model_info
-from kvbench.engine.observers import is_built_in, observer_for
+from kvbench.engine.observers import is_built_in
 from kvbench.engine.pool import Pool
 from kvbench.engine.prefix import Compression, Prefix
 from kvbench.engine.pruning import Pruning
@@ -36,7 +35,7 @@ from kvbench.runs.grid import Grid
 from kvbench.runs.index import Key
 from kvbench.runs.planning import Say, Stage
 from kvbench.runs.store import Response
-from kvbench.view import Need, Separable
+from kvbench.view import Need
 
 _CHANGED = "the policy changed the model's parameter {} in place; change a copy instead"
 
@@ -149,19 +148,21 @@ class Worker:
             As `prefill`, with a row for every text.
         """
         needs = frozenset(needs)
-        info = model_info(self.model)
-        if not all(isinstance(observer_for(n, info), Separable) for n in needs if not n.of_tokens):
+        prefix = Prefix(self.model, needs - self.harmful.keys())
+        if not prefix.separable:
             return None
         width = max(map(len, contexts))
         ids, mask = left_padded(contexts, width)
         some = None if bool(mask.all()) else mask.to(self.device)
-        return self._observed(needs, partial(Prefix.extend, ids=ids.to(self.device), mask=some))
+        extend = partial(Prefix.extend, ids=ids.to(self.device), mask=some)
+        return self._observed(needs, extend, fresh=prefix)
 
     def _observed(
         self,
         needs: frozenset[Need],
         extend: Callable[[Prefix], Tensor],
         pruning: Pruning | None = None,
+        fresh: Prefix | None = None,
     ) -> tuple[Prefix, Tensor]:
         """Prefill with observers, without those that change the model's parameters.
 
@@ -169,15 +170,16 @@ class Worker:
             needs: What is observed.
             extend: Prefills a prefix and returns the logits.
             pruning: Visual tokens to prune.
+            fresh: An empty prefix with these observers, if there is one already.
         """
 
-        def prefilled(some: frozenset[Need]) -> tuple[Prefix, Tensor]:
-            prefix = Prefix(self.model, some, pruning)
+        def prefilled(some: frozenset[Need], fresh: Prefix | None = None) -> tuple[Prefix, Tensor]:
+            prefix = fresh or Prefix(self.model, some, pruning)
             logits = extend(prefix)
             prefix.cache.broken |= {n: self.harmful[n] for n in needs if n in self.harmful}
             return prefix, logits
 
-        made = prefilled(needs - self.harmful.keys())
+        made = prefilled(needs - self.harmful.keys(), fresh)
         foreign = [need for need in needs - self.harmful.keys() if not is_built_in(need)]
         if not foreign or not (changed := self._weights.changed()):
             return made
