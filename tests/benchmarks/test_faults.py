@@ -68,7 +68,7 @@ def test_another_response_is_seen_but_not_another_time(run: Path, good: Path) ->
 @pytest.mark.parametrize("name", ["cells", "samples"])
 def test_another_table_is_seen(run: Path, good: Path, name: str) -> None:
     tables = dict(zip(("cells", "samples"), load_frames(run), strict=True))
-    tables[name].loc[0, "score"] += 0.5
+    tables[name] = tables[name].assign(score=tables[name]["score"] + 0.5)
     with RunStore(run) as store:
         store.write(**tables)
     assert problems(run, good) == [f"{name}.parquet differs"]

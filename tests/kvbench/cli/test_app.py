@@ -193,7 +193,9 @@ def test_flags_of_machines_arrive(executed: dict[str, Any]) -> None:
 def test_flags_go_before_the_file_and_the_file_before_the_defaults(
     executed: dict[str, Any],
 ) -> None:
-    Path("grid.yaml").write_text("policies: [h2o]\ntasks: vt\nbudgets: 0.1\nsamples: 5\nfull: no\n")
+    Path("grid.yaml").write_text(
+        "policies: [h2o]\ntasks: vt\nbudgets: 0.1\nsamples: 5\nfull: false\n"
+    )
     assert cli.call(["run", "--config", "grid.yaml", "--budget", "0.4", "--full"]) == 0
     assert executed["grid"] == Grid(
         policies=("h2o",), tasks=("vt",), budgets=("0.4",), samples=5, full=True

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvbench.cli import call
-from kvbench.runs.integrity import CELLS, SAMPLES
+from kvbench.runs.integrity import SAMPLES
+from kvbench.runs.store import RunStore
 
 from ..report.conftest import make_run
 
@@ -17,9 +18,8 @@ from ..report.conftest import make_run
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     frames = make_run(["snapkv"], ("0.2",), ["vt"], samples=5)
-    for name, made in zip((CELLS, SAMPLES), frames, strict=True):
-        made.to_parquet(tmp_path / name)
-        os.utime(tmp_path / name, (1, 1))
+    with RunStore(tmp_path) as store:
+        store.write(*frames)
     return tmp_path
 
 

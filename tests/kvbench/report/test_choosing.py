@@ -15,7 +15,7 @@ from kvbench.report.choosing import PLAIN, Aim, PanelMemory, Serving, sentence
 from kvbench.report.frames import prepare
 from kvbench.report.panel import Panel, panels
 from kvbench.report.verdict import cheapest
-from kvbench.runs.integrity import CELLS, SAMPLES
+from kvbench.runs.store import RunStore
 
 from .conftest import FULL_BYTES, Frames, make_run
 
@@ -125,8 +125,8 @@ def test_a_longer_context_than_the_run_has_is_remarked() -> None:
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     frames: Frames = make_run(["snapkv", "criticalkv"], ("0.2", "0.4"), samples=20)
-    for name, made in zip((CELLS, SAMPLES), frames, strict=True):
-        made.to_parquet(tmp_path / name)
+    with RunStore(tmp_path) as store:
+        store.write(*frames)
     return tmp_path
 
 
