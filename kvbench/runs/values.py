@@ -113,8 +113,8 @@ def _check_plain(node: yaml.Node, path: str | Path, checked: set[int]) -> None:
         same, other = _AS_WRITTEN.get(node.tag.rpartition(":")[2], (_ANYTHING, ""))
         if not same.fullmatch(node.value):
             raise UserError(
-                f"{path}:{node.start_mark.line + 1}: YAML takes {node.value} for {other}; quote it, "
-                "or write the value that you mean"
+                f"{path}:{node.start_mark.line + 1}: YAML takes {node.value} for {other}; quote "
+                "it, or write the value that you mean"
             )
 
 
