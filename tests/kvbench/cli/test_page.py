@@ -48,10 +48,9 @@ def test_view_writes_the_page_again_if_results_are_newer(run: Path, opened: list
     page = run / "report" / "report.html"
     page.parent.mkdir()
     page.write_text("old")
-    os.utime(page, (2, 2))
     assert call(["view", str(run), "--no-open"]) == 0
     assert page.read_text() == "old"
-    os.utime(run / SAMPLES, (3, 3))
+    os.utime(run / SAMPLES, (1, 1))  # replaced with an earlier table, as `cp -p` does
     assert call(["view", str(run), "--no-open"]) == 0
     assert page.read_text() != "old"
 
