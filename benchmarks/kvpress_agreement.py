@@ -197,7 +197,8 @@ def report(folder: Path, page: Path | None) -> int:
     if missing:
         print(f"kvpress exports presses without a row: {', '.join(missing)}")
     if page is not None:
-        write(markdown(done, versions, page.read_text(encoding="utf-8")), page)
+        before = page.read_text(encoding="utf-8").split(BEGIN)[1]
+        write(markdown(done, versions, before), page)
     return int(bool(missing) or any(c.kind == "real" for c in cells))
 
 
