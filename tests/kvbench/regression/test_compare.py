@@ -9,6 +9,7 @@ import pytest
 
 from kvbench.errors import UserError
 from kvbench.regression.compare import Outcome, compare
+from kvbench.regression.pairs import pair_cells
 
 from .conftest import one_cell, rescored, usual, without
 
@@ -246,3 +247,16 @@ def test_a_run_that_measures_a_cell_twice_is_refused() -> None:
     cells.loc[1, ["budget", "match"]] = ["0.4", "another"]
     with pytest.raises(UserError, match=r"the run measures vt, snapkv at 0\.4 twice"):
         compare(usual(), (cells, samples))
+
+
+def test_a_sample_with_another_context_cannot_be_compared() -> None:
+    cells, samples = usual()
+    changed = samples.copy()
+    row = changed.index[(changed["task"] == "vt") & (changed["policy"] == "snapkv")][4]
+    changed.loc[row, "context_id"] = "another"
+    problems = [pair.problem for pair in pair_cells((cells, samples), (cells, changed))]
+    sample = samples.loc[row, "sample_id"]
+    assert sorted(problems)[-2:] == [
+        "",
+        f"the task's data differ: sample {sample} has another context",
+    ]
