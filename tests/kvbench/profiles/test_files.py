@@ -180,8 +180,8 @@ def test_the_reference_model_ships_with_a_profile_of_its_very_weights() -> None:
     )
     assert found.answered is not None
     assert found.answered > 0.9
-    # All retrieval is in the last layer (benchmarks/reference_masking.py).
-    assert sum(found.scores[-1]) > 0.9
+    # It retrieves in the last layer (benchmarks/reference_masking.py); a passage needs layer 0 too.
+    assert sum(found.scores[-1]) > 0.7
     assert found.loss_top is not None
     assert found.loss_others is not None
     assert found.loss_top > 1 > found.loss_others
