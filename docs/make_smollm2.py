@@ -1,6 +1,6 @@
 """Write the tables of SmolLM2 into the pages: `python docs/make_smollm2.py`.
 
-They come from results/smollm2, results/smollm2-bytes and results/leaderboard. With `--check` the
+They come from results/smollm2, -fitted and -bytes, and results/leaderboard. With `--check` the
 pages are only compared with the results.
 """
 
@@ -26,6 +26,7 @@ from kvbench.report.text import listed
 ROOT = Path(__file__).parents[1]
 RUN = ROOT / "results" / "smollm2"
 LEADERBOARD = ROOT / "results" / "leaderboard"
+FITTED = ROOT / "results" / "smollm2-fitted"
 BYTES = ROOT / "results" / "smollm2-bytes"
 BUDGETS = ("0.1", "0.2", "0.3", "0.5")
 MARK = "†"
@@ -47,7 +48,6 @@ SHOWN = (
     *("defensivekv", "keydiff", "tova", "snapkv", "critical_snapkv", "adakv", "criticalkv"),
     *("h2o", "d2o", "streaming_llm", "random"),
     *("kvzip", "kvzap", "kvzap:window=16", "compactor", "chunkkv", "lagkv", "expected_attention"),
-    *("expected_attention:eps=0.01", "locret:local=16", "lagkv:lag=32"),
 )
 """The policies of the README; docs/smollm2.md has all of them."""
 LEARNED = ("trimkv", "dbtrimkv", "locret", "kvzap:window=16")
@@ -233,6 +233,7 @@ def blocks() -> dict[str, str]:
     cells, samples = cells[cells["status"] == "ok"], samples[samples["score"].notna()]
     means: Any = group_means(cells, samples)
     notes = Notes.of(cells, samples)
+    fitted, answers = kvbench.load(FITTED)
     made = {
         "sizes": [sizes(cells)],
         "short": overview(means, notes, SHOWN),
@@ -241,6 +242,8 @@ def blocks() -> dict[str, str]:
         "question": precise(means, "question"),
         "pairs": pairs(cells, samples),
         "leaderboard": leaderboard(),
+        "fitted sizes": [sizes(fitted)],
+        "fitted": overview(group_means(fitted, answers), Notes.of(fitted, answers)),
         "bytes": over_bytes(),
     }
     return {name: "\n".join(lines) for name, lines in made.items()}
