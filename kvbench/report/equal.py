@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,17 +46,20 @@ def equal_rows(results: Results) -> Places:
         return found
     is_full = cells["policy"] == "full"
     full = cells[is_full].set_index(["model", "task", "length", "seed"])["cell"].to_dict()
-    for place, part in cells[~is_full].groupby(_SETTING, sort=False):
+    for setting, part in cells[~is_full].groupby(_SETTING, sort=False):
         alike: dict[tuple[tuple[str, bytes], ...], list[str]] = {}
         for name, own in part.sort_values("task").groupby("policy", sort=False):
             told = (samples.told(cell) for cell in own["cell"])
             key = tuple((t, x.tobytes()) for t, x in zip(own["task"], told, strict=True))
             alike.setdefault(key, []).append(str(name))
         for names in (names for names in alike.values() if len(names) > 1):
-            own = part[part["policy"] == names[0]].itertuples()
-            whole = [(r.cell, full.get((r.model, r.task, r.length, r.seed))) for r in own]
-            if sum(_unlike(samples, *pair) for pair in whole) >= _LEAST:
-                found.setdefault(tuple(sorted(names)), []).append(Place(*place))
+            place, mine = _place(setting), part[part["policy"] == names[0]]
+            unlike = sum(
+                _unlike(samples, cell, full.get((place.model, task, place.length, place.seed)))
+                for task, cell in zip(mine["task"], mine["cell"], strict=True)
+            )
+            if unlike >= _LEAST:
+                found.setdefault(tuple(sorted(names)), []).append(place)
     return found
 
 
@@ -77,13 +80,18 @@ def without_room(results: Results) -> Places:
         reserved = _reserved(str(name))
         samples = results.samples.of(part["cell"])
         lengths = samples["context_tokens"].to_numpy(np.int64)
-        place = Place(*where)
+        place = _place(where)
         if place.moment == "question":
             lengths = lengths + samples["question_tokens"].to_numpy(np.int64)
         budget = Budget.parse(place.budget)
         if any(budget.is_filled(one, lengths.tolist()) for one in reserved):
-            found.setdefault((str(name),), []).append(Place(*place))
+            found.setdefault((str(name),), []).append(place)
     return found
+
+
+def _place(values: Iterable[Any]) -> Place:
+    """The place of a group of rows."""
+    return Place(*values)
 
 
 def _reserved(name: str) -> list[Callable[[int], int]]:

@@ -27,16 +27,16 @@ def remarks(results: Results) -> Iterator[Phrase]:
                 "with those of a model"
             )
         yield (_names(tasks), ": scored by ", judge, ".")
-    for names, where in equal_rows(results).items():
+    for names, places in equal_rows(results).items():
         yield (
-            _names(names), f" are equal at {listed(labels(results, where), 40)}: they gave the "
+            _names(names), f" are equal at {listed(labels(results, places), 40)}: they gave the "
             "same response to every question and held as many entries. These rows are one result, "
             "not several.",
         )  # fmt: skip
     small = without_room(results)
     if small:
-        said = ((name, listed(labels(results, where), 40)) for (name,), where in small.items())
-        each = [(Name(name), f" at {places}") for name, places in said]
+        said = ((name, listed(labels(results, at), 40)) for (name,), at in small.items())
+        each = [(Name(name), f" at {budgets}") for name, budgets in said]
         yield (
             "Sinks and windows of a fixed size fill the budget of ",
             *((", " if i else "", one) for i, one in enumerate(each)),
