@@ -13,7 +13,7 @@ from typing import Any
 from kvbench.published.figures import papers
 from kvbench.recipes import Recipe, left_out, recipes
 from kvbench.recipes.recipe import RUN
-from kvbench.runs.grid import singular
+from kvbench.runs.options import flag_of
 
 PAGE = Path(__file__).parent / "recipes.md"
 BEGIN, END = "<!-- begin: make_recipes.py -->\n", "<!-- end: make_recipes.py -->\n"
@@ -55,7 +55,7 @@ def described(one: Recipe) -> Iterator[str]:
 
 def settings(grid: Mapping[str, Any]) -> str:
     """Keys and values of a grid in one line."""
-    return "; ".join(f"{singular(key)} {value(found)}" for key, found in grid.items())
+    return "; ".join(f"{flag_of(key)} {value(found)}" for key, found in grid.items())
 
 
 def value(found: Any) -> str:

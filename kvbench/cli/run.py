@@ -90,7 +90,7 @@ def run(
             _show_differences(recipe, models)
         return
     if as_json:
-        print_json(_as_json(done))
+        print_json({**_as_json(done), "path": str(grid.path)})
     else:
         _show(done, grid.path, quiet=quiet)
         if recipe and not quiet:

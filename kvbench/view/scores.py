@@ -39,6 +39,8 @@ class Scores:
         """Turn a mask into classes."""
         if self.protect.dtype == torch.bool:
             self.protect = self.protect.to(torch.int8) * Scores.WINDOW
+        elif not self.protect.is_floating_point() and not self.protect.is_complex():
+            self.protect = self.protect.clamp(0, Scores.NEWEST).to(torch.int8)
 
 
 def checked_scores(found: object, v: View) -> Scores:
@@ -53,7 +55,7 @@ def checked_scores(found: object, v: View) -> Scores:
 
     Raises:
         BudgetError: The scores are not a floating-point tensor `[B, H, n]`, or the protection
-            classes are neither bool nor int8.
+            classes are neither bool nor integers.
     """
     if isinstance(found, Tensor):
         check_floating("the score", found)
@@ -64,7 +66,7 @@ def checked_scores(found: object, v: View) -> Scores:
         )
     check_floating("the score", found.value)
     if found.protect.dtype != torch.int8:
-        raise BudgetError(f"protect is {_kind(found.protect)}; return a bool or int8 tensor")
+        raise BudgetError(f"protect is {_kind(found.protect)}; return a bool or integer tensor")
     for name, x in (("scores", found.value), ("protect", found.protect)):
         if x.shape != v.shape:
             raise BudgetError(

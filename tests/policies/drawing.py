@@ -23,8 +23,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvbench import registry, spelling
 from kvbench.engine.models import model_info
+from kvbench.engine.pruning import depth_problem
 from kvbench.errors import BudgetRefused, UserError
-from kvbench.plugin import ModelInfo, Part, Policy
+from kvbench.plugin import ModelInfo, Part, Policy, Score
 
 LAYERS, HEADS, VOCABULARY, FIRST = 2, 2, 128, 70
 FILES = tempfile.TemporaryDirectory()
@@ -63,6 +64,8 @@ def parts(draw: st.DrawFn, kind: str) -> Part:
                 made = made.replace(**{name: draw(st.sampled_from(options))})
             except UserError:
                 continue
+    if isinstance(made, Score) and depth_problem(made, LAYERS):
+        made = made.replace(layer=LAYERS - 1)
     return made
 
 

@@ -21,7 +21,8 @@ from kvbench.layouts.published import published_layout
 from kvbench.published.figures import SCORES, Figure, papers
 from kvbench.recipes import Recipe, left_out, missing_parts, recipe, recipes
 from kvbench.recipes.recipe import RUN
-from kvbench.runs.grid import Grid, singular
+from kvbench.runs.grid import Grid
+from kvbench.runs.options import flag_of
 from kvbench.runs.planning import plan
 
 RUNS = [name for name, one in recipes().items() if one.by == RUN]
@@ -102,7 +103,7 @@ def test_what_is_timed_can_be_measured(name: str) -> None:
     one = recipe(name)
     assert missing_parts(one) == list(one.lacks)
     for models in ((), ("reference",), ("smollm2",)):
-        given = {singular(key): as_list(v) for key, v in one.settings(models).items()}
+        given = {flag_of(key): as_list(v) for key, v in one.settings(models).items()}
         (model,) = given.pop("model")
         bench = Bench(
             model,
