@@ -90,7 +90,7 @@ def run(
             _show_differences(recipe, models)
         return
     if as_json:
-        print_json({**_as_json(done), "path": str(grid.path)})
+        print_json(_as_json(done, grid.path))
     else:
         _show(done, grid.path, quiet=quiet)
         if recipe and not quiet:
@@ -180,9 +180,10 @@ def _show_differences(name: str, models: list[str]) -> None:
         print(f"  - {sentence}")
 
 
-def _as_json(done: Run) -> dict[str, Any]:
+def _as_json(done: Run, folder: Path) -> dict[str, Any]:
+    """The results for programs, with the folder as it was given."""
     return {
-        "path": str(done.path),
+        "path": str(folder),
         "cells": rows_of(done.cells),
         "failed": dict(done.failed),
         "left_out": dict(done.left_out),

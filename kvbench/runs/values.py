@@ -97,7 +97,7 @@ _AS_WRITTEN = {
 
 
 def _check_plain(node: yaml.Node, path: str | Path, checked: set[int]) -> None:
-    """Refuse a word that YAML takes for another value, such as `1:30` (90), `010` (8) or `no`.
+    """Refuse a word that YAML takes for another value, such as `1:30` (90) or `010` (8).
 
     Raises:
         UserError: There is one; the message names file, line and word.
