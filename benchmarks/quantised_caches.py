@@ -61,7 +61,7 @@ NEVER = 1 << 20
 @torch.no_grad()
 def prepared(folder: Path) -> list[dict[str, Any]]:
     """Save the models, and have the full cache answer the prompts."""
-    from kvbench.analysis.common import contexts, loaded, stages
+    from kvbench.analysis.common import analysis_model, contexts, stages
     from kvbench.runs.grid import Grid
 
     made = []
@@ -70,7 +70,7 @@ def prepared(folder: Path) -> list[dict[str, Any]]:
             policies=("full",), models=(name,), tasks=TASKS, lengths=(length,), samples=SAMPLES
         )
         (stage,) = stages(grid, print)
-        with loaded(stage, grid, print) as model:
+        with analysis_model(stage, grid, print) as model:
             model.save_pretrained(folder / name)
             for prompt in (p for job in stage.jobs for p, *_ in contexts(job)):
                 ids = torch.tensor([[*prompt.context_ids, *prompt.question_ids]])

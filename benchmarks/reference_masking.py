@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from kvbench.engine.cache import RaggedCache
-from kvbench.engine.decide import Cut
+from kvbench.engine.decide import EvictionStep
 from kvbench.engine.decode import Stop, greedy
 from kvbench.engine.draw import row_seeds
 from kvbench.engine.driver import engine
@@ -82,7 +82,7 @@ def percentiles(prefix: Prefix, spec: str, tokens: range) -> list[float]:
     assert chosen.score is not None
     length = int(prefix.cache.lengths()[0])
     seeds = row_seeds(prefix.cache, 0)
-    cut = Cut(chosen, prefix.cache, prefix.info, "context", [length // 5], seeds)
+    cut = EvictionStep(chosen, prefix.cache, prefix.info, "context", [length // 5], seeds)
     last = prefix.info.layers - 1
     view = cut.view(prefix.cache.ragged[last], last)
     found = chosen.score.score(view)

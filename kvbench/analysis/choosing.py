@@ -9,96 +9,111 @@ from typing import Any
 from kvbench.errors import UserError
 
 
-def chosen(wanted: tuple[int, ...] | None, there: Sequence[int], flag: str, most: int) -> list[int]:
+def select_numbers(
+    requested: tuple[int, ...] | None, available: Sequence[int], flag: str, max_count: int
+) -> list[int]:
     """Which layers or heads to draw.
 
     Args:
-        wanted: Those that are named; None for some, evenly spaced, and empty for all.
-        there: Those that the model has.
+        requested: Those that are named; None for some, evenly spaced, and empty for all.
+        available: Those that the model has.
         flag: What the user calls them, `layers` or `heads`.
-        most: How many at most if none is named.
+        max_count: How many at most if none is named.
 
     Raises:
         UserError: The model does not have one that is named.
     """
-    for one in wanted or ():
-        if one not in there:
+    for number in requested or ():
+        if number not in available:
             kind = "full-attention layers" if flag == "layers" else "KV heads"
-            raise UserError(f"--{flag} {one}: the model's {kind} are {_ranges(there)}")
-    if wanted:
-        return list(wanted)
-    if wanted is not None:
-        return list(there)
-    return spread(there, most)
+            raise UserError(f"--{flag} {number}: the model's {kind} are {_ranges(available)}")
+    if requested:
+        return list(requested)
+    if requested is not None:
+        return list(available)
+    return evenly_spaced(available, max_count)
 
 
-def spread(numbers: Sequence[int], most: int) -> list[int]:
+def evenly_spaced(numbers: Sequence[int], max_count: int) -> list[int]:
     """At most that many of some numbers, evenly spaced, with the first and the last."""
-    if len(numbers) <= most:
+    if len(numbers) <= max_count:
         return list(numbers)
-    gap = (len(numbers) - 1) / max(1, most - 1)
-    return [numbers[round(i * gap)] for i in range(most)]
+    spacing = (len(numbers) - 1) / max(1, max_count - 1)
+    return [numbers[round(index * spacing)] for index in range(max_count)]
 
 
 def _ranges(numbers: Sequence[int]) -> str:
     """`0 to 3, 7` for 0, 1, 2, 3, 7."""
-    runs: list[list[int]] = []
-    for n in numbers:
-        if runs and n == runs[-1][-1] + 1:
-            runs[-1].append(n)
+    intervals: list[list[int]] = []
+    for number in numbers:
+        if intervals and number == intervals[-1][-1] + 1:
+            intervals[-1].append(number)
         else:
-            runs.append([n])
-    return ", ".join(f"{r[0]} to {r[-1]}" if len(r) > 1 else str(r[0]) for r in runs)
+            intervals.append([number])
+    return ", ".join(
+        f"{interval[0]} to {interval[-1]}" if len(interval) > 1 else str(interval[0])
+        for interval in intervals
+    )
 
 
-def parts(value: str | Sequence[str]) -> list[str]:
+def split_commas(comma_text: str | Sequence[str]) -> list[str]:
     """The different parts of a text with commas, or of several."""
-    texts = [value] if isinstance(value, str) else value
-    return list(dict.fromkeys(p.strip() for text in texts for p in text.split(",") if p.strip()))
+    comma_texts = [comma_text] if isinstance(comma_text, str) else comma_text
+    return list(
+        dict.fromkeys(
+            element.strip()
+            for comma_list in comma_texts
+            for element in comma_list.split(",")
+            if element.strip()
+        )
+    )
 
 
-def whole(flag: str, listed: list[str], right: str) -> tuple[int, ...]:
+def parse_integers(flag: str, numerals: list[str], example: str) -> tuple[int, ...]:
     """Read whole numbers.
 
     Args:
         flag: What the user calls them.
-        listed: The numbers as texts.
-        right: What the message recommends.
+        numerals: The numbers as texts.
+        example: What the message recommends.
 
     Raises:
         UserError: One is not a whole number, or there is none.
     """
-    for one in listed:
-        if not (one.isascii() and one.isdecimal()):
-            raise UserError(f"--{flag} {one}: use whole numbers with commas, such as {right}")
-    if not listed:
-        raise UserError(f"--{flag} names nothing; use {right}")
-    return tuple(int(one) for one in listed)
+    for numeral in numerals:
+        if not (numeral.isascii() and numeral.isdecimal()):
+            raise UserError(f"--{flag} {numeral}: use whole numbers with commas, such as {example}")
+    if not numerals:
+        raise UserError(f"--{flag} names nothing; use {example}")
+    return tuple(int(numeral) for numeral in numerals)
 
 
-def whole_or_all(flag: str, value: str | Sequence[str]) -> tuple[int, ...]:
+def parse_integers_or_all(flag: str, comma_text: str | Sequence[str]) -> tuple[int, ...]:
     """Read whole numbers; `all` is empty.
 
     Raises:
         UserError: One is not a whole number, or there is none.
     """
-    listed = parts(value)
-    return () if listed == ["all"] else whole(flag, listed, "0,3, or all")
+    numerals = split_commas(comma_text)
+    return () if numerals == ["all"] else parse_integers(flag, numerals, "0,3, or all")
 
 
-def check_least(options: object, least: Mapping[str, int]) -> None:
+def check_minimums(options: object, minimums: Mapping[str, int]) -> None:
     """Check that options, by attribute, are whole numbers from some least one, or None.
 
     Raises:
         UserError: One is smaller.
     """
-    for name, smallest in least.items():
-        value = getattr(options, name)
-        if value is not None and value < smallest:
-            flag = name.replace("_", "-")
-            raise UserError(f"--{flag} {value}: use a whole number from {smallest}")
+    for attribute, minimum in minimums.items():
+        option_value = getattr(options, attribute)
+        if option_value is not None and option_value < minimum:
+            flag = attribute.replace("_", "-")
+            raise UserError(f"--{flag} {option_value}: use a whole number from {minimum}")
 
 
-def plain_values(options: Any) -> dict[str, Any]:
+def json_values(options: Any) -> dict[str, Any]:
     """A dataclass of options as plain lists and values."""
-    return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(options).items()}
+    return {
+        attribute: list(option_value) if isinstance(option_value, tuple) else option_value
+        for attribute, option_value in asdict(options).items()
+    }

@@ -58,11 +58,11 @@ class Bench:
         return next(self.model.parameters()).device
 
     def prefill(
-        self, ids: Sequence[int], needs: frozenset[Need], media: Sequence[Medium] = ()
+        self, token_ids: Sequence[int], needs: frozenset[Need], media: Sequence[Medium] = ()
     ) -> Prefix:
         """Prefill one context, with the images and videos in it."""
         prefix = Prefix(self.model, needs)
-        prefix.extend(self.tensor(ids), pixels=self.pixels(media))
+        prefix.extend(self.tensor(token_ids), pixels=self.pixels(media))
         return prefix
 
     def pixels(self, media: Sequence[Medium]) -> Pixels | None:
@@ -72,9 +72,9 @@ class Bench:
         assert self.vision is not None
         return self.vision.pixels(media, self.device)
 
-    def tensor(self, ids: Sequence[int]) -> Tensor:
+    def tensor(self, token_ids: Sequence[int]) -> Tensor:
         """Token ids as a batch of one, `[1, n]`."""
-        return torch.tensor([list(ids)], device=self.device)
+        return torch.tensor([list(token_ids)], device=self.device)
 
     def compress(
         self, prefix: Prefix, cell: Cell, policy: Policy, reserve: int | None = None
@@ -82,7 +82,7 @@ class Bench:
         """Compress a prefix for a cell; None if its policy fails.
 
         Args:
-            prefix: The prefilled context. After a failure `prefix.spoiled` tells whether it must
+            prefix: The prefilled context. `prefix.modified_in_place` tells whether it must
                 be prefilled again.
             cell: Budget, moment and seed.
             policy: The cell's policy, or a policy that selects the same entries.
@@ -91,12 +91,12 @@ class Bench:
         Raises:
             UserError: The policy changed the model's parameters.
         """
-        wanted = Compression(policy, cell.budget, cell.moment, cell.seed)
+        compression = Compression(policy, cell.budget, cell.moment, cell.seed)
         if cell.moment in LATER:
             reserve = None
         try:
             with plugin_call():
-                return prefix.compress([wanted], reserve)[0]
+                return prefix.compress([compression], reserve)[0]
         except PluginError as error:
             self.fail(cell, str(error).replace(str(policy), str(cell.policy)))
             return None
@@ -111,12 +111,12 @@ class Bench:
 
 
 def make_grid(
-    given: Mapping[str, Any], moments: Sequence[str] = MOMENTS, *, pruning: bool = False
+    grid_options: Mapping[str, Any], moments: Sequence[str] = MOMENTS, *, pruning: bool = False
 ) -> Grid:
     """Make the grid of an analysis.
 
     Args:
-        given: The grid, as `Grid.from_dict` takes it.
+        grid_options: The grid, as `Grid.from_dict` takes it.
         moments: When the analysis can compress.
         pruning: Whether the analysis can run policies that prune images in the prefill.
 
@@ -124,11 +124,11 @@ def make_grid(
         UserError: As `Grid.from_dict`; or the analysis cannot run at a moment or with a policy, or
             only the full cache is left.
     """
-    grid = Grid.from_dict({**given, "full": False, "repeats": 1})
+    grid = Grid.from_dict({**grid_options, "full": False, "repeats": 1})
     for timing in grid.timings:
         if timing.moment not in moments:
-            known = " or ".join(moments)
-            raise UserError(f"--moment {timing}: this analysis compresses at {known} only")
+            supported = " or ".join(moments)
+            raise UserError(f"--moment {timing}: this analysis compresses at {supported} only")
     for policy in grid.built_policies:
         if not pruning and prunes(policy) and str(policy) in grid.named_policies:
             raise UserError(
@@ -151,14 +151,14 @@ def stages(grid: Grid, message: Callable[[str], None], *, pruning: bool = False)
         pruning: Whether cells that prune images in the prefill stay; `all` may include them.
     """
 
-    def stays(cell: Cell) -> bool:
+    def is_analysed(cell: Cell) -> bool:
         return cell.policy.evicts and (pruning or not prunes(cell.policy))
 
     return [
         replace(
             stage,
             jobs=[
-                replace(job, cells=[cell for cell in job.cells if stays(cell)])
+                replace(job, cells=[cell for cell in job.cells if is_analysed(cell)])
                 for job in stage.jobs
             ],
         )
@@ -167,7 +167,7 @@ def stages(grid: Grid, message: Callable[[str], None], *, pruning: bool = False)
 
 
 @contextmanager
-def loaded(stage: Stage, grid: Grid, message: Callable[[str], None]) -> Iterator[nn.Module]:
+def analysis_model(stage: Stage, grid: Grid, message: Callable[[str], None]) -> Iterator[nn.Module]:
     """The stage's model with kvbench's attention, on one device."""
     with loaded_model(stage, grid, message) as model, torch.no_grad():
         check_single(model, "an analysis")
@@ -176,7 +176,10 @@ def loaded(stage: Stage, grid: Grid, message: Callable[[str], None]) -> Iterator
 
 def contexts(job: Job) -> list[list[Prompt]]:
     """The job's prompts, grouped by context."""
-    return [list(g) for _, g in groupby(job.prompts, key=lambda p: (p.context_ids, p.media))]
+    return [
+        list(group)
+        for _, group in groupby(job.prompts, key=lambda prompt: (prompt.context_ids, prompt.media))
+    ]
 
 
 def prompt_name(prompt: Prompt) -> str:
@@ -185,6 +188,6 @@ def prompt_name(prompt: Prompt) -> str:
     return request.sample_id + f"/{request.question_id}" * (request.question_id > 0)
 
 
-def held(cache: RaggedCache) -> list[Tensor]:
+def kept_masks(cache: RaggedCache) -> list[Tensor]:
     """What a cache of one sequence keeps: bool `[H, columns]` for each full-attention layer."""
-    return [kept[0] for kept in cache.kept() if kept is not None]
+    return [layer_mask[0] for layer_mask in cache.kept() if layer_mask is not None]

@@ -13,7 +13,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from kvbench.analysis.scopes import SCOPE, Row
-from kvbench.report.style import COLUMN, PAGE, save, sheet
+from kvbench.report.style import COLUMN, PAGE, lay_out_figure, save
 from kvbench.report.text import short, slug
 from kvbench.stats import Floats
 
@@ -43,25 +43,25 @@ class Colours:
     label: str
 
 
-def naming(frame: pd.DataFrame, scope: Row) -> tuple[str, str]:
+def figure_suffixes(frame: pd.DataFrame, scope: Row) -> tuple[str, str]:
     """The end of a file's name and of a title: the task and what differs within the frame."""
-    end, title = slug(scope["task"]), short(scope["task"])
+    suffix, subtitle = slug(scope["task"]), short(scope["task"])
     for column in SCOPE:
         if column != "task" and frame[column].nunique() > 1:
-            end += f"-{slug(scope[column])}"
-            title += f", {short(scope[column])}{' tokens' * (column == 'length')}"
+            suffix += f"-{slug(scope[column])}"
+            subtitle += f", {short(scope[column])}{' tokens' * (column == 'length')}"
     if frame["model"].nunique() == 1:
-        title += f" · {short(scope['model'])}"
-    return end, title
+        subtitle += f" · {short(scope['model'])}"
+    return suffix, subtitle
 
 
-def picture(part: pd.DataFrame, values: Floats, head: str) -> Floats:
+def layer_head_map(cell_rows: pd.DataFrame, head_row: Floats, head_column: str) -> Floats:
     """Numbers by layer and head `[layers * heads]` as a picture, `[layers, heads]`."""
-    return values.reshape(part["layer"].nunique(), part[head].nunique())
+    return head_row.reshape(cell_rows["layer"].nunique(), cell_rows[head_column].nunique())
 
 
 def head_maps(
-    lines: Sequence[Sequence[tuple[str, Floats]]],
+    panel_rows: Sequence[Sequence[tuple[str, Floats]]],
     colours: Sequence[Colours],
     title: str,
     x_label: str,
@@ -71,7 +71,7 @@ def head_maps(
     """Draw maps of layers (down) by heads (across).
 
     Args:
-        lines: Lines of panels, each with a title and a picture `[layers, heads]`.
+        panel_rows: Lines of panels, each with a title and a picture `[layers, heads]`.
         colours: What the colours mean, line by line in turn.
         title: What the figure shows.
         x_label: What kind of head it is.
@@ -81,45 +81,51 @@ def head_maps(
     Returns:
         The files written.
     """
-    across = max(len(line) for line in lines)
-    rows = lines[0][0][1].shape[0]
-    page = sheet(
-        len(lines),
+    across = max(len(panels) for panels in panel_rows)
+    layer_count = panel_rows[0][0][1].shape[0]
+    layout = lay_out_figure(
+        len(panel_rows),
         across,
         title=title,
         width=COLUMN if across == 1 else PAGE * min(1.0, 0.3 + 0.23 * across),
-        panel=min(3.2, max(0.8, 0.13 * rows)),
+        panel_height=min(3.2, max(0.8, 0.13 * layer_count)),
         x_label=x_label,
         y_label="layer",
-        top=0.18,
-        gap=(0.1, 0.24),
-        right=0.85,
+        top_margin=0.18,
+        panel_gap=(0.1, 0.24),
+        right_margin=0.85,
         sharex=True,
         sharey=True,
     )
-    for y, line in enumerate(lines):
-        look = colours[y % len(colours)]
-        for x, ax in enumerate(page.axes[y]):
-            if x >= len(line):
-                ax.set_axis_off()
+    for line_index, panels in enumerate(panel_rows):
+        scale = colours[line_index % len(colours)]
+        for column, axes in enumerate(layout.axes[line_index]):
+            if column >= len(panels):
+                axes.set_axis_off()
                 # The line above ends here; its heads are named under it.
-                if y and x < len(lines[y - 1]):
-                    page.axes[y - 1, x].tick_params(labelbottom=True)
+                if line_index and column < len(panel_rows[line_index - 1]):
+                    layout.axes[line_index - 1, column].tick_params(labelbottom=True)
                 continue
-            name, values = line[x]
-            image = ax.imshow(
-                values, cmap=look.name, vmin=look.low, vmax=look.high, aspect="auto",
+            panel_title, head_map = panels[column]
+            image = axes.imshow(
+                head_map,
+                cmap=scale.name,
+                vmin=scale.low,
+                vmax=scale.high,
+                aspect="auto",
                 interpolation="nearest",
-            )  # fmt: skip
-            ax.set_title(name, loc="left", fontsize=7, y=1.0, pad=2)
-            ax.spines[:].set_visible(False)
-            _ticks(ax, values.shape, layers)
-        page.colour_bar(image, [values for _, values in line], look.label, line=y)
-    return save(page.figure, stem)
+            )
+            axes.set_title(panel_title, loc="left", fontsize=7, y=1.0, pad=2)
+            axes.spines[:].set_visible(False)
+            _ticks(axes, head_map.shape, layers)
+        layout.colour_bar(
+            image, [head_map for _, head_map in panels], scale.label, line_index=line_index
+        )
+    return save(layout.figure, stem)
 
 
 def step_maps(
-    lines: Sequence[Sequence[Steps]],
+    panel_rows: Sequence[Sequence[Steps]],
     colours: Sequence[Colours],
     title: str,
     x_label: str,
@@ -129,7 +135,7 @@ def step_maps(
     """Draw maps of KV heads (down, those of one layer together) by steps (across).
 
     Args:
-        lines: Lines of panels.
+        panel_rows: Lines of panels.
         colours: What the colours mean, line by line in turn.
         title: What the figure shows.
         x_label: What a step is.
@@ -139,49 +145,63 @@ def step_maps(
     Returns:
         The files written.
     """
-    across = max(len(line) for line in lines)
-    rows = lines[0][0][1].shape[0]
-    heads = rows // len(layers)
-    page = sheet(
-        len(lines),
+    across = max(len(panels) for panels in panel_rows)
+    map_height = panel_rows[0][0][1].shape[0]
+    heads = map_height // len(layers)
+    layout = lay_out_figure(
+        len(panel_rows),
         across,
         title=title,
         width=COLUMN if across == 1 else PAGE,
-        panel=min(3.0, max(1.0, 0.12 * rows)),
+        panel_height=min(3.0, max(1.0, 0.12 * map_height)),
         x_label=x_label,
         y_label="layer",
-        top=0.2,
-        gap=(0.15, 0.3),
-        right=0.7,
+        top_margin=0.2,
+        panel_gap=(0.15, 0.3),
+        right_margin=0.7,
         sharex="col",
         sharey=True,
     )
-    tick = -(-len(layers) // 8)
-    for y, line in enumerate(lines):
-        look = colours[y % len(colours)]
-        for ax, (name, values, steps) in zip(page.axes[y], line, strict=False):
-            image = ax.imshow(
-                np.ma.masked_invalid(values), cmap=look.name, vmin=look.low, vmax=look.high,
-                aspect="auto", interpolation="nearest",
-                extent=(-0.5, steps - 0.5, rows - 0.5, -0.5),
-            )  # fmt: skip
-            ax.set_title(name, loc="left", fontsize=7, y=1.0, pad=2)
-            ax.tick_params(length=0, labelsize=6.5)
-            ax.locator_params(axis="x", nbins=4, integer=True)
-            middles = [heads * (i + 0.5) - 0.5 for i in range(0, len(layers), tick)]
-            ax.set_yticks(middles, [str(i) for i in layers[::tick]])
-            for i in range(1, len(layers)):
-                ax.axhline(heads * i - 0.5, color="white", lw=0.4)
-        for ax in page.axes[y, len(line) :]:
-            ax.set_axis_off()
-        shown = np.concatenate([values.ravel() for _, values, _ in line])
-        page.colour_bar(image, shown, look.label, line=y)
-    return save(page.figure, stem)
+    tick_spacing = -(-len(layers) // 8)
+    for line_index, panels in enumerate(panel_rows):
+        scale = colours[line_index % len(colours)]
+        for axes, (panel_title, step_map, step_count) in zip(
+            layout.axes[line_index], panels, strict=False
+        ):
+            image = axes.imshow(
+                np.ma.masked_invalid(step_map),
+                cmap=scale.name,
+                vmin=scale.low,
+                vmax=scale.high,
+                aspect="auto",
+                interpolation="nearest",
+                extent=(-0.5, step_count - 0.5, map_height - 0.5, -0.5),
+            )
+            axes.set_title(panel_title, loc="left", fontsize=7, y=1.0, pad=2)
+            axes.tick_params(length=0, labelsize=6.5)
+            axes.locator_params(axis="x", nbins=4, integer=True)
+            tick_positions = [
+                heads * (layer + 0.5) - 0.5 for layer in range(0, len(layers), tick_spacing)
+            ]
+            axes.set_yticks(tick_positions, [str(layer) for layer in layers[::tick_spacing]])
+            for layer in range(1, len(layers)):
+                axes.axhline(heads * layer - 0.5, color="white", lw=0.4)
+        for axes in layout.axes[line_index, len(panels) :]:
+            axes.set_axis_off()
+        values = np.concatenate([step_map.ravel() for _, step_map, _ in panels])
+        layout.colour_bar(image, values, scale.label, line_index=line_index)
+    return save(layout.figure, stem)
 
 
-def _ticks(ax: Axes, shape: tuple[int, ...], layers: Sequence[int]) -> None:
-    rows, columns = shape
-    down, over = math.ceil(rows / 8), math.ceil(columns / 8)
-    ax.set_yticks(range(0, rows, down), [str(i) for i in layers[::down]], fontsize=7)
-    ax.set_xticks(range(0, columns, over), [str(i) for i in range(0, columns, over)], fontsize=7)
-    ax.tick_params(length=0)
+def _ticks(axes: Axes, map_shape: tuple[int, ...], layers: Sequence[int]) -> None:
+    row_count, column_count = map_shape
+    row_spacing, column_spacing = math.ceil(row_count / 8), math.ceil(column_count / 8)
+    axes.set_yticks(
+        range(0, row_count, row_spacing), [str(tick) for tick in layers[::row_spacing]], fontsize=7
+    )
+    axes.set_xticks(
+        range(0, column_count, column_spacing),
+        [str(tick) for tick in range(0, column_count, column_spacing)],
+        fontsize=7,
+    )
+    axes.tick_params(length=0)

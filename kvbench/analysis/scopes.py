@@ -18,11 +18,11 @@ Row: TypeAlias = dict[str, Any]
 
 def scopes(frame: pd.DataFrame) -> Iterator[tuple[Row, pd.DataFrame]]:
     """The rows of each model, task, length and moment, in the order of the run."""
-    for values, part in frame.groupby(SCOPE, sort=False, observed=True):
-        yield dict(zip(SCOPE, values, strict=True)), part
+    for scope_values, scope_rows in frame.groupby(SCOPE, sort=False, observed=True):
+        yield dict(zip(SCOPE, scope_values, strict=True)), scope_rows
 
 
-def within(frame: pd.DataFrame, scope: Row) -> pd.DataFrame:
+def rows_in_scope(frame: pd.DataFrame, scope: Row) -> pd.DataFrame:
     """The rows of a frame in one scope."""
     for column in SCOPE:
         if len(frame):
@@ -30,22 +30,22 @@ def within(frame: pd.DataFrame, scope: Row) -> pd.DataFrame:
     return frame
 
 
-def title_of(scope: Row) -> tuple[Phrase, ...]:
+def scope_heading(scope: Row) -> tuple[Phrase, ...]:
     """Model, task, length and moment in one line."""
-    where = f" · {tokens(scope['length'])} · moment {scope['moment']}"
-    return (Name(scope["model"]), " · ", Name(scope["task"]), where)
+    conditions = f" · {tokens(scope['length'])} · moment {scope['moment']}"
+    return (Name(scope["model"]), " · ", Name(scope["task"]), conditions)
 
 
-def names(frame: pd.DataFrame, column: str) -> list[str]:
+def distinct_values(frame: pd.DataFrame, column: str) -> list[str]:
     """Values of a text column in the order in which they first appear."""
-    return [str(x) for x in frame[column].drop_duplicates()]
+    return [str(value) for value in frame[column].drop_duplicates()]
 
 
-def budgets(frame: pd.DataFrame) -> list[str]:
+def ordered_budgets(frame: pd.DataFrame) -> list[str]:
     """Budgets of a frame in the order of `budget_order`."""
-    return sorted(names(frame, "budget"), key=budget_order)
+    return sorted(distinct_values(frame, "budget"), key=budget_order)
 
 
-def by_budget(frame: pd.DataFrame) -> list[Row]:
+def rows_by_budget(frame: pd.DataFrame) -> list[Row]:
     """Rows of a frame by budget, otherwise in their order."""
-    return sorted(records(frame), key=lambda row: budget_order(row["budget"]))
+    return sorted(records(frame), key=lambda record: budget_order(record["budget"]))

@@ -20,7 +20,7 @@ def summary_text(
     tables: Sequence[Table],
     notes: Sequence[str],
     figures: Sequence[Path],
-    root: Path,
+    root_folder: Path,
 ) -> str:
     """Write a summary.
 
@@ -30,14 +30,14 @@ def summary_text(
         tables: Tables.
         notes: Lines below them.
         figures: Files to show; of PNG and SVG the PNG.
-        root: The folder that links start from.
+        root_folder: The folder that links start from.
     """
     blocks = [f"# {md(heading)}", f"Made by {span(command)}."]
     blocks += [markdown(table, level=2) for table in tables]
     blocks.append("\n".join(f"- {md(note)}" for note in notes))
     blocks.append(
         "\n".join(
-            f"![{md(path.stem)}]({path.relative_to(root).as_posix()})"
+            f"![{md(path.stem)}]({path.relative_to(root_folder).as_posix()})"
             for path in figures
             if path.suffix == ".png"
         )
@@ -45,17 +45,25 @@ def summary_text(
     return "\n\n".join(block for block in blocks if block) + "\n"
 
 
-def notes(frame: pd.DataFrame, failed: Mapping[str, str], reading: Sequence[str] = ()) -> list[str]:
+def notes(
+    frame: pd.DataFrame, failures: Mapping[str, str], reading: Sequence[str] = ()
+) -> list[str]:
     """What a reader must know.
 
     Args:
         frame: A table with the column `model`.
-        failed: Why cells failed, by cell id.
+        failures: Why cells failed, by cell id.
         reading: How to read the tables.
     """
-    lines = [*reading]
+    note_lines = [*reading]
     if len(frame) and (frame["model"] == REFERENCE_MODEL).any():
-        lines.append(REFERENCE_NOTE)
-    lost = [f"cell {cell} failed: {short(reason, 200)}" for cell, reason in failed.items()]
-    lines += lost[:_MOST_FAILED]
-    return [*lines, f"{len(lost)} cells failed"] if len(lost) > _MOST_FAILED else lines
+        note_lines.append(REFERENCE_NOTE)
+    failure_notes = [
+        f"cell {cell} failed: {short(reason, 200)}" for cell, reason in failures.items()
+    ]
+    note_lines += failure_notes[:_MOST_FAILED]
+    return (
+        [*note_lines, f"{len(failure_notes)} cells failed"]
+        if len(failure_notes) > _MOST_FAILED
+        else note_lines
+    )

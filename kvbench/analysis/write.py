@@ -24,7 +24,7 @@ SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True)
-class Done:
+class AnalysisOutput:
     """What an analysis has made.
 
     Attributes:
@@ -42,40 +42,40 @@ class Done:
     failed: Mapping[str, str]
 
 
-def folder_of(grid: Grid, name: str, *settings: object) -> Path:
+def make_output_folder(grid: Grid, analysis: str, *settings: object) -> Path:
     """The folder to write to, created if needed, before any work is done.
 
     By default everything that changes a number, except `--samples`, has a folder of its own.
 
     Args:
         grid: Says where to write; None there stands for the default.
-        name: Of the analysis.
+        analysis: Of the analysis.
         settings: Whatever else changes a number.
 
     Raises:
         UserError: It cannot be written to.
     """
     digest = hashlib.sha256(json.dumps([grid.digest, *settings]).encode()).hexdigest()[:16]
-    return prepared(Path(grid.out) if grid.out else Path("results") / f"{name}-{digest}")
+    return prepare_folder(Path(grid.out) if grid.out else Path("results") / f"{analysis}-{digest}")
 
 
-def prepared(path: Path) -> Path:
+def prepare_folder(folder: Path) -> Path:
     """Create a folder and that of its figures, before any work is done.
 
     Raises:
         UserError: It cannot be written to.
     """
-    if path.exists() and not path.is_dir():
-        raise UserError(f"cannot write {path}: it is a file, not a folder")
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"cannot write {folder}: it is a file, not a folder")
     try:
-        (path / "figures").mkdir(parents=True, exist_ok=True)
+        (folder / "figures").mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise cannot("write", path, error) from None
-    return path
+        raise cannot("write", folder, error) from None
+    return folder
 
 
 def write_all(
-    path: Path,
+    folder: Path,
     grid: Grid,
     settings: Mapping[str, Any],
     frames: Mapping[str, pd.DataFrame],
@@ -83,13 +83,13 @@ def write_all(
     notes: Sequence[str],
     figures: Sequence[Path],
     command: str,
-    failed: Mapping[str, str],
-    as_csv: Collection[str] = (),
-) -> Done:
+    failures: Mapping[str, str],
+    csv_names: Collection[str] = (),
+) -> AnalysisOutput:
     """Write tables, settings and summary of an analysis; its figures are already there.
 
     Args:
-        path: The folder.
+        folder: The folder.
         grid: What was analysed.
         settings: What else it was made with; `analysis` is its name.
         frames: By the name of the file.
@@ -97,75 +97,94 @@ def write_all(
         notes: Lines below them.
         figures: Files that the summary shows.
         command: What the summary says that made it.
-        failed: Why cells failed, by cell id.
-        as_csv: Frames to write as CSV too, where there are any.
+        failures: Why cells failed, by cell id.
+        csv_names: Frames to write as CSV too, where there are any.
 
     Raises:
         UserError: A file cannot be written.
     """
-    own = {k: v for k, v in grid.to_dict().items() if k not in ("full", "out", "attn")}
-    title = f"kvbench {settings['analysis']}"
+    grid_values = {
+        option: option_value
+        for option, option_value in grid.to_dict().items()
+        if option not in ("full", "out", "attn")
+    }
+    heading = f"kvbench {settings['analysis']}"
     return write_files(
-        path, title, {**own, **settings}, frames, tables, notes, figures, command, failed, as_csv
+        folder,
+        heading,
+        {**grid_values, **settings},
+        frames,
+        tables,
+        notes,
+        figures,
+        command,
+        failures,
+        csv_names,
     )
 
 
 def write_files(
-    path: Path,
-    title: str,
+    folder: Path,
+    heading: str,
     record: Mapping[str, Any],
     frames: Mapping[str, pd.DataFrame],
     tables: Sequence[Table],
     notes: Sequence[str],
     figures: Sequence[Path],
     command: str,
-    failed: Mapping[str, str],
-    as_csv: Collection[str] = (),
-) -> Done:
-    """Write tables, settings and summary; `title` is the summary's.
+    failures: Mapping[str, str],
+    csv_names: Collection[str] = (),
+) -> AnalysisOutput:
+    """Write tables, settings and summary; `heading` is the summary's.
 
     Args:
-        path, frames, tables, notes, figures, command, failed, as_csv: As for `write_all`.
-        title: Heading of the summary.
+        folder, frames, tables, notes, figures, command, failures, csv_names: As for `write_all`.
+        heading: Heading of the summary.
         record: How all this was made; versions are added.
 
     Raises:
         UserError: A file cannot be written.
     """
-    files = [_write_csv(frames[n], path / f"{n}.csv") for n in frames if n in as_csv]
-    files += [write_table(frame, path / f"{name}.parquet") for name, frame in frames.items()]
-    files.append(path / "settings.json")
+    files = [
+        _write_csv(frames[frame_name], folder / f"{frame_name}.csv")
+        for frame_name in frames
+        if frame_name in csv_names
+    ]
+    files += [write_table(frame, folder / f"{name}.parquet") for name, frame in frames.items()]
+    files.append(folder / "settings.json")
     packages = {name: version(name) for name in ("kvbench", "torch", "transformers")}
-    with replacing(files[-1]) as part:
-        part.write_text(json.dumps({**record, "versions": packages}, indent=2) + "\n")
-    summary = path / "summary.md"
-    page = summary_text(title, command, tables, notes, figures, path)
-    with replacing(summary) as part:
-        part.write_text(page, encoding="utf-8")
-    return Done(path, [summary, *files, *figures], list(tables), list(notes), failed)
+    with replacing(files[-1]) as temporary_path:
+        temporary_path.write_text(json.dumps({**record, "versions": packages}, indent=2) + "\n")
+    summary_path = folder / "summary.md"
+    markdown = summary_text(heading, command, tables, notes, figures, folder)
+    with replacing(summary_path) as temporary_path:
+        temporary_path.write_text(markdown, encoding="utf-8")
+    return AnalysisOutput(
+        folder, [summary_path, *files, *figures], list(tables), list(notes), failures
+    )
 
 
 def write_table(frame: pd.DataFrame, path: Path) -> Path:
     """Write a frame as parquet; text columns are dictionaries."""
-    table = pa.Table.from_pandas(frame.assign(schema=SCHEMA_VERSION), preserve_index=False)
-    with replacing(path) as part:
-        pq.write_table(table, part, compression="zstd")
+    arrow_table = pa.Table.from_pandas(frame.assign(schema=SCHEMA_VERSION), preserve_index=False)
+    with replacing(path) as temporary_path:
+        pq.write_table(arrow_table, temporary_path, compression="zstd")
     return path
 
 
 def _write_csv(frame: pd.DataFrame, path: Path) -> Path:
     """Write a frame as CSV."""
-    with replacing(path) as part:
-        frame.to_csv(part, index=False)
+    with replacing(path) as temporary_path:
+        frame.to_csv(temporary_path, index=False)
     return path
 
 
-def check_any(frame: Sized, failed: Mapping[str, str]) -> None:
+def require_results(results: Sized, failures: Mapping[str, str]) -> None:
     """Refuse to go on if every cell failed.
 
     Raises:
         UserError: The frame is empty; the first reason is given.
     """
-    if not len(frame):
-        reason = " ".join(next(iter(failed.values()), "no cell was run").split())
-        raise UserError(f"nothing to show: all {len(failed)} cells failed: {reason}")
+    if not len(results):
+        reason = " ".join(next(iter(failures.values()), "no cell was run").split())
+        raise UserError(f"nothing to show: all {len(failures)} cells failed: {reason}")

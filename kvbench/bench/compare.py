@@ -25,22 +25,24 @@ def summarize(frame: pd.DataFrame) -> pd.DataFrame:
         A row per setting: medians of the measurements; for each of `RATIOS` a column `NAME_ratio`
         with the smallest and largest ratio in `NAME_ratio_lo` and `NAME_ratio_hi`; and `error`.
     """
-    full = frame[frame["policy"] == "full"].set_index([*SIZE, "repeat"])
-    rows = []
-    for key, part in frame.groupby(CELL, sort=False):
-        assert isinstance(key, tuple)
-        row: dict[str, Any] = dict(zip(CELL, key, strict=True))
-        numbers = part.select_dtypes("number").columns.difference([*SIZE, "repeat"])
-        row |= {str(name): value for name, value in part[numbers].median().items()}
-        base = full.reindex(pd.MultiIndex.from_frame(part[[*SIZE, "repeat"]]))
-        for name in RATIOS:
-            ratio = part[name].to_numpy() / base[name].to_numpy()
-            ratios = pd.Series(ratio)
-            row |= {
-                f"{name}_ratio": ratios.median(),
-                f"{name}_ratio_lo": ratios.min(),
-                f"{name}_ratio_hi": ratios.max(),
+    full_rows = frame[frame["policy"] == "full"].set_index([*SIZE, "repeat"])
+    summary_rows = []
+    for cell_key, repeats in frame.groupby(CELL, sort=False):
+        assert isinstance(cell_key, tuple)
+        summary_row: dict[str, Any] = dict(zip(CELL, cell_key, strict=True))
+        number_columns = repeats.select_dtypes("number").columns.difference([*SIZE, "repeat"])
+        summary_row |= {
+            str(column): median for column, median in repeats[number_columns].median().items()
+        }
+        baseline = full_rows.reindex(pd.MultiIndex.from_frame(repeats[[*SIZE, "repeat"]]))
+        for column in RATIOS:
+            ratio_values = repeats[column].to_numpy() / baseline[column].to_numpy()
+            ratios = pd.Series(ratio_values)
+            summary_row |= {
+                f"{column}_ratio": ratios.median(),
+                f"{column}_ratio_lo": ratios.min(),
+                f"{column}_ratio_hi": ratios.max(),
             }
-        row["error"] = next((e for e in part["error"] if e), "")
-        rows.append(row)
-    return pd.DataFrame(rows)
+        summary_row["error"] = next((error for error in repeats["error"] if error), "")
+        summary_rows.append(summary_row)
+    return pd.DataFrame(summary_rows)

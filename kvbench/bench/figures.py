@@ -7,7 +7,14 @@ from pathlib import Path
 import pandas as pd
 
 from kvbench.budget import Budget
-from kvbench.report.style import handle, house_style, looks, marked, save, sheet
+from kvbench.report.style import (
+    lay_out_figure,
+    legend_handle,
+    marker_options,
+    marker_styles,
+    plot_style,
+    save,
+)
 
 _PANELS = {
     "ttft_s": ("time to first token, ms", 1e3),
@@ -38,52 +45,58 @@ def draw_bench(summary: pd.DataFrame, model: str, folder: Path) -> list[Path]:
     """
     frame = summary[summary["error"] == ""].copy()
     frame["share"] = [
-        Budget.parse(str(b)).per_head(int(t)) / int(t)
-        for b, t in zip(frame["budget"], frame["context"], strict=True)
+        Budget.parse(str(budget)).per_head(int(tokens)) / int(tokens)
+        for budget, tokens in zip(frame["budget"], frame["context"], strict=True)
     ]
     paths: list[Path] = []
-    with house_style():
+    with plot_style():
         for axis in _AXES:
-            others = [a for a in ("context", "batch", "generate") if a != axis]
-            part = frame
-            for name in others:  # one value of the others: the largest
-                part = part[part[name] == part[name].max()]
-            if part[axis].nunique() > 1:
-                paths += _figure(part, axis, others, model, folder / f"bench-{axis}")
+            other_axes = [
+                candidate for candidate in ("context", "batch", "generate") if candidate != axis
+            ]
+            selected = frame
+            for other_axis in other_axes:  # one value of the others: the largest
+                selected = selected[selected[other_axis] == selected[other_axis].max()]
+            if selected[axis].nunique() > 1:
+                paths += _figure(selected, axis, other_axes, model, folder / f"bench-{axis}")
     return paths
 
 
-def _figure(part: pd.DataFrame, axis: str, others: list[str], model: str, stem: Path) -> list[Path]:
-    part = part.assign(line=part["policy"])
-    if axis != "share" and part.loc[part["policy"] != "full", "budget"].nunique() > 1:
-        kept = part["policy"] + " " + part["budget"]
-        part["line"] = kept.where(part["policy"] != "full", "full")
-    names = list(dict.fromkeys(part["line"]))
-    look = looks(names)
-    fixed = ", ".join(f"{_AXES[name]}: {int(part[name].iloc[0])}" for name in others)
-    page = sheet(
+def _figure(
+    bench_rows: pd.DataFrame, axis: str, other_axes: list[str], model: str, stem: Path
+) -> list[Path]:
+    bench_rows = bench_rows.assign(line=bench_rows["policy"])
+    if axis != "share" and bench_rows.loc[bench_rows["policy"] != "full", "budget"].nunique() > 1:
+        line_names = bench_rows["policy"] + " " + bench_rows["budget"]
+        bench_rows["line"] = line_names.where(bench_rows["policy"] != "full", "full")
+    line_labels = list(dict.fromkeys(bench_rows["line"]))
+    styles = marker_styles(line_labels)
+    fixed_sizes = ", ".join(
+        f"{_AXES[label]}: {int(bench_rows[label].iloc[0])}" for label in other_axes
+    )
+    layout = lay_out_figure(
         1,
         len(_PANELS),
-        title=f"{model}, medians over repeats; {fixed}",
+        title=f"{model}, medians over repeats; {fixed_sizes}",
         width=7.0,
-        panel=1.5,
+        panel_height=1.5,
         x_label=_AXES[axis],
         y_label="",
-        labels=names,
-        handles=[handle(look[name]) for name in names],
-        left=0.42,
-        top=0.24,
-        gap=(0.42, 0.3),
+        labels=line_labels,
+        handles=[legend_handle(styles[label]) for label in line_labels],
+        left_margin=0.42,
+        top_margin=0.24,
+        panel_gap=(0.42, 0.3),
     )
-    for axes, (column, (title, scale)) in zip(page.axes[0], _PANELS.items(), strict=True):
-        axes.set_title(title, fontsize=7)
-        for name in names:
-            line = part[part["line"] == name].sort_values(axis)
-            axes.plot(line[axis], line[column] * scale, **marked(look[name]))
+    for axes, (column, (panel_title, scale)) in zip(layout.axes[0], _PANELS.items(), strict=True):
+        axes.set_title(panel_title, fontsize=7)
+        for label in line_labels:
+            line_rows = bench_rows[bench_rows["line"] == label].sort_values(axis)
+            axes.plot(line_rows[axis], line_rows[column] * scale, **marker_options(styles[label]))
         axes.set_ylim(bottom=0)
-        axes.set_xticks(sorted(set(part[axis])))
-        if axis != "share" and part[axis].max() > 8 * part[axis].min():
+        axes.set_xticks(sorted(set(bench_rows[axis])))
+        if axis != "share" and bench_rows[axis].max() > 8 * bench_rows[axis].min():
             axes.set_xscale("log", base=2)
-            axes.set_xticks(sorted(set(part[axis])), labels=sorted(set(part[axis])))
+            axes.set_xticks(sorted(set(bench_rows[axis])), labels=sorted(set(bench_rows[axis])))
             axes.minorticks_off()
-    return save(page.figure, stem)
+    return save(layout.figure, stem)

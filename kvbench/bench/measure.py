@@ -73,7 +73,7 @@ def run_bench(bench: Bench, reporter: Reporter) -> pd.DataFrame:
     settings = bench.settings()
     config = load_config(bench.model, bench.revision).get_text_config()
     window = int(getattr(config, "max_position_embeddings", 0) or 0)
-    longest = max(s.context + s.generate for s in settings)
+    longest = max(candidate.context + candidate.generate for candidate in settings)
     if window and longest > window:
         raise UserError(
             f"{longest} tokens do not fit into the {window} of model {bench.model}; use a smaller "
@@ -82,19 +82,26 @@ def run_bench(bench: Bench, reporter: Reporter) -> pd.DataFrame:
     device = pick_device(bench.device)
     dtype = pick_dtype(bench.dtype, device)
     model = load_model(bench.model, bench.revision, device, dtype)
-    rows: list[dict[str, Any]] = []
+    measured_rows: list[dict[str, Any]] = []
     with torch.no_grad(), thread_budget(model, reporter.message), engine(model):
         reporter.start(len(settings) * bench.repeats, bench.model)
-        for setting in _firsts(settings):  # the first forward of a size is slower
-            _safely(model, setting, bench.seed)
+        for setting in _warm_up_settings(settings):  # the first forward of a size is slower
+            _measure_or_error(model, setting, bench.seed)
         for repeat in range(bench.repeats):
-            order = list(enumerate(settings))
-            random.Random(f"{bench.seed}-{repeat}").shuffle(order)
-            for place, setting in order:
-                found = _safely(model, setting, bench.seed + repeat)
-                rows.append({"place": place, **_named(setting), "repeat": repeat, **asdict(found)})
+            shuffled = list(enumerate(settings))
+            random.Random(f"{bench.seed}-{repeat}").shuffle(shuffled)
+            for setting_index, setting in shuffled:
+                measured = _measure_or_error(model, setting, bench.seed + repeat)
+                measured_rows.append(
+                    {
+                        "place": setting_index,
+                        **_setting_columns(setting),
+                        "repeat": repeat,
+                        **asdict(measured),
+                    }
+                )
                 reporter.advance()
-    frame = pd.DataFrame(rows).sort_values(["place", "repeat"], ignore_index=True)
+    frame = pd.DataFrame(measured_rows).sort_values(["place", "repeat"], ignore_index=True)
     frame = frame.drop(columns="place")
     return frame.assign(
         model=bench.model,
@@ -104,7 +111,7 @@ def run_bench(bench: Bench, reporter: Reporter) -> pd.DataFrame:
     )
 
 
-def _firsts(settings: list[Setting]) -> Iterator[Setting]:
+def _warm_up_settings(settings: list[Setting]) -> Iterator[Setting]:
     """The first setting of every size and every policy."""
     seen: set[object] = set()
     for setting in settings:
@@ -113,7 +120,7 @@ def _firsts(settings: list[Setting]) -> Iterator[Setting]:
             yield setting
 
 
-def _named(setting: Setting) -> dict[str, Any]:
+def _setting_columns(setting: Setting) -> dict[str, Any]:
     return {
         "policy": str(setting.policy),
         "budget": str(setting.budget),
@@ -123,7 +130,7 @@ def _named(setting: Setting) -> dict[str, Any]:
     }
 
 
-def _safely(model: nn.Module, setting: Setting, seed: int) -> Measured:
+def _measure_or_error(model: nn.Module, setting: Setting, seed: int) -> Measured:
     """Measure a setting; what fails, or does not fit into memory, is a row with the reason."""
     try:
         with plugin_call():
@@ -145,43 +152,43 @@ def measure(model: nn.Module, setting: Setting, seed: int) -> Measured:
         seed: Of the prompts and of noise.
     """
     device = next(model.parameters()).device
-    ids = _prompts(model, setting, seed).to(device)
-    wish = Compression(setting.policy, setting.budget, "context", seed)
+    token_ids = _prompts(model, setting, seed).to(device)
+    compression = Compression(setting.policy, setting.budget, "context", seed)
     gc.collect()
     start_peak(device)
-    began = now(device)
+    start_time = now(device)
     prefix = Prefix(model, setting.policy.needs)
-    logits = prefix.extend(ids)
-    prefilled = now(device)
-    (cache,) = prefix.compress([wish], reserve=setting.generate)
+    logits = prefix.extend(token_ids)
+    prefill_end = now(device)
+    (cache,) = prefix.compress([compression], reserve=setting.generate)
     del prefix
-    compressed = now(device)
-    token = logits.argmax(-1, keepdim=True)
-    first = now(device)
-    live, allocated = cache.live_bytes(), cache.allocated_bytes()
-    full = sum(cache.full_bytes(row) for row in range(setting.batch))
-    decoding = now(device)
+    compress_end = now(device)
+    next_token = logits.argmax(-1, keepdim=True)
+    token_end = now(device)
+    live_bytes, allocated_bytes = cache.live_bytes(), cache.allocated_bytes()
+    full_bytes = sum(cache.full_bytes(sequence) for sequence in range(setting.batch))
+    decode_start = now(device)
     for _ in range(setting.generate):
-        token = forward(model, cache, token).argmax(-1, keepdim=True)
-    decoded = now(device) - decoding
+        next_token = forward(model, cache, next_token).argmax(-1, keepdim=True)
+    decode_seconds = now(device) - decode_start
     return Measured(
-        prefill_s=prefilled - began,
-        compress_s=compressed - prefilled,
-        ttft_s=first - began,
-        step_s=decoded / setting.generate,
-        tokens_per_s=setting.batch * setting.generate / decoded,
+        prefill_s=prefill_end - start_time,
+        compress_s=compress_end - prefill_end,
+        ttft_s=token_end - start_time,
+        step_s=decode_seconds / setting.generate,
+        tokens_per_s=setting.batch * setting.generate / decode_seconds,
         peak_bytes=peak(device),
-        kv_bytes_live=live,
-        kv_bytes_allocated=allocated,
-        kv_bytes_full=full,
+        kv_bytes_live=live_bytes,
+        kv_bytes_allocated=allocated_bytes,
+        kv_bytes_full=full_bytes,
     )
 
 
 def _prompts(model: nn.Module, setting: Setting, seed: int) -> Tensor:
     """Random tokens `[batch, context]`: their time does not depend on what they say."""
-    words = int(model.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
+    vocab_size = int(model.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, words, (setting.batch, setting.context), generator=generator)
+    return torch.randint(0, vocab_size, (setting.batch, setting.context), generator=generator)
 
 
 def start_peak(device: torch.device) -> None:
@@ -202,7 +209,7 @@ def peak(device: torch.device) -> float:
         return float(torch.cuda.max_memory_allocated(device))
     if not _STATUS.exists():
         return float("nan")
-    for line in _STATUS.read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return float(line.split()[1]) * 1024
+    for status_line in _STATUS.read_text().splitlines():
+        if status_line.startswith("VmHWM:"):
+            return float(status_line.split()[1]) * 1024
     return float("nan")

@@ -72,20 +72,20 @@ class Bench:
         Raises:
             UserError: A policy or budget is unknown, or a number is out of range.
         """
-        counts = {
+        flag_counts = {
             "--context": self.contexts,
             "--batch": self.batches,
             "--generate": self.generates,
             "--repeats": (self.repeats,),
         }
-        for flag, values in counts.items():
-            if any(value < 1 for value in values):
-                raise UserError(f"{flag} {min(values)} is out of range; use 1 or more")
-        full = (make_policy("full"), Budget.parse("full"))
+        for flag, flag_values in flag_counts.items():
+            if any(flag_value < 1 for flag_value in flag_values):
+                raise UserError(f"{flag} {min(flag_values)} is out of range; use 1 or more")
+        full_pair = (make_policy("full"), Budget.parse("full"))
         pairs = [
             (policy, budget)
             for policy in map(make_policy, self.policies)
-            for budget in (map(Budget.parse, self.budgets) if policy.has_budget else full[1:])
+            for budget in (map(Budget.parse, self.budgets) if policy.has_budget else full_pair[1:])
             if not policy.is_full and budget.is_full != policy.has_budget
         ]
         _check(pairs)
@@ -94,7 +94,7 @@ class Bench:
             for context in self.contexts
             for batch in self.batches
             for generate in self.generates
-            for policy, budget in dict.fromkeys([full, *pairs])
+            for policy, budget in dict.fromkeys([full_pair, *pairs])
         ]
 
 

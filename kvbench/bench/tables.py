@@ -31,34 +31,42 @@ def bench_tables(summary: pd.DataFrame, model: str) -> Iterator[Table]:
         summary: As `kvbench.bench.compare.summarize` returns it.
         model: The model as the user named it.
     """
-    for key, part in summary.groupby(SIZE, sort=False):
-        assert isinstance(key, tuple)
-        context, batch, generate = key
+    for size_key, size_rows in summary.groupby(SIZE, sort=False):
+        assert isinstance(size_key, tuple)
+        context, batch, steps = size_key
         title = (
             Name(model),
-            f" · context {context}, batch {batch}, {generate} decode steps; medians, and ratios to "
+            f" · context {context}, batch {batch}, {steps} decode steps; medians, and ratios to "
             "the full cache with their range over repeats",
         )
-        yield Table(title, _COLUMNS, tuple(Row(_cells(row)) for _, row in part.iterrows()))
+        yield Table(
+            title,
+            _COLUMNS,
+            tuple(Row(_cells(summary_row)) for _, summary_row in size_rows.iterrows()),
+        )
 
 
-def _cells(row: pd.Series) -> tuple[Cell, ...]:
-    names = (Name(str(row["policy"])), Name(str(row["budget"])))
-    if row["error"]:
-        return (*names, str(row["error"])[:60], *[None] * (len(_COLUMNS) - 3))
-    is_full = row["policy"] == "full"
+def _cells(summary_row: pd.Series) -> tuple[Cell, ...]:
+    name_cells = (Name(str(summary_row["policy"])), Name(str(summary_row["budget"])))
+    if summary_row["error"]:
+        return (*name_cells, str(summary_row["error"])[:60], *[None] * (len(_COLUMNS) - 3))
+    is_full = summary_row["policy"] == "full"
     return (
-        *names,
-        row["ttft_s"] * 1e3,
-        None if is_full else _ratio(row, "ttft_s"),
-        row["step_s"] * 1e3,
-        None if is_full else _ratio(row, "step_s"),
-        row["tokens_per_s"],
-        row["peak_bytes"],
-        row["kv_bytes_live"],
-        row["kv_bytes_live_ratio"],
+        *name_cells,
+        summary_row["ttft_s"] * 1e3,
+        None if is_full else _ratio(summary_row, "ttft_s"),
+        summary_row["step_s"] * 1e3,
+        None if is_full else _ratio(summary_row, "step_s"),
+        summary_row["tokens_per_s"],
+        summary_row["peak_bytes"],
+        summary_row["kv_bytes_live"],
+        summary_row["kv_bytes_live_ratio"],
     )
 
 
-def _ratio(row: pd.Series, name: str) -> Interval:
-    return Interval(row[f"{name}_ratio"], row[f"{name}_ratio_lo"], row[f"{name}_ratio_hi"])
+def _ratio(summary_row: pd.Series, column: str) -> Interval:
+    return Interval(
+        summary_row[f"{column}_ratio"],
+        summary_row[f"{column}_ratio_lo"],
+        summary_row[f"{column}_ratio_hi"],
+    )

@@ -15,7 +15,7 @@ from kvbench.cli.screen import FAILED, complain, console, progress, stopping
 from kvbench.runs.options import CACHE, WHAT
 
 if TYPE_CHECKING:
-    from kvbench.analysis.write import Done
+    from kvbench.analysis.write import AnalysisOutput
     from kvbench.progress import Reporter
 
 app = typer.Typer(
@@ -76,7 +76,7 @@ def perturbation(
 ) -> None:
     """Measure how far eviction moves each head's output, and check CriticalKV's bounds."""
 
-    def work(reporter: Reporter) -> Done:
+    def work(reporter: Reporter) -> AnalysisOutput:
         from kvbench.analysis.perturbation.write import write_perturbation
 
         return write_perturbation(
@@ -95,7 +95,7 @@ def perturbation(
 def allocation(**grid: Any) -> None:
     """Show how many entries each layer and KV head gets: a table and a heat map per policy."""
 
-    def work(reporter: Reporter) -> Done:
+    def work(reporter: Reporter) -> AnalysisOutput:
         from kvbench.analysis.allocation.write import write_allocation
 
         return write_allocation(given_values(grid), reporter, command=command_line())
@@ -160,7 +160,7 @@ def retention(
     """Show which tokens stay, and for how long: matrices, eviction maps, survival, the text."""
     own = {k: context.params[k] for k in _OF_RETENTION}
 
-    def work(reporter: Reporter) -> Done:
+    def work(reporter: Reporter) -> AnalysisOutput:
         from kvbench.analysis.retention.options import Options
         from kvbench.analysis.retention.write import write_retention
 
@@ -212,7 +212,7 @@ def vision(
     """Show what is kept of images: tokens over the picture, and cache use by modality."""
     own = {k: context.params[k] for k in _OF_VISION}
 
-    def work(reporter: Reporter) -> Done:
+    def work(reporter: Reporter) -> AnalysisOutput:
         from kvbench.analysis.vision.options import Options
         from kvbench.analysis.vision.write import write_vision
 
@@ -231,7 +231,7 @@ def command_line() -> str:
     return shlex.join(["kvbench", *sys.argv[1:]])
 
 
-def carry_out(work: Callable[[Reporter], Done]) -> None:
+def carry_out(work: Callable[[Reporter], AnalysisOutput]) -> None:
     """Carry out an analysis or a benchmark under a progress bar and print its tables."""
     told = progress()
     with stopping(told, "an analysis writes its files when it ends"):

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from kvbench.analysis.choosing import parts, whole
+from kvbench.analysis.choosing import parse_integers, split_commas
 from kvbench.cli.analyze import carry_out, command_line
 from kvbench.cli.options import grid_options, option, split_names
 from kvbench.progress import Reporter
 from kvbench.runs.options import MODEL, OUTPUT, PROMPTS
 
 if TYPE_CHECKING:
-    from kvbench.analysis.write import Done
+    from kvbench.analysis.write import AnalysisOutput
 
 
 @grid_options("policies", "budgets")
@@ -65,9 +65,9 @@ def bench(
         model=model,
         policies=tuple(split_names(grid["policy"])) or ("snapkv",),
         budgets=tuple(split_names(grid["budget"])) or ("0.2",),
-        contexts=whole("context", parts(context), "512,2048"),
-        batches=whole("batch", parts(batch), "1,8"),
-        generates=whole("generate", parts(generate), "512,2048"),
+        contexts=parse_integers("context", split_commas(context), "512,2048"),
+        batches=parse_integers("batch", split_commas(batch), "1,8"),
+        generates=parse_integers("generate", split_commas(generate), "512,2048"),
         repeats=repeats,
         seed=grid["seed"] or 0,
         device=grid["device"] or "auto",
@@ -75,7 +75,7 @@ def bench(
         revision=grid["revision"],
     )
 
-    def work(reporter: Reporter) -> Done:
+    def work(reporter: Reporter) -> AnalysisOutput:
         from kvbench.bench.write import write_bench
 
         return write_bench(made, out, reporter, command=command_line())

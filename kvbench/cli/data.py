@@ -65,7 +65,7 @@ def fetch(
                 status.start()  # not earlier: downloads show the bars of the hub's client
 
         try:
-            record = fetching.fetch(source, cache_dir(), fresh=fresh, counted=counted)
+            record = fetching.fetch(source, cache_dir(), fresh=fresh, on_row=counted)
         finally:
             status.stop()
         return f"{'already fetched' if record == before else 'fetched'}, {_described(record)}"

@@ -96,7 +96,7 @@ def report(
     if shown:
         console().print(RunTable(results))
         if any(value is not None for value in (within, batch, context)):
-            console().print(choosing.shown(results, aim))
+            console().print(choosing.render_choices(results, aim))
     folder = out or runs[0] / "report"
     written = write_report(results, folder, aim)
     if html:

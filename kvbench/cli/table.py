@@ -13,7 +13,7 @@ from kvbench.cli.screen import show
 from kvbench.errors import UserError
 from kvbench.files import write_whole
 from kvbench.layouts.value import Value
-from kvbench.layouts.write import Format, written
+from kvbench.layouts.write import Format, format_table
 from kvbench.runs.options import FLAG, OUTPUT
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def table(
     if form is None:
         show(filled)
         return
-    text = written(filled, form)
+    text = format_table(filled, form)
     if out is None:
         print(text, end="")
         return

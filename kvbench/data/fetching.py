@@ -24,10 +24,10 @@ def rows(
         return load(source, cache_dir, first, where)
     except (FileNotFoundError, Damaged):
         record = fetch(source, cache_dir)
-    if why := hub_cache.unreachable():
+    if hub_problem := hub_cache.unreachable():
         warnings.warn(
             f"{source.label} is read from the Hugging Face cache at commit {record.revision}, "
-            f"because the hub {why}",
+            f"because the hub {hub_problem}",
             stacklevel=3,
         )
     return load(source, cache_dir, first, where)
@@ -43,25 +43,27 @@ def load(
 
     All rows are compared with their hash, but only those wanted are held in memory.
     """
-    found: list[Row] = []
+    matching_rows: list[Row] = []
 
-    def each(line: bytes) -> None:
-        if (first is None or len(found) < first) and where(row := json.loads(line)):
-            found.append(row)
+    def collect_row(encoded_line: bytes) -> None:
+        if (first is None or len(matching_rows) < first) and where(
+            parsed_row := json.loads(encoded_line)
+        ):
+            matching_rows.append(parsed_row)
 
-    verify(source, cache_dir, each)
-    return found
+    verify(source, cache_dir, collect_row)
+    return matching_rows
 
 
 def verify(
-    source: Source, cache_dir: Path, each: Callable[[bytes], object] = lambda line: None
+    source: Source, cache_dir: Path, on_line: Callable[[bytes], object] = lambda line: None
 ) -> Record:
     """Read a table that has been fetched, and compare it with its recorded hash.
 
     Args:
         source: The table.
         cache_dir: The cache folder, which holds the record.
-        each: Called with every row as a line of JSON.
+        on_line: Called with every row as a line of JSON.
 
     Raises:
         FileNotFoundError: It has not been fetched, or the hub's caches no longer hold it.
@@ -72,22 +74,22 @@ def verify(
     if record is None:
         raise FileNotFoundError(f"{source.label} has not been fetched")
     if record.cached:
-        place = f"{source.label} in the Hugging Face cache"
-        content = records.lines(source, hub_cache.read(source, record.revision))
+        location = f"{source.label} in the Hugging Face cache"
+        stored_lines = records.lines(source, hub_cache.read(source, record.revision))
     else:
-        place = str(records.path(source, cache_dir))
-        content = records.kept_lines(source, cache_dir)
+        location = str(records.path(source, cache_dir))
+        stored_lines = records.kept_lines(source, cache_dir)
     try:
-        digest = records.measure(content, each).sha256
+        actual_hash = records.measure(stored_lines, on_line).sha256
     except (FileNotFoundError, MemoryError):
         raise
     except Exception as error:  # whatever a reader raises about rows that it once has read
         if isinstance(error, OSError) and error.errno:  # pyarrow's about content have no number
-            raise UserError(f"cannot read {place}: {error}") from None
+            raise UserError(f"cannot read {location}: {error}") from None
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise Damaged(f"{place} is damaged: {reason}") from None
-    if digest != record.sha256:
-        raise Damaged(f"{place} is damaged: its content does not match its hash")
+        raise Damaged(f"{location} is damaged: {reason}") from None
+    if actual_hash != record.sha256:
+        raise Damaged(f"{location} is damaged: its content does not match its hash")
     return record
 
 
@@ -96,7 +98,7 @@ def fetch(
     cache_dir: Path,
     *,
     fresh: bool = False,
-    counted: Callable[[], object] = lambda: None,
+    on_row: Callable[[], object] = lambda: None,
 ) -> Record:
     """Have the hub's clients download a table, and record it.
 
@@ -106,7 +108,7 @@ def fetch(
         source: The table.
         cache_dir: The cache folder, which holds the record.
         fresh: Whether to fetch the newest commit even if the table has been fetched.
-        counted: Called for every row.
+        on_row: Called for every row.
 
     Raises:
         NotFetched: No cache holds the table, and the hub does not provide it.
@@ -121,23 +123,25 @@ def fetch(
         pass
     except Damaged as error:
         damage = f"{error}; it "
-    why = hub_cache.unreachable()
-    if not why:
+    hub_problem = hub_cache.unreachable()
+    if not hub_problem:
         with hub_cache.reasons(source):
             commit = hub_cache.download(source, force=bool(damage))
-            return _record(source, commit, cache_dir, counted)
-    missing = f"{damage}needs the dataset {source.dataset} from {hub_cache.HUB}, which {why}"
+            return _record(source, commit, cache_dir, on_row)
+    message = (
+        f"{damage}needs the dataset {source.dataset} from {hub_cache.HUB}, which {hub_problem}"
+    )
     for commit in [] if fresh or damage else hub_cache.cached_commits(source):
         try:
             with hub_cache.reasons(source):
-                return _record(source, commit, cache_dir, counted)
+                return _record(source, commit, cache_dir, on_row)
         except NotFetched as error:
-            missing = f"{error} (commit {commit[:12]} in its cache; the hub {why})"
-    raise NotFetched(missing)
+            message = f"{error} (commit {commit[:12]} in its cache; the hub {hub_problem})"
+    raise NotFetched(message)
 
 
-def _record(source: Source, commit: str, cache_dir: Path, counted: Callable[[], object]) -> Record:
-    content = records.lines(source, hub_cache.read(source, commit))
-    record = records.measure(content, lambda line: counted(), revision=commit, cached=True)
+def _record(source: Source, commit: str, cache_dir: Path, on_row: Callable[[], object]) -> Record:
+    encoded_lines = records.lines(source, hub_cache.read(source, commit))
+    record = records.measure(encoded_lines, lambda line: on_row(), revision=commit, cached=True)
     records.write(source, record, cache_dir)
     return record

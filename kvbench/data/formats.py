@@ -31,10 +31,10 @@ _NEXT = re.compile(r"\s*([,\]])\s*")
 """What follows an object of a JSON list."""
 
 
-def split_member(name: str) -> tuple[str, str]:
+def split_member(file_name: str) -> tuple[str, str]:
     """Split `data.zip:data/x.jsonl` into archive and member; the member of a plain file is ""."""
-    file, mark, member = name.partition(".zip:")
-    return (f"{file}.zip", member) if mark else (name, "")
+    archive_stem, separator, member = file_name.partition(".zip:")
+    return (f"{archive_stem}.zip", member) if separator else (file_name, "")
 
 
 def file_rows(path: Path, member: str = "") -> Iterator[Row]:
@@ -48,86 +48,101 @@ def file_rows(path: Path, member: str = "") -> Iterator[Row]:
     Raises:
         UserError: The format is unknown, or the content does not match it.
     """
-    name = member or path.name
-    kind = name.removesuffix(".gz").rpartition(".")[2].lower()
-    if "*" in member and kind not in KINDS:
+    file_name = member or path.name
+    file_format = file_name.removesuffix(".gz").rpartition(".")[2].lower()
+    if "*" in member and file_format not in KINDS:
         yield from _images(path, member)
         return
-    if kind not in KINDS:
-        raise UserError(f"cannot read {name}: use {', '.join(KINDS)}, also as .gz or in a .zip")
+    if file_format not in KINDS:
+        raise UserError(
+            f"cannot read {file_name}: use {', '.join(KINDS)}, also as .gz or in a .zip"
+        )
     try:
-        file: Any
+        opened_file: Any
         with (
-            zipfile.ZipFile(path).open(member) if member else path.open("rb") as raw,
-            gzip.open(raw) if name.endswith(".gz") else contextlib.nullcontext(raw) as file,
+            zipfile.ZipFile(path).open(member) if member else path.open("rb") as raw_file,
+            gzip.open(raw_file)
+            if file_name.endswith(".gz")
+            else contextlib.nullcontext(raw_file) as opened_file,
         ):
-            if kind == "parquet":
-                for batch in pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=64):
+            if file_format == "parquet":
+                for batch in pyarrow.parquet.ParquetFile(opened_file).iter_batches(batch_size=64):
                     yield from batch.to_pylist()
                 return
             # A byte order mark is not part of the data.
-            text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="\n")
-            if kind == "jsonl":
-                yield from (json.loads(line) for line in text if line.strip())
-            elif kind == "json":
-                yield from json_rows(text)
+            text_stream = io.TextIOWrapper(opened_file, encoding="utf-8-sig", newline="\n")
+            if file_format == "jsonl":
+                yield from (json.loads(line) for line in text_stream if line.strip())
+            elif file_format == "json":
+                yield from json_rows(text_stream)
             else:
                 csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # a field can be a whole book
-                yield from csv.DictReader(text, delimiter="\t" if kind == "tsv" else ",")
+                yield from csv.DictReader(
+                    text_stream, delimiter="\t" if file_format == "tsv" else ","
+                )
     except KeyError:
         raise UserError(f"{path.name} does not contain {member}") from None
     except RecursionError:
-        raise UserError(f"cannot read {name} as {kind}: it is nested too deeply") from None
-    except (ValueError, EOFError, zipfile.BadZipFile, gzip.BadGzipFile, zlib.error, csv.Error) as e:
-        raise UserError(f"cannot read {name} as {kind}: {e}") from None
+        raise UserError(
+            f"cannot read {file_name} as {file_format}: it is nested too deeply"
+        ) from None
+    except (
+        ValueError,
+        EOFError,
+        zipfile.BadZipFile,
+        gzip.BadGzipFile,
+        zlib.error,
+        csv.Error,
+    ) as error:
+        raise UserError(f"cannot read {file_name} as {file_format}: {error}") from None
 
 
 def _images(path: Path, pattern: str) -> Iterator[Row]:
     try:
         with zipfile.ZipFile(path) as archive:
-            for name in sorted(archive.namelist()):
-                if fnmatch(name, pattern) and name.rpartition(".")[2].lower() in IMAGES:
-                    yield {"path": name, "bytes": archive.read(name)}
+            for image_path in sorted(archive.namelist()):
+                if fnmatch(image_path, pattern) and image_path.rpartition(".")[2].lower() in IMAGES:
+                    yield {"path": image_path, "bytes": archive.read(image_path)}
     except (zipfile.BadZipFile, zlib.error) as error:
         raise UserError(f"cannot read {path.name} as zip: {error}") from None
 
 
-def json_rows(file: IO[str], chunk: int = 1 << 20) -> Iterator[Row]:
+def json_rows(stream: IO[str], chunk_size: int = 1 << 20) -> Iterator[Row]:
     """Read the objects of a JSON list without holding the whole list, or a single object.
 
     Args:
-        file: One JSON value.
-        chunk: The least number of characters to read at once.
+        stream: One JSON value.
+        chunk_size: The least number of characters to read at once.
 
     Raises:
         ValueError: The content is not JSON, or neither an object nor a list of objects.
     """
-    while (start := file.read(1)).isspace():
+    while (first_character := stream.read(1)).isspace():
         pass
-    if start == "{":
-        yield json.loads(start + file.read())
+    if first_character == "{":
+        yield json.loads(first_character + stream.read())
         return
-    if start != "[":
+    if first_character != "[":
         raise ValueError("it is neither a list nor an object")
-    text, at, mark = "", 0, None
-    while mark is None or mark[1] == ",":
+    buffer, position, delimiter = "", 0, None
+    while delimiter is None or delimiter[1] == ",":
         try:
-            row, stop = json.JSONDecoder().raw_decode(text, at)
-            following = _NEXT.match(text, stop)
+            parsed_row, end_position = json.JSONDecoder().raw_decode(buffer, position)
+            next_delimiter = _NEXT.match(buffer, end_position)
         except json.JSONDecodeError:
-            following = None
-        if following is None:  # most likely the rest of the object has not been read yet
-            if mark is None and text.startswith("]"):
-                at = 1
+            next_delimiter = None
+        if next_delimiter is None:  # most likely the rest of the object has not been read yet
+            if delimiter is None and buffer.startswith("]"):
+                position = 1
                 break
-            more = file.read(max(chunk, len(text) - at))
-            if not more:
+            addition = stream.read(max(chunk_size, len(buffer) - position))
+            if not addition:
                 raise ValueError("its list is invalid or incomplete")
-            text, at = (text[at:] + more).lstrip(), 0
+            buffer, position = (buffer[position:] + addition).lstrip(), 0
             continue
-        if not isinstance(row, dict):
-            raise ValueError(f"its list contains a {type(row).__name__}, not only objects")
-        yield row
-        mark, at = following, following.end()
-    if (text[at:] + file.read()).strip():
+        if not isinstance(parsed_row, dict):
+            raise ValueError(f"its list contains a {type(parsed_row).__name__}, not only objects")
+        yield parsed_row
+        delimiter, position = next_delimiter, next_delimiter.end()
+    if (buffer[position:] + stream.read()).strip():
         raise ValueError("text follows its list")

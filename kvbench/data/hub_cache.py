@@ -61,19 +61,19 @@ def download(source: Source, *, force: bool = False) -> str:
     Returns:
         The commit.
     """
-    info = HfApi().dataset_info(source.dataset, revision=source.revision, timeout=30)
-    commit = str(info.sha)
+    dataset_info = HfApi().dataset_info(source.dataset, revision=source.revision, timeout=30)
+    commit = str(dataset_info.sha)
     if source.file is None:
         _convert(source.dataset, source, commit, force)
         return commit
     pattern = split_member(source.file)[0]
-    names = [file.rfilename for file in info.siblings or ()]
-    wanted = [name for name in names if _matches(name, pattern)]
-    if not wanted:
-        raise FileNotFoundError(f"it has no file {pattern}; it has {', '.join(names[:8])}")
-    for name in wanted:
+    file_names = [file.rfilename for file in dataset_info.siblings or ()]
+    matching_files = [file_name for file_name in file_names if _matches(file_name, pattern)]
+    if not matching_files:
+        raise FileNotFoundError(f"it has no file {pattern}; it has {', '.join(file_names[:8])}")
+    for file_name in matching_files:
         hf_hub_download(
-            source.dataset, name, repo_type="dataset", revision=commit, force_download=force
+            source.dataset, file_name, repo_type="dataset", revision=commit, force_download=force
         )
     return commit
 
@@ -85,16 +85,22 @@ def cached_commits(source: Source) -> list[str]:
     `main` or, after that, any commit without a name, the latest download first.
     """
     folder = repo_folder_name(repo_id=source.dataset, repo_type="dataset")
-    refs = Path(constants.HF_HUB_CACHE, folder, "refs")
-    named = {str(p.relative_to(refs)): p.read_text() for p in refs.rglob("*") if p.is_file()}
-    folders = [*refs.parent.glob("snapshots/*"), *_arrow_folders(source, "*", source.config)]
-    newest = sorted(folders, key=lambda folder: folder.stat().st_mtime, reverse=True)
-    cached = [folder.name for folder in newest if _COMMIT.fullmatch(folder.name)]
+    refs_folder = Path(constants.HF_HUB_CACHE, folder, "refs")
+    commits_by_ref = {
+        str(path.relative_to(refs_folder)): path.read_text()
+        for path in refs_folder.rglob("*")
+        if path.is_file()
+    }
+    folders = [*refs_folder.parent.glob("snapshots/*"), *_arrow_folders(source, "*", source.config)]
+    newest_folders = sorted(folders, key=lambda folder: folder.stat().st_mtime, reverse=True)
+    present_commits = [folder.name for folder in newest_folders if _COMMIT.fullmatch(folder.name)]
     revision = source.revision or constants.DEFAULT_REVISION
-    meant = [named.get(revision, revision)]
+    candidates = [commits_by_ref.get(revision, revision)]
     if source.revision is None:
-        meant += [commit for commit in cached if commit not in named.values()]
-    return list(dict.fromkeys(commit for commit in meant if commit in cached))
+        candidates += [
+            commit for commit in present_commits if commit not in commits_by_ref.values()
+        ]
+    return list(dict.fromkeys(commit for commit in candidates if commit in present_commits))
 
 
 def read(source: Source, commit: str) -> Iterator[Row]:
@@ -105,28 +111,32 @@ def read(source: Source, commit: str) -> Iterator[Row]:
     """
     if source.file is None:
         folder = _arrow_folder(source, commit)
-        info = datasets.DatasetInfo.from_directory(str(folder))
-        reader = ArrowReader(str(folder), info)
-        content = reader.read(info.dataset_name, source.split, (info.splits or {}).values())
-        table = datasets.Dataset(**content)
+        dataset_info = datasets.DatasetInfo.from_directory(str(folder))
+        reader = ArrowReader(str(folder), dataset_info)
+        read_options = reader.read(
+            dataset_info.dataset_name, source.split, (dataset_info.splits or {}).values()
+        )
+        dataset = datasets.Dataset(**read_options)
         if source.columns:
-            table = table.select_columns([n for n in source.columns if n in table.column_names])
-        for batch in table.with_format("arrow").iter(batch_size=64):  # leaves images encoded
+            dataset = dataset.select_columns(
+                [column for column in source.columns if column in dataset.column_names]
+            )
+        for batch in dataset.with_format("arrow").iter(batch_size=64):  # leaves images encoded
             yield from batch.to_pylist()
         return
     pattern, member = split_member(source.file)
     folder = _snapshot(source, commit, pattern)
-    names = [str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()]
-    wanted = sorted(name for name in names if _matches(name, pattern))
-    if not wanted:
+    file_names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+    matching_files = sorted(file_name for file_name in file_names if _matches(file_name, pattern))
+    if not matching_files:
         raise FileNotFoundError(_MISSING)
-    _check_shards(wanted)
-    for name in wanted:
-        yield from file_rows(folder / name, member)
+    _check_shards(matching_files)
+    for file_name in matching_files:
+        yield from file_rows(folder / file_name, member)
 
 
-def _matches(name: str, pattern: str) -> bool:
-    return fnmatch(name, pattern) if "*" in pattern else name == pattern
+def _matches(file_name: str, pattern: str) -> bool:
+    return fnmatch(file_name, pattern) if "*" in pattern else file_name == pattern
 
 
 def _snapshot(source: Source, commit: str, pattern: str) -> Path:
@@ -144,13 +154,13 @@ def _snapshot(source: Source, commit: str, pattern: str) -> Path:
     return Path(folder)
 
 
-def _check_shards(names: Iterable[str]) -> None:
+def _check_shards(file_names: Iterable[str]) -> None:
     """Check that no shard is missing where names such as `x-00000-of-00002.parquet` count them."""
-    shards = [match.groups() for name in names if (match := _SHARD.fullmatch(name))]
-    for group in set(shards):
-        if shards.count(group) < int(group[1]):
+    shards = [match.groups() for file_name in file_names if (match := _SHARD.fullmatch(file_name))]
+    for shard_set in set(shards):
+        if shards.count(shard_set) < int(shard_set[1]):
             raise FileNotFoundError(
-                f"the cache holds {shards.count(group)} of {int(group[1])} files"
+                f"the cache holds {shards.count(shard_set)} of {int(shard_set[1])} files"
             )
 
 
@@ -172,30 +182,35 @@ def _arrow_folder(source: Source, commit: str) -> Path:
 
 
 def _arrow_folders(source: Source, commit: str, config: str | None) -> list[Path]:
-    *organisation, name = source.dataset.split("/")
-    words = "___".join([*organisation, camelcase_to_snakecase(name)])
-    root = Path(datasets.config.HF_DATASETS_CACHE, words)
+    *organisation, dataset_name = source.dataset.split("/")
+    folder_name = "___".join([*organisation, camelcase_to_snakecase(dataset_name)])
+    datasets_root = Path(datasets.config.HF_DATASETS_CACHE, folder_name)
     config = glob.escape(config) if config else "*"
-    return [info.parent for info in root.glob(f"{config}/*/{commit}/dataset_info.json")]
+    return [
+        info_path.parent
+        for info_path in datasets_root.glob(f"{config}/*/{commit}/dataset_info.json")
+    ]
 
 
-def _convert(place: str, source: Source, commit: str | None = None, force: bool = False) -> Path:
+def _convert(
+    dataset_path: str, source: Source, commit: str | None = None, force: bool = False
+) -> Path:
     """Have `datasets` convert a table of the hub, or of a local folder, to Arrow in its cache."""
-    mode = "force_redownload" if force else None
-    shown = not datasets.utils.are_progress_bars_disabled()
+    download_mode = "force_redownload" if force else None
+    shows_bars = not datasets.utils.are_progress_bars_disabled()
     datasets.disable_progress_bars()  # they count internal conversions
     try:
         builder = datasets.load_dataset_builder(
-            place, source.config, revision=commit, download_mode=mode
+            dataset_path, source.config, revision=commit, download_mode=download_mode
         )
         if commit is None:
-            for files in (builder.config.data_files or {}).values():
-                _check_shards(files)
+            for shard_names in (builder.config.data_files or {}).values():
+                _check_shards(shard_names)
         elif builder.hash != commit:  # `datasets` falls back on another commit that it has cached
             raise ConnectionError(f"`datasets` cannot load commit {commit}")
-        builder.download_and_prepare(download_mode=mode)
+        builder.download_and_prepare(download_mode=download_mode)
     finally:
-        if shown:
+        if shows_bars:
             datasets.enable_progress_bars()
     return Path(builder.cache_dir)
 
@@ -220,32 +235,39 @@ def reasons(source: Source) -> Iterator[None]:
 
 
 def _explained(source: Source, error: Exception) -> UserError:
-    chain: list[BaseException] = [error]  # `datasets` wraps the errors of `huggingface_hub`
-    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
-        chain.append(cause)
-    needs = f"needs the dataset {source.dataset}"
-    page = f"{constants.ENDPOINT}/datasets/{source.dataset}"
-    login = "log in with `hf auth login` or set HF_TOKEN"
-    text = str(error)
-    for step in chain:
-        if isinstance(step, OSError) and step.errno in _LOCAL:
-            place = step.filename or constants.HF_HOME
+    causes: list[BaseException] = [error]  # `datasets` wraps the errors of `huggingface_hub`
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
+        causes.append(cause)
+    requirement = f"needs the dataset {source.dataset}"
+    dataset_url = f"{constants.ENDPOINT}/datasets/{source.dataset}"
+    login_hint = "log in with `hf auth login` or set HF_TOKEN"
+    error_text = str(error)
+    for exception in causes:
+        if isinstance(exception, OSError) and exception.errno in _LOCAL:
+            location = exception.filename or constants.HF_HOME
             return UserError(
-                f"cannot store or read the dataset {source.dataset}: {step.strerror} ({place}); "
+                f"cannot store or read the dataset {source.dataset}: {exception.strerror} "
+                f"({location}); "
                 "free some space, or set HF_HOME to another folder"
             )
-        if isinstance(step, GatedRepoError) or "is a gated dataset" in text:
-            return NotFetched(f"{needs}, which is gated: accept its terms on {page}, then {login}")
-        if isinstance(step, RepositoryNotFoundError):
-            return NotFetched(f"{needs}, but {page} does not exist or is private; {login}")
-        if isinstance(step, RevisionNotFoundError):
-            return NotFetched(f"{needs}, which has no revision {source.revision}")
-    if "scripts are no longer supported" in text:
+        if isinstance(exception, GatedRepoError) or "is a gated dataset" in error_text:
+            return NotFetched(
+                f"{requirement}, which is gated: accept its terms on {dataset_url}, then "
+                f"{login_hint}"
+            )
+        if isinstance(exception, RepositoryNotFoundError):
+            return NotFetched(
+                f"{requirement}, but {dataset_url} does not exist or is private; {login_hint}"
+            )
+        if isinstance(exception, RevisionNotFoundError):
+            return NotFetched(f"{requirement}, which has no revision {source.revision}")
+    if "scripts are no longer supported" in error_text:
         return NotFetched(
-            f"{needs}, which needs a loading script, and kvbench never runs one; name a raw file "
+            f"{requirement}, which needs a loading script, and kvbench never runs one; name a raw "
+            "file "
             "of its repository, or of its branch refs/convert/parquet"
         )
-    wrapped = type(error).__name__ == "DatasetGenerationError" and error.__cause__
-    cause = wrapped or error  # the wrapper only says that there was an error
-    line = next((s for s in str(cause).splitlines() if s.strip()), "")
-    return NotFetched(f"needs {source.label} from {HUB}: {type(cause).__name__}: {line}")
+    wrapped_cause = type(error).__name__ == "DatasetGenerationError" and error.__cause__
+    cause = wrapped_cause or error  # the wrapper only says that there was an error
+    first_line = next((text_line for text_line in str(cause).splitlines() if text_line.strip()), "")
+    return NotFetched(f"needs {source.label} from {HUB}: {type(cause).__name__}: {first_line}")

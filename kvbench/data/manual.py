@@ -11,15 +11,15 @@ from pydoc_data import topics
 @functools.cache
 def sentences() -> tuple[str, ...]:
     """Its plain sentences of 9 to 41 words, in the manual's order."""
-    found = []
-    for name in sorted(topics.topics):
-        for paragraph in topics.topics[name].split("\n\n"):
-            text = " ".join(paragraph.split())
-            for sentence in re.split(r"(?<=[.:]) ", text):
+    plain_sentences = []
+    for topic in sorted(topics.topics):
+        for paragraph in topics.topics[topic].split("\n\n"):
+            joined_text = " ".join(paragraph.split())
+            for sentence in re.split(r"(?<=[.:]) ", joined_text):
                 is_plain = re.fullmatch(r"[A-Z][\w ,;'()\"./-]+[.:]", sentence)
                 if is_plain and 8 <= sentence.count(" ") <= 40:
-                    found.append(sentence)
-    return tuple(found)
+                    plain_sentences.append(sentence)
+    return tuple(plain_sentences)
 
 
 @functools.cache

@@ -27,9 +27,9 @@ def is_medium(value: object) -> bool:
     )
 
 
-def image(content: bytes) -> dict[str, str]:
+def image(image_bytes: bytes) -> dict[str, str]:
     """An image for a row, from the content of a file such as a PNG."""
-    return {"bytes": base64.b64encode(content).decode()}
+    return {"bytes": base64.b64encode(image_bytes).decode()}
 
 
 def video(path: str | Path, frames: int = FRAMES) -> dict[str, Any]:
@@ -42,20 +42,22 @@ def video(path: str | Path, frames: int = FRAMES) -> dict[str, Any]:
     return {"kind": "video", "path": str(path), "frames": frames}
 
 
-def medium(value: Mapping[str, Any]) -> Medium:
+def medium(description: Mapping[str, Any]) -> Medium:
     """Make a medium of the value of a row.
 
     Raises:
         LeftOut: It is a video, and opencv is not installed.
         UserError: It cannot be read, or an image is not base64.
     """
-    if value.get("kind") == "video":
-        return _video(Path(value["path"]), int(value.get("frames", FRAMES)))
+    if description.get("kind") == "video":
+        return _video(Path(description["path"]), int(description.get("frames", FRAMES)))
     try:
-        content = base64.b64decode("".join(value["bytes"].split()), validate=True)
+        image_bytes = base64.b64decode("".join(description["bytes"].split()), validate=True)
     except ValueError as error:
         raise UserError(f"an image is not base64: {str(error).lower()}") from None
-    return Medium("image", hashlib.sha256(content).hexdigest(), functools.partial(_image, content))
+    return Medium(
+        "image", hashlib.sha256(image_bytes).hexdigest(), functools.partial(_image, image_bytes)
+    )
 
 
 def identity(value: object) -> Any:
@@ -66,17 +68,17 @@ def identity(value: object) -> Any:
     if isinstance(value, Mapping):
         if is_medium(value):
             try:
-                found = medium(value)
+                loaded_medium = medium(value)
             except LeftOut:
                 raise
             except UserError:
                 return dict(value)
-            return {"kind": found.kind, "digest": found.digest}
-        return {name: identity(part) for name, part in value.items()}
-    return [identity(part) for part in value] if isinstance(value, list) else value
+            return {"kind": loaded_medium.kind, "digest": loaded_medium.digest}
+        return {key: identity(item) for key, item in value.items()}
+    return [identity(item) for item in value] if isinstance(value, list) else value
 
 
-def _image(content: bytes) -> Any:
+def _image(image_bytes: bytes) -> Any:
     """Decode an image.
 
     Raises:
@@ -88,7 +90,7 @@ def _image(content: bytes) -> Any:
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         try:
             # Upright, as `datasets` decodes photographs that a camera has turned.
-            return ImageOps.exif_transpose(Image.open(io.BytesIO(content))).convert("RGB")
+            return ImageOps.exif_transpose(Image.open(io.BytesIO(image_bytes))).convert("RGB")
         except (Image.DecompressionBombWarning, Image.DecompressionBombError):
             raise UserError(
                 f"it has more than {Image.MAX_IMAGE_PIXELS:,} pixels; scale it down"
@@ -99,7 +101,7 @@ def _image(content: bytes) -> Any:
             raise UserError(str(error) or type(error).__name__) from error
 
 
-def _video(path: Path, frames: int) -> Medium:
+def _video(path: Path, frame_count: int) -> Medium:
     if importlib.util.find_spec("cv2") is None:
         raise LeftOut(
             "its videos need opencv, which is not installed; run: pip install 'kvbench[vision]'"
@@ -108,38 +110,43 @@ def _video(path: Path, frames: int) -> Medium:
         digest = _file_digest(path, state_of(path))
     except OSError as error:
         raise UserError(f"cannot read the video {path}: {error.strerror}") from None
-    load = functools.partial(_frames, path, frames)
-    return Medium("video", f"{digest}/{frames}", load, _rate(path, frames))
+    load_frames = functools.partial(_frames, path, frame_count)
+    return Medium("video", f"{digest}/{frame_count}", load_frames, _rate(path, frame_count))
 
 
 @functools.cache
 def _file_digest(path: Path, state: State) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    with path.open("rb") as video_file:
+        return hashlib.file_digest(video_file, "sha256").hexdigest()
 
 
-def _rate(path: Path, count: int) -> float:
+def _rate(path: Path, frame_limit: int) -> float:
     """Frames per second of the frames that `_frames` returns; 0 if the file does not say."""
     import cv2
 
-    video = cv2.VideoCapture(str(path))
+    capture = cv2.VideoCapture(str(path))
     try:
-        total = int(video.get(cv2.CAP_PROP_FRAME_COUNT))
-        shown = min(count, total)
-        if shown < 2:
+        total_frames = int(capture.get(cv2.CAP_PROP_FRAME_COUNT))
+        used_frames = min(frame_limit, total_frames)
+        if used_frames < 2:
             return 0.0
-        return float(video.get(cv2.CAP_PROP_FPS)) * (shown - 1) / (total - 1)
+        return float(capture.get(cv2.CAP_PROP_FPS)) * (used_frames - 1) / (total_frames - 1)
     finally:
-        video.release()
+        capture.release()
 
 
-def spread(total: int, count: int) -> list[int]:
+def spread(total_frames: int, frame_count: int) -> list[int]:
     """Indices from 0 to `total - 1`, evenly spread and rounded down, as `np.linspace` has them."""
-    step = (total - 1) / max(1, count - 1)
-    return [total - 1 if i and i == count - 1 else int(i * step) for i in range(count)]
+    step_size = (total_frames - 1) / max(1, frame_count - 1)
+    return [
+        total_frames - 1
+        if frame_index and frame_index == frame_count - 1
+        else int(frame_index * step_size)
+        for frame_index in range(frame_count)
+    ]
 
 
-def _frames(path: Path, count: int) -> list[Any]:
+def _frames(path: Path, frame_limit: int) -> list[Any]:
     """Frames of a video, evenly spread from the first to the last; all if there are fewer.
 
     Raises:
@@ -148,24 +155,25 @@ def _frames(path: Path, count: int) -> list[Any]:
     import cv2
     from PIL import Image
 
-    video = cv2.VideoCapture(str(path))
+    capture = cv2.VideoCapture(str(path))
     try:
-        total = int(video.get(cv2.CAP_PROP_FRAME_COUNT))
-        found: list[Any] = []
-        for index in spread(total, min(count, total)):
-            video.set(cv2.CAP_PROP_POS_FRAMES, index)
-            ok, frame = video.read()
+        total_frames = int(capture.get(cv2.CAP_PROP_FRAME_COUNT))
+        frames: list[Any] = []
+        for frame_index in spread(total_frames, min(frame_limit, total_frames)):
+            capture.set(cv2.CAP_PROP_POS_FRAMES, frame_index)
+            was_read, frame = capture.read()
             # Some files count a few frames more than they have: no reason to refuse them.
-            if not ok and found and total - index > 2 + total // 100:
+            if not was_read and frames and total_frames - frame_index > 2 + total_frames // 100:
                 raise UserError(
-                    f"the video {path} breaks off: it has {total} frames, and frame {index} cannot "
+                    f"the video {path} breaks off: it has {total_frames} frames, and frame "
+                    f"{frame_index} cannot "
                     "be read; download it again"
                 )
-            if not ok:
+            if not was_read:
                 break
-            found.append(Image.fromarray(cv2.cvtColor(frame, cv2.COLOR_BGR2RGB)))
+            frames.append(Image.fromarray(cv2.cvtColor(frame, cv2.COLOR_BGR2RGB)))
     finally:
-        video.release()
-    if not found:
+        capture.release()
+    if not frames:
         raise UserError(f"cannot read the video {path}: opencv finds no frames in it")
-    return found
+    return frames

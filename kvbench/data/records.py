@@ -52,41 +52,50 @@ class Record:
 
 def path(source: Source, cache_dir: Path) -> Path:
     """The file of a table's record."""
-    words = f"{source.dataset.replace('/', '--')}-{source.table.replace(' ', '-')}"
-    name = "".join(c if c.isalnum() or c in "-_." else "_" for c in words)[:120]
+    source_label = f"{source.dataset.replace('/', '--')}-{source.table.replace(' ', '-')}"
+    safe_label = "".join(
+        character if character.isalnum() or character in "-_." else "_"
+        for character in source_label
+    )[:120]
     identity = json.dumps(asdict(source), sort_keys=True).encode()
-    return cache_dir / "hub" / f"{name}-{hashlib.sha256(identity).hexdigest()[:8]}.jsonl"
+    return cache_dir / "hub" / f"{safe_label}-{hashlib.sha256(identity).hexdigest()[:8]}.jsonl"
 
 
 def head(source: Source, cache_dir: Path) -> Record | None:
     """Read the record of a table; None if there is no valid one."""
-    file = path(source, cache_dir)
+    record_path = path(source, cache_dir)
     try:
-        with file.open("rb") as content:
-            first = json.loads(content.readline())
-            size = file.stat().st_size - content.tell()
-        known = {f.name: first[f.name] for f in fields(Record) if f.name in first}
-        return Record(**{"bytes": size, **known})
+        with record_path.open("rb") as stored_file:
+            header = json.loads(stored_file.readline())
+            content_bytes = record_path.stat().st_size - stored_file.tell()
+        record_fields = {
+            record_field.name: header[record_field.name]
+            for record_field in fields(Record)
+            if record_field.name in header
+        }
+        return Record(**{"bytes": content_bytes, **record_fields})
     except (OSError, ValueError, TypeError, RecursionError):
         return None
 
 
-def write(source: Source, record: Record, cache_dir: Path, rows: Iterable[bytes] = ()) -> Path:
+def write(
+    source: Source, record: Record, cache_dir: Path, encoded_rows: Iterable[bytes] = ()
+) -> Path:
     """Write the record of a table and, unless they are cached, the lines of its rows.
 
     Raises:
         UserError: It cannot be written; an earlier record is unchanged.
     """
-    file = path(source, cache_dir)
-    first = json.dumps({**asdict(record), "of": source.label}).encode() + b"\n"
+    record_path = path(source, cache_dir)
+    header = json.dumps({**asdict(record), "of": source.label}).encode() + b"\n"
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(file) as part:
-            part.write_bytes(first + b"".join(rows))
+        record_path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(record_path) as partial_file:
+            partial_file.write_bytes(header + b"".join(encoded_rows))
     except (OSError, UserError) as error:
         hint = "free some space, or set KVBENCH_CACHE to another folder"
         raise UserError(f"{error}; {hint}") from None
-    return file
+    return record_path
 
 
 def keep(source: Source, rows: Iterable[Row], cache_dir: Path, *, revision: str = "") -> Path:
@@ -104,16 +113,16 @@ def keep(source: Source, rows: Iterable[Row], cache_dir: Path, *, revision: str 
     Raises:
         UserError: The file cannot be written, or the rows lack a column.
     """
-    content: list[bytes] = []
-    record = measure(lines(source, rows), content.append, revision=revision)
-    return write(source, record, cache_dir, content)
+    encoded_lines: list[bytes] = []
+    record = measure(lines(source, rows), encoded_lines.append, revision=revision)
+    return write(source, record, cache_dir, encoded_lines)
 
 
 def kept_lines(source: Source, cache_dir: Path) -> Iterator[bytes]:
     """Read the lines of the rows that follow a record."""
-    with path(source, cache_dir).open("rb") as content:
-        content.readline()
-        yield from content
+    with path(source, cache_dir).open("rb") as stored_lines:
+        stored_lines.readline()
+        yield from stored_lines
 
 
 def lines(source: Source, rows: Iterable[Row]) -> Iterator[bytes]:
@@ -122,17 +131,21 @@ def lines(source: Source, rows: Iterable[Row]) -> Iterator[bytes]:
     Raises:
         UserError: There are no rows, they lack a column, or a value is not a JSON value.
     """
-    count = 0
-    for count, row in enumerate(rows, 1):
+    row_number = 0
+    for row_number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
-            raise UserError(f"{source.label}: row {count} is a {type(row).__name__}, not an object")
-        missing = [name for name in source.columns if name not in row]
-        if count == 1 and missing:
-            names = ", ".join(map(str, row))
-            raise UserError(f"{source.label} has no column {', '.join(missing)}; it has {names}")
-        kept = {name: row[name] for name in source.columns or row if name in row}
-        yield json.dumps(kept, default=_plain).encode() + b"\n"
-    if not count:
+            raise UserError(
+                f"{source.label}: row {row_number} is a {type(row).__name__}, not an object"
+            )
+        missing_columns = [column for column in source.columns if column not in row]
+        if row_number == 1 and missing_columns:
+            column_names = ", ".join(map(str, row))
+            raise UserError(
+                f"{source.label} has no column {', '.join(missing_columns)}; it has {column_names}"
+            )
+        selected = {column: row[column] for column in source.columns or row if column in row}
+        yield json.dumps(selected, default=_plain).encode() + b"\n"
+    if not row_number:
         raise UserError(f"{source.label} has no rows")
 
 
@@ -145,11 +158,13 @@ def _plain(value: object) -> str:
     raise UserError(f"a column contains {type(value).__name__}, which is not a JSON value")
 
 
-def measure(lines: Iterable[bytes], each: Callable[[bytes], object], **known: Any) -> Record:
+def measure(
+    encoded_lines: Iterable[bytes], on_line: Callable[[bytes], object], **record_fields: Any
+) -> Record:
     """Count and hash lines, and pass each of them on; `known` completes the record."""
-    digest, rows, size = hashlib.sha256(), 0, 0
-    for line in lines:
-        digest.update(line)
-        rows, size = rows + 1, size + len(line)
-        each(line)
-    return Record(digest.hexdigest(), rows, size, **known)
+    content_hash, row_count, byte_count = hashlib.sha256(), 0, 0
+    for encoded_line in encoded_lines:
+        content_hash.update(encoded_line)
+        row_count, byte_count = row_count + 1, byte_count + len(encoded_line)
+        on_line(encoded_line)
+    return Record(content_hash.hexdigest(), row_count, byte_count, **record_fields)

@@ -39,9 +39,9 @@ def rows(
 
 
 @contextlib.contextmanager
-def hinting(leaf: str) -> Iterator[None]:
+def hinting(task_name: str) -> Iterator[None]:
     """Add to a `NotFetched` which command fetches the tables of a leaf."""
     try:
         yield
-    except NotFetched as missing:
-        raise NotFetched(f"{missing}; `kvbench data fetch {leaf}` gets it") from missing
+    except NotFetched as error:
+        raise NotFetched(f"{error}; `kvbench data fetch {task_name}` gets it") from error

@@ -51,44 +51,48 @@ class Spool(Sequence[T]):
 
     def _write(self) -> None:
         self._file = self._file or _shared_file()
-        start = self._file.append(b"".join(self._waiting))
+        start_offset = self._file.append(b"".join(self._waiting))
         for item in self._waiting:
-            self._starts.append(start)
+            self._starts.append(start_offset)
             self._sizes.append(len(item))
-            start += len(item)
+            start_offset += len(item)
         self._waiting, self._waiting_bytes = [], 0
 
     def __len__(self) -> int:
         return len(self._starts) + len(self._waiting)
 
     @overload
-    def __getitem__(self, place: int) -> T: ...
+    def __getitem__(self, index: int) -> T: ...
 
     @overload
-    def __getitem__(self, place: slice) -> list[T]: ...
+    def __getitem__(self, index: slice) -> list[T]: ...
 
-    def __getitem__(self, place: int | slice) -> T | list[T]:
-        places = range(len(self))[place]
-        return self._read(places) if isinstance(places, int) else [self._read(i) for i in places]
+    def __getitem__(self, index: int | slice) -> T | list[T]:
+        positions = range(len(self))[index]
+        return (
+            self._read(positions)
+            if isinstance(positions, int)
+            else [self._read(position) for position in positions]
+        )
 
     def __iter__(self) -> Iterator[T]:
         return map(self._read, range(len(self)))
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Sequence) or len(self) != len(other):
+    def __eq__(self, compared: object) -> bool:
+        if not isinstance(compared, Sequence) or len(self) != len(compared):
             return NotImplemented
-        return all(a == b for a, b in zip(self, other, strict=True))
+        return all(item == other_item for item, other_item in zip(self, compared, strict=True))
 
     __hash__ = None  # type: ignore[assignment]  # as a list
 
-    def _read(self, place: int) -> T:
-        written = len(self._starts)
-        if place >= written:
-            data = self._waiting[place - written]
+    def _read(self, position: int) -> T:
+        written_count = len(self._starts)
+        if position >= written_count:
+            pickled = self._waiting[position - written_count]
         else:
             assert self._file is not None
-            data = self._file.read(self._starts[place], self._sizes[place])
-        item: T = pickle.loads(data)
+            pickled = self._file.read(self._starts[position], self._sizes[position])
+        item: T = pickle.loads(pickled)
         return item
 
 
@@ -102,17 +106,17 @@ class _File:
             # Its sequences close it: it goes with the last of them.
             self._file = tempfile.TemporaryFile(prefix="kvbench-", buffering=0)  # noqa: SIM115
 
-    def append(self, data: bytes) -> int:
+    def append(self, payload: bytes) -> int:
         """Write at the end; return where that was."""
         with self._lock, _telling():
-            start, left = self._size, memoryview(data)
-            while left:
-                written = os.pwrite(self._file.fileno(), left, self._size)
-                left, self._size = left[written:], self._size + written
-            return start
+            start_offset, remaining = self._size, memoryview(payload)
+            while remaining:
+                written_bytes = os.pwrite(self._file.fileno(), remaining, self._size)
+                remaining, self._size = remaining[written_bytes:], self._size + written_bytes
+            return start_offset
 
-    def read(self, start: int, size: int) -> bytes:
-        return os.pread(self._file.fileno(), size, start)
+    def read(self, start_offset: int, byte_count: int) -> bytes:
+        return os.pread(self._file.fileno(), byte_count, start_offset)
 
 
 @contextlib.contextmanager
@@ -133,8 +137,8 @@ _lately: weakref.ref[_File] | None = None
 def _shared_file() -> _File:
     """The file of the sequences that there are, or a new one."""
     global _lately
-    file = _lately() if _lately is not None else None
-    if file is None:
-        file = _File()
-        _lately = weakref.ref(file)
-    return file
+    shared_file = _lately() if _lately is not None else None
+    if shared_file is None:
+        shared_file = _File()
+        _lately = weakref.ref(shared_file)
+    return shared_file

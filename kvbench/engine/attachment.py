@@ -37,11 +37,11 @@ class Forward:
 
     Attributes:
         cache: The cache.
-        first: Logical column of the first new token.
-        n: New columns.
+        first_column: Logical column of the first new token.
+        new_columns: New columns.
         valid: New columns that are tokens, bool `[B, n]`; None: all.
-        rank: Index of each column among its row's new tokens, int64 `[B, n]`.
-        added: Number of new tokens in each row, on the CPU.
+        token_ranks: Index of each column among its row's new tokens, int64 `[B, n]`.
+        token_counts: Number of new tokens in each row, on the CPU.
         on_layer: Called after the attention of a layer. It must not hold the forward: a reference
             cycle would keep the cache alive after its use.
         powers: Powers of the attention weights whose sums packed layers return.
@@ -53,11 +53,11 @@ class Forward:
     """
 
     cache: RaggedCache
-    first: int
-    n: int
+    first_column: int
+    new_columns: int
     valid: Tensor | None
-    rank: Tensor
-    added: list[int]
+    token_ranks: Tensor
+    token_counts: list[int]
     on_layer: Callable[[Forward, RaggedLayer, Step], None] | None = None
     powers: tuple[int, ...] = ()
     mask: Tensor | None = None
@@ -71,8 +71,8 @@ class Forward:
 class Step:
     """What the attention of one layer saw in one forward.
 
-    `key` and `value` are those of the new tokens, `[B, H, n, d]`; `mass` is as `attend` returns it,
-    `read` as `attend_few`.
+    `key` and `value` are those of the new tokens, `[B, H, n, d]`; `attention_sums` and `read` are
+    as `attend` and `attend_few` return them.
     """
 
     index: int
@@ -81,12 +81,12 @@ class Step:
     value: Tensor
     hidden: Tensor
     scale: float
-    mass: Mapping[int, Tensor] = field(default_factory=dict)
+    attention_sums: Mapping[int, Tensor] = field(default_factory=dict)
     read: Sequence[Tensor] = ()
 
 
 @dataclass
-class _Hooked:
+class _AttentionContext:
     """What the hook on an attention module passes to the attention function."""
 
     forward: Forward
@@ -115,46 +115,55 @@ _ATTACHED: set[int] = set()
 _ACTIVE: list[Forward] = []
 
 
-def _open(
-    cache: RaggedCache, rows: int, n: int, device: torch.device, mask: Any, visual: Tensor | None
+def _open_forward(
+    cache: RaggedCache,
+    batch_size: int,
+    n: int,
+    device: torch.device,
+    mask: Any,
+    visual_columns: Tensor | None,
 ) -> Forward:
     """Register the new columns with the cache. Padding must be on the left."""
-    first = 0 if cache.valid is None else int(cache.valid.shape[1])
+    start = 0 if cache.valid is None else int(cache.valid.shape[1])
     if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
         raise ValueError("a kvbench cache needs a 2-D attention mask [batch, all columns]")
-    if cache.valid is not None and cache.batch != rows:
-        raise ValueError(f"the cache holds {cache.batch} sequences, the forward has {rows}")
-    valid: Tensor | None = None
-    added = [n] * rows
+    if cache.valid is not None and cache.batch != batch_size:
+        raise ValueError(f"the cache holds {cache.batch} sequences, the forward has {batch_size}")
+    token_mask: Tensor | None = None
+    token_counts = [n] * batch_size
     if mask is not None:
-        if mask.shape[1] != first + n:
+        if mask.shape[1] != start + n:
             raise ValueError(
-                f"attention_mask has {mask.shape[1]} columns; give all {first + n}: those in the "
+                f"attention_mask has {mask.shape[1]} columns; give all {start + n}: those in the "
                 "cache and the new ones"
             )
-        new = mask[:, first:].bool()
-        added = new.sum(-1).tolist()
-        if min(added) < n:
-            if bool((new[:, :-1] & ~new[:, 1:]).any()):
+        attended = mask[:, start:].bool()
+        token_counts = attended.sum(-1).tolist()
+        if min(token_counts) < n:
+            if bool((attended[:, :-1] & ~attended[:, 1:]).any()):
                 raise ValueError("pad on the left: set padding_side='left'")
-            if cache.valid is None and min(added) == 0:
-                raise ValueError(f"row {added.index(0)} of the batch has only padding")
-            valid = new
-    new_valid = torch.ones(rows, n, dtype=torch.bool, device=device) if valid is None else valid
+            if cache.valid is None and min(token_counts) == 0:
+                raise ValueError(f"row {token_counts.index(0)} of the batch has only padding")
+            token_mask = attended
+    full_token_mask = (
+        torch.ones(batch_size, n, dtype=torch.bool, device=device)
+        if token_mask is None
+        else token_mask
+    )
     if cache.valid is None:
-        cache.valid, cache.visual = new_valid, visual
-        cache.shift = torch.zeros(rows, dtype=torch.int64, device=device)
+        cache.valid, cache.visual = full_token_mask, visual_columns
+        cache.shift = torch.zeros(batch_size, dtype=torch.int64, device=device)
     else:
-        cache.valid = torch.cat([cache.valid, new_valid], 1)
+        cache.valid = torch.cat([cache.valid, full_token_mask], 1)
         if cache.pruned is not None:
             cache.pruned = F.pad(cache.pruned, (0, n))
-        joint = cache.visual is not None and visual is not None
-        cache.visual = torch.cat([cache.visual, visual], 1) if joint else None  # type: ignore[list-item]
-    cache.padded |= valid is not None
-    rank = torch.arange(n, device=device).expand(rows, n)
-    if valid is not None:
-        rank = (valid.long().cumsum(-1) - 1).clamp(min=0)
-    return Forward(cache, first, n, valid, rank, added)
+        both_visual = cache.visual is not None and visual_columns is not None
+        cache.visual = torch.cat([cache.visual, visual_columns], 1) if both_visual else None  # type: ignore[list-item]
+    cache.padded |= token_mask is not None
+    token_ranks = torch.arange(n, device=device).expand(batch_size, n)
+    if token_mask is not None:
+        token_ranks = (token_mask.long().cumsum(-1) - 1).clamp(min=0)
+    return Forward(cache, start, n, token_mask, token_ranks, token_counts)
 
 
 def kvbench_mask(*args: Any, **kwargs: Any) -> Tensor | None:
@@ -162,8 +171,8 @@ def kvbench_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     if _ACTIVE and kwargs.get("local_size") is None:
         check_mask(kwargs.get("config"), kwargs.get("mask_function"))
         return None
-    mask: Tensor | None = sdpa_mask(*args, **kwargs)
-    return mask
+    dense_mask: Tensor | None = sdpa_mask(*args, **kwargs)
+    return dense_mask
 
 
 def kvbench_attention(
@@ -181,61 +190,79 @@ def kvbench_attention(
     Raises:
         UserError: The attention of this family does what kvbench does not implement.
     """
-    hooked: _Hooked | None = module.__dict__.get("_kvbench")
-    if hooked is None:
+    context: _AttentionContext | None = module.__dict__.get("_kvbench")
+    if context is None:
         check_keywords(module, kwargs)
-        out: tuple[Tensor, Tensor | None] = sdpa_attention_forward(
+        sdpa_result: tuple[Tensor, Tensor | None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
         )
-        return out
-    forward, layer = hooked.forward, hooked.layer
+        return sdpa_result
+    forward, layer = context.forward, context.layer
     check_attention(module, key, value, attention_mask, kwargs, layer.pending)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    step = Step(hooked.index, query, key, value, hooked.hidden, scale)
+    step = Step(context.index, query, key, value, context.hidden, scale)
     if layer.packed:
-        valid = None if forward.valid is None else forward.valid.to(query.device)
-        layer.append(forward.rank.to(query.device), valid, forward.added, forward.first)
-        held = layer if layer.coding is None else layer.coding.decoded(layer)
-        few = forward.cache.readings
-        if few:
-            result, step.read = attend_few(
-                query, held, hooked.index, forward.first, scale, few, forward.added
+        token_mask = None if forward.valid is None else forward.valid.to(query.device)
+        layer.append(
+            forward.token_ranks.to(query.device),
+            token_mask,
+            forward.token_counts,
+            forward.first_column,
+        )
+        decoded_layer = layer if layer.coding is None else layer.coding.decoded(layer)
+        readings = forward.cache.readings
+        if readings:
+            output, step.read = attend_few(
+                query,
+                decoded_layer,
+                context.index,
+                forward.first_column,
+                scale,
+                readings,
+                forward.token_counts,
             )
         else:
-            asking = reordered(query, layer.order)
-            result, step.mass = attend(asking, held, forward.first, scale, forward.powers, valid)
+            ordered_query = reordered(query, layer.order)
+            output, step.attention_sums = attend(
+                ordered_query,
+                decoded_layer,
+                forward.first_column,
+                scale,
+                forward.powers,
+                token_mask,
+            )
         if layer.coding is not None:
             layer.coding.age(layer)
     else:
-        result = _dense(query, layer, forward, scale, hooked.index)
+        output = _dense_attention(query, layer, forward, scale, context.index)
         pruning = forward.cache.pruning
-        if pruning is not None and hooked.index == pruning.layer - 1:
+        if pruning is not None and context.index == pruning.layer - 1:
             forward.pruner = step
     if forward.on_layer is not None:
         forward.on_layer(forward, layer, step)
-    return result.transpose(1, 2).contiguous(), None
+    return output.transpose(1, 2).contiguous(), None
 
 
-def _prune_before(forward: Forward, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _prune_before(forward: Forward, model_inputs: dict[str, Any]) -> dict[str, Any]:
     """Prune visual tokens before the first layer, if that is where they are pruned."""
     cache = forward.cache
-    embeddings = kwargs.get("inputs_embeds")
-    if cache.pruning is None or cache.pruning.layer or forward.first or embeddings is None:
-        return kwargs
+    embeddings = model_inputs.get("inputs_embeds")
+    if cache.pruning is None or cache.pruning.layer or forward.first_column or embeddings is None:
+        return model_inputs
     if cache.visual is None or not bool(cache.visual.any()):
-        return kwargs
+        return model_inputs
     assert cache.valid is not None
-    changed, cache.pruned = prune_embeddings(
+    merged_embeddings, cache.pruned = prune_embeddings(
         cache.pruning, embeddings, cache.visual, cache.valid, cache.tower
     )
-    return {**kwargs, "inputs_embeds": changed}
+    return {**model_inputs, "inputs_embeds": merged_embeddings}
 
 
 def _prune_between(forward: Forward, output: Tensor) -> None:
     """Prune visual tokens before a layer, from what the layer before it saw and put out."""
     cache, step = forward.cache, forward.pruner
     forward.pruner = None
-    if step is None or cache.pruning is None or cache.pruned is not None or forward.first:
+    if step is None or cache.pruning is None or cache.pruned is not None or forward.first_column:
         return
     if cache.visual is not None:
         assert cache.valid is not None
@@ -246,43 +273,55 @@ def _prune_between(forward: Forward, output: Tensor) -> None:
         )
 
 
-def _dense(query: Tensor, layer: RaggedLayer, forward: Forward, scale: float, index: int) -> Tensor:
+def _dense_attention(
+    query: Tensor, layer: RaggedLayer, forward: Forward, scale: float, layer_index: int
+) -> Tensor:
     """Causal attention of new queries over all columns of an uncompressed layer."""
     cache = forward.cache
-    blind = cache.pruned is not None and cache.pruning is not None and index >= cache.pruning.layer
+    hides_pruned = (
+        cache.pruned is not None
+        and cache.pruning is not None
+        and layer_index >= cache.pruning.layer
+    )
     key, value = layer.extend()
-    group = query.shape[1] // key.shape[1]
-    n, columns = query.shape[2], key.shape[2]
-    plain = not cache.padded and n in (1, columns) and not blind
+    group_size = query.shape[1] // key.shape[1]
+    new_columns, column_count = query.shape[2], key.shape[2]
+    needs_no_mask = not cache.padded and new_columns in (1, column_count) and not hides_pruned
     # Without a mask a GPU kernel shares K and V within a group; otherwise they are repeated.
-    shared = plain and query.device.type == "cuda"
-    if group > 1 and not shared:
-        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-    if plain:
-        causal = n > 1
+    shares_kv = needs_no_mask and query.device.type == "cuda"
+    if group_size > 1 and not shares_kv:
+        key, value = key.repeat_interleave(group_size, 1), value.repeat_interleave(group_size, 1)
+    if needs_no_mask:
+        is_causal = new_columns > 1
         return F.scaled_dot_product_attention(
-            query, key, value, is_causal=causal, scale=scale, enable_gqa=shared
+            query, key, value, is_causal=is_causal, scale=scale, enable_gqa=shares_kv
         )
     if forward.mask is None or forward.mask.device != query.device:
-        column = torch.arange(columns, device=query.device)
-        own = column[forward.first :, None]
-        mask = (column <= own)[None, None]
+        column_indices = torch.arange(column_count, device=query.device)
+        self_columns = column_indices[forward.first_column :, None]
+        causal_mask = (column_indices <= self_columns)[None, None]
         if forward.cache.padded:
             assert forward.cache.valid is not None
             # A padding query sees itself: without any key its softmax would be NaN.
-            seen = forward.cache.valid.to(query.device)
-            mask = (mask & seen[:, None, None]) | (column == own)
-        forward.mask = mask
+            valid_columns = forward.cache.valid.to(query.device)
+            causal_mask = (causal_mask & valid_columns[:, None, None]) | (
+                column_indices == self_columns
+            )
+        forward.mask = causal_mask
         forward.blind_mask = None
-    mask = forward.mask
-    if blind:
+    causal_mask = forward.mask
+    if hides_pruned:
         assert cache.pruned is not None
         if forward.blind_mask is None:
-            column = torch.arange(columns, device=query.device)
-            own = column == column[forward.first :, None]  # a pruned query sees itself
-            forward.blind_mask = mask & (~cache.pruned.to(query.device)[:, None, None] | own)
-        mask = forward.blind_mask
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+            column_indices = torch.arange(column_count, device=query.device)
+            self_columns = (
+                column_indices == column_indices[forward.first_column :, None]
+            )  # a pruned query sees itself
+            forward.blind_mask = causal_mask & (
+                ~cache.pruned.to(query.device)[:, None, None] | self_columns
+            )
+        causal_mask = forward.blind_mask
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=causal_mask, scale=scale)
 
 
 AttentionInterface.register(NAME, kvbench_attention)
@@ -292,15 +331,15 @@ AttentionMaskInterface.register(NAME, kvbench_mask)
 @contextmanager
 def attached(
     model: nn.Module,
-    before: Callable[[RaggedCache, Forward], None],
-    after: Callable[[RaggedCache, Forward], None],
+    before_forward: Callable[[RaggedCache, Forward], None],
+    after_forward: Callable[[RaggedCache, Forward], None],
 ) -> Iterator[None]:
     """Put our attention into the model's text decoder; restore everything on exit.
 
     Args:
         model: A causal language model of a supported family.
-        before: Called before a forward on a ragged cache.
-        after: Called after it.
+        before_forward: Called before a forward on a ragged cache.
+        after_forward: Called after it.
 
     Raises:
         ValueError: The model is attached already.
@@ -308,116 +347,144 @@ def attached(
     decoder = decoder_of(model)
     if id(decoder) in _ATTACHED:
         raise ValueError("this model is attached already; attachments cannot be nested")
-    old = decoder.config._attn_implementation
-    visual = torch.tensor(visual_ids(model), dtype=torch.int64)
-    state = Attachment()
-    depth = len(_ACTIVE)
+    previous_attention = decoder.config._attn_implementation
+    visual_token_ids = torch.tensor(visual_ids(model), dtype=torch.int64)
+    attachment = Attachment()
+    outer_depth = len(_ACTIVE)
 
-    def calling(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        state.tokens = kwargs.get("input_ids", args[0] if args else None)
+    def record_tokens(called_module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
+        attachment.tokens = keywords.get("input_ids", arguments[0] if arguments else None)
 
-    def opening(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    def open_forward(called_module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> Any:
         # Clean up after a forward that ended in Ctrl-C, when torch runs no hooks.
-        state.active = None
-        del _ACTIVE[depth:]
-        cache = kwargs.get("past_key_values")
+        attachment.active = None
+        del _ACTIVE[outer_depth:]
+        cache = keywords.get("past_key_values")
         if not isinstance(cache, RaggedCache):
             return None
         cache.ready()
-        tokens = kwargs.get("input_ids", args[0] if args else None)
-        given = tokens if tokens is not None else kwargs["inputs_embeds"]
-        if tokens is None and state.tokens is not None:
-            tokens = state.tokens if state.tokens.shape == given.shape[:2] else None
-        state.tokens = None
-        if given.dim() < 2 or given.shape[0] == 0 or given.shape[1] == 0:
-            raise ValueError(f"the input has shape {list(given.shape)}; give [batch, tokens]")
-        seen_as = None
-        if len(visual) and tokens is not None:
-            seen_as = torch.isin(tokens, visual.to(tokens.device))
-        rows, n = given.shape[:2]
-        forward = _open(cache, rows, n, given.device, kwargs.get("attention_mask"), seen_as)
-        forward.ids = tokens
-        if tokens is None:
+        token_ids = keywords.get("input_ids", arguments[0] if arguments else None)
+        model_input = token_ids if token_ids is not None else keywords["inputs_embeds"]
+        if token_ids is None and attachment.tokens is not None:
+            token_ids = (
+                attachment.tokens if attachment.tokens.shape == model_input.shape[:2] else None
+            )
+        attachment.tokens = None
+        if model_input.dim() < 2 or model_input.shape[0] == 0 or model_input.shape[1] == 0:
+            raise ValueError(f"the input has shape {list(model_input.shape)}; give [batch, tokens]")
+        visual_mask = None
+        if len(visual_token_ids) and token_ids is not None:
+            visual_mask = torch.isin(token_ids, visual_token_ids.to(token_ids.device))
+        batch_size, new_columns = model_input.shape[:2]
+        forward = _open_forward(
+            cache,
+            batch_size,
+            new_columns,
+            model_input.device,
+            keywords.get("attention_mask"),
+            visual_mask,
+        )
+        forward.ids = token_ids
+        if token_ids is None:
             cache.ids = None
         elif cache.ids is not None:
-            cache.ids.append(tokens)
+            cache.ids.append(token_ids)
         _ACTIVE.append(forward)
-        state.active = forward
-        before(cache, forward)
-        kwargs = _prune_before(forward, kwargs)
-        if cache.padded and kwargs.get("position_ids") is None:
+        attachment.active = forward
+        before_forward(cache, forward)
+        keywords = _prune_before(forward, keywords)
+        if cache.padded and keywords.get("position_ids") is None:
             # By default the model would count padding columns, and a later `generate` would not.
             assert cache.valid is not None
-            position = (cache.valid.long().cumsum(-1) - 1).clamp(min=0)[:, forward.first :]
-            kwargs = {**kwargs, "position_ids": position}
-        if cache.padded and kwargs.get("attention_mask") is None:
+            position_ids = (cache.valid.long().cumsum(-1) - 1).clamp(min=0)[
+                :, forward.first_column :
+            ]
+            keywords = {**keywords, "position_ids": position_ids}
+        if cache.padded and keywords.get("attention_mask") is None:
             # transformers' sliding-window layers do not know about earlier padding.
             assert cache.valid is not None
-            kwargs = {**kwargs, "attention_mask": cache.valid.long()}
-        return args, kwargs
+            keywords = {**keywords, "attention_mask": cache.valid.long()}
+        return arguments, keywords
 
-    def closing(module: nn.Module, args: Any, kwargs: dict[str, Any], out: Any) -> None:
-        forward, state.active = state.active, None
-        del _ACTIVE[depth:]
-        if forward is not None and out is not None:
-            forward.hidden = getattr(out, "last_hidden_state", None)
-            after(forward.cache, forward)
+    def close_forward(
+        called_module: nn.Module, arguments: Any, keywords: dict[str, Any], outputs: Any
+    ) -> None:
+        forward, attachment.active = attachment.active, None
+        del _ACTIVE[outer_depth:]
+        if forward is not None and outputs is not None:
+            forward.hidden = getattr(outputs, "last_hidden_state", None)
+            after_forward(forward.cache, forward)
 
-    def entering(index: int, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def enter_attention(
+        layer_index: int, called_module: nn.Module, arguments: Any, keywords: dict[str, Any]
+    ) -> None:
         layer = None
-        if state.active is not None:
-            layer = state.active.cache.layers[int(module.layer_idx)]  # type: ignore[arg-type]
-        if state.active is None or not isinstance(layer, RaggedLayer):
-            module.__dict__["_kvbench"] = None
+        if attachment.active is not None:
+            layer = attachment.active.cache.layers[int(called_module.layer_idx)]  # type: ignore[arg-type]
+        if attachment.active is None or not isinstance(layer, RaggedLayer):
+            called_module.__dict__["_kvbench"] = None
             return
-        hidden: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        module.__dict__["_kvbench"] = _Hooked(state.active, layer, index, hidden)
+        hidden_states: Tensor = (
+            keywords["hidden_states"] if "hidden_states" in keywords else arguments[0]
+        )
+        called_module.__dict__["_kvbench"] = _AttentionContext(
+            attachment.active, layer, layer_index, hidden_states
+        )
 
     def arriving(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        if state.active is not None and state.active.pruner is not None:
+        if attachment.active is not None and attachment.active.pruner is not None:
             output: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-            _prune_between(state.active, decoder.norm(output))
+            _prune_between(attachment.active, decoder.norm(output))
 
-    def leaving(module: nn.Module, args: Any, kwargs: dict[str, Any], out: Any) -> None:
-        hooked: _Hooked | None = module.__dict__.get("_kvbench")
-        module.__dict__["_kvbench"] = None
-        if hooked is not None and out is not None:  # None: the module raised
-            check_consumed(module, hooked.layer.pending)
+    def leave_attention(
+        called_module: nn.Module, arguments: Any, keywords: dict[str, Any], outputs: Any
+    ) -> None:
+        context: _AttentionContext | None = called_module.__dict__.get("_kvbench")
+        called_module.__dict__["_kvbench"] = None
+        if context is not None and outputs is not None:  # None: the module raised
+            check_consumed(called_module, context.layer.pending)
 
-    def heading(module: nn.Module, args: Any) -> Any:
+    def make_contiguous(called_module: nn.Module, arguments: Any) -> Any:
         # A slice of several rows is not contiguous: its product would copy the head once per row.
-        return (args[0].contiguous(), *args[1:]) if args else None
+        return (arguments[0].contiguous(), *arguments[1:]) if arguments else None
 
     _ATTACHED.add(id(decoder))
     try:
-        head = getattr(model, "get_output_embeddings", lambda: None)()
-        if isinstance(head, nn.Module):
-            state.handles.append(head.register_forward_pre_hook(heading))
+        output_head = getattr(model, "get_output_embeddings", lambda: None)()
+        if isinstance(output_head, nn.Module):
+            attachment.handles.append(output_head.register_forward_pre_hook(make_contiguous))
         decoder.set_attn_implementation(NAME)
         if model is not decoder:
-            state.handles.append(model.register_forward_pre_hook(calling, with_kwargs=True))
-        state.handles += [
-            decoder.register_forward_pre_hook(opening, with_kwargs=True),
-            decoder.register_forward_hook(closing, with_kwargs=True, always_call=True),
+            attachment.handles.append(
+                model.register_forward_pre_hook(record_tokens, with_kwargs=True)
+            )
+        attachment.handles += [
+            decoder.register_forward_pre_hook(open_forward, with_kwargs=True),
+            decoder.register_forward_hook(close_forward, with_kwargs=True, always_call=True),
         ]
-        if len(visual):
-            state.handles += [
+        if len(visual_token_ids):
+            attachment.handles += [
                 layer.register_forward_pre_hook(arriving, with_kwargs=True)
                 for layer in decoder.layers
             ]
-        for index, module in attention_modules(model):
-            state.handles += [
-                module.register_forward_pre_hook(
-                    lambda m, a, k, i=index: entering(i, m, a, k), with_kwargs=True
+        for layer_index, attention_module in attention_modules(model):
+            attachment.handles += [
+                attention_module.register_forward_pre_hook(
+                    lambda called_module, arguments, keywords, bound_index=layer_index: (
+                        enter_attention(bound_index, called_module, arguments, keywords)
+                    ),
+                    with_kwargs=True,
                 ),
-                module.register_forward_hook(leaving, with_kwargs=True, always_call=True),
+                attention_module.register_forward_hook(
+                    leave_attention, with_kwargs=True, always_call=True
+                ),
             ]
         yield
     finally:
-        for handle in state.handles:
-            handle.remove()
-        for _, module in attention_modules(model):
-            module.__dict__.pop("_kvbench", None)
-        del _ACTIVE[depth:]
-        decoder.set_attn_implementation(old)
+        for hook_handle in attachment.handles:
+            hook_handle.remove()
+        for _, attention_module in attention_modules(model):
+            attention_module.__dict__.pop("_kvbench", None)
+        del _ACTIVE[outer_depth:]
+        decoder.set_attn_implementation(previous_attention)
         _ATTACHED.discard(id(decoder))

@@ -20,10 +20,10 @@ _BLOCK = 1 << 23
 def attend(
     query: Tensor,
     layer: RaggedLayer,
-    first: int,
+    first_column: int,
     scale: float,
     powers: Sequence[int] = (),
-    valid: Tensor | None = None,
+    valid_queries: Tensor | None = None,
 ) -> tuple[Tensor, dict[int, Tensor]]:
     """Attention of new queries over a packed layer that already holds their own entries.
 
@@ -33,156 +33,219 @@ def attend(
     Args:
         query: `[B, H_q, n, d]`.
         layer: A packed layer.
-        first: Logical column of the first new query.
+        first_column: Logical column of the first new query.
         scale: Factor of the logits.
         powers: Also sum these powers of the attention weights over the queries.
-        valid: New queries that are tokens, bool `[B, n]`; None: all. Padding adds no mass.
+        valid_queries: New queries that are tokens, bool `[B, n]`; None: all. Padding adds no mass.
 
     Returns:
         Output `[B, H_q, n, d]`, and by power the mass that every entry received from each query
         head, float32 `[entries, G]` in the order of `layer.rows()`.
     """
-    learning = torch.is_grad_enabled() and query.requires_grad
-    if by_triton(query) and query.shape[-1] <= _WIDEST and not learning:
-        return _attend_kernel(query, layer, first, scale, powers, valid)
+    needs_gradient = torch.is_grad_enabled() and query.requires_grad
+    if by_triton(query) and query.shape[-1] <= _WIDEST and not needs_gradient:
+        return _attend_kernel(query, layer, first_column, scale, powers, valid_queries)
     if query.device.type != "cpu":
-        return _attend_padded(query, layer, first, scale, powers, valid)
+        return _attend_padded(query, layer, first_column, scale, powers, valid_queries)
     if powers:
-        return _attend_segments_mass(query, layer, first, scale, powers, valid)
-    return _attend_segments(query, layer, first, scale), {}
+        return _attend_segments_mass(query, layer, first_column, scale, powers, valid_queries)
+    return _attend_segments(query, layer, first_column, scale), {}
 
 
 def _attend_kernel(
     query: Tensor,
     layer: RaggedLayer,
-    first: int,
+    first_column: int,
     scale: float,
     powers: Sequence[int],
-    valid: Tensor | None,
+    valid_queries: Tensor | None,
 ) -> tuple[Tensor, dict[int, Tensor]]:
     """The Triton kernel. The result of a sequence does not depend on the rest of the batch."""
     from kvbench.engine.kernels.ragged_attention.triton import ragged_attention
 
     assert layer.key is not None and layer.value is not None
-    rows, bounds = (layer.key, layer.value, layer.col), layer.bounds()
-    out, mass = ragged_attention(query, *rows, *bounds, layer.length, first, scale, powers, valid)
-    return out, dict(zip(powers, mass, strict=True))
+    layer_tensors, segment_bounds = (layer.key, layer.value, layer.col), layer.bounds()
+    output, attention_sums = ragged_attention(
+        query,
+        *layer_tensors,
+        *segment_bounds,
+        layer.length,
+        first_column,
+        scale,
+        powers,
+        valid_queries,
+    )
+    return output, dict(zip(powers, attention_sums, strict=True))
 
 
-def _attend_segments(query: Tensor, layer: RaggedLayer, first: int, scale: float) -> Tensor:
+def _attend_segments(query: Tensor, layer: RaggedLayer, first_column: int, scale: float) -> Tensor:
     """One SDPA call per segment without copying K or V, which is fastest on a CPU.
 
     The heads of a sequence share a call if they hold equally many entries. The result of a sequence
     does not depend on the rest of the batch.
     """
-    b, hq, n, d = query.shape
-    heads, group = layer.heads, hq // layer.heads
-    key, value, col = layer.key, layer.value, layer.col
+    batch_size, query_heads, query_count, head_dim = query.shape
+    kv_heads, group_size = layer.heads, query_heads // layer.heads
+    key, value, columns = layer.key, layer.value, layer.col
     assert key is not None and value is not None
-    q = query.reshape(b, heads, group * n, d)
-    column = torch.arange(first, first + n, dtype=torch.int32).repeat(group)[:, None]
-    origin = [x.storage_offset() for x in (key, value, col)]  # a layer can be a part of another
-    out = []
-    for row, own in enumerate(q.split(1)):
-        here = slice(row * heads, (row + 1) * heads)
-        start, length, room = layer.start[here], layer.length[here], layer.room[here]
-        if length.count(length[0]) == room.count(room[0]) == heads:
-            calls = [(own, start[0], length[0], room[0])]
+    grouped_query = query.reshape(batch_size, kv_heads, group_size * query_count, head_dim)
+    query_columns = torch.arange(
+        first_column, first_column + query_count, dtype=torch.int32
+    ).repeat(group_size)[:, None]
+    storage_offsets = [
+        tensor.storage_offset() for tensor in (key, value, columns)
+    ]  # a layer can be a part of another
+    output = []
+    for sequence_index, sequence_query in enumerate(grouped_query.split(1)):
+        segments = slice(sequence_index * kv_heads, (sequence_index + 1) * kv_heads)
+        first_rows, lengths, capacities = (
+            layer.start[segments],
+            layer.length[segments],
+            layer.room[segments],
+        )
+        if lengths.count(lengths[0]) == capacities.count(capacities[0]) == kv_heads:
+            sdpa_calls = [(sequence_query, first_rows[0], lengths[0], capacities[0])]
         else:
-            calls = [*zip(own.split(1, 1), start, length, length, strict=True)]
-        for mine, at, held, width in calls:
-            if held == 0:
-                out.append(torch.zeros_like(mine[0]))
+            sdpa_calls = [
+                *zip(sequence_query.split(1, 1), first_rows, lengths, lengths, strict=True)
+            ]
+        for head_query, first_row, entry_count, capacity in sdpa_calls:
+            if entry_count == 0:
+                output.append(torch.zeros_like(head_query[0]))
                 continue
-            count, mask = mine.shape[1], None
+            query_rows, mask = head_query.shape[1], None
             # Slices would be several operations, which add up to half the time of a decode step.
-            shape, stride = (1, count, held, d), (0, width * d, d, 1)
-            k = key.as_strided(shape, stride, origin[0] + at * d)
-            v = value.as_strided(shape, stride, origin[1] + at * d)
-            if n > 1:
-                entry = col.as_strided((count, 1, held), (width, 0, 1), origin[2] + at)
+            shape, stride = (
+                (1, query_rows, entry_count, head_dim),
+                (0, capacity * head_dim, head_dim, 1),
+            )
+            segment_key = key.as_strided(shape, stride, storage_offsets[0] + first_row * head_dim)
+            segment_value = value.as_strided(
+                shape, stride, storage_offsets[1] + first_row * head_dim
+            )
+            if query_count > 1:
+                entry_columns = columns.as_strided(
+                    (query_rows, 1, entry_count), (capacity, 0, 1), storage_offsets[2] + first_row
+                )
                 # A padding query precedes every entry of its row; its output is never read.
-                mask = ((entry <= column) | (column < entry[..., :1]))[None]
-            out.append(F.scaled_dot_product_attention(mine, k, v, mask, scale=scale)[0])
-    return torch.cat(out).view(b, hq, n, d)
+                mask = (
+                    (entry_columns <= query_columns) | (query_columns < entry_columns[..., :1])
+                )[None]
+            output.append(
+                F.scaled_dot_product_attention(
+                    head_query, segment_key, segment_value, mask, scale=scale
+                )[0]
+            )
+    return torch.cat(output).view(batch_size, query_heads, query_count, head_dim)
 
 
 def _attend_segments_mass(
     query: Tensor,
     layer: RaggedLayer,
-    first: int,
+    first_column: int,
     scale: float,
     powers: Sequence[int],
-    valid: Tensor | None,
+    valid_queries: Tensor | None,
 ) -> tuple[Tensor, dict[int, Tensor]]:
     """Segment by segment with materialised weights; also independent of the batch."""
-    b, hq, n, d = query.shape
-    group = hq // layer.heads
+    batch_size, query_heads, query_count, head_dim = query.shape
+    group_size = query_heads // layer.heads
     assert layer.key is not None and layer.value is not None
-    q = query.reshape(b * layer.heads, group, n, d).float().unbind(0)
-    out = torch.zeros(b * layer.heads, group, n, d, dtype=query.dtype)
-    mass: dict[int, list[Tensor]] = {p: [] for p in powers}
-    column = torch.arange(first, first + n, dtype=torch.int32)[:, None]
-    for s, (a, length) in enumerate(zip(layer.start, layer.length, strict=True)):
-        key = layer.key[a : a + length].float()
-        value = layer.value[a : a + length].float()
-        held = layer.col[a : a + length]
-        total = {p: torch.zeros(group, length) for p in powers}
-        block = max(1, _BLOCK // (group * max(1, length)))
-        for start in range(0, n if length else 0, block):
-            rows = slice(start, min(start + block, n))
-            hidden = (held > column[rows]) & (column[rows] >= held[0])
-            logits = (q[s][:, rows] @ key.T * scale).masked_fill_(hidden, float("-inf"))
+    grouped_query = (
+        query.reshape(batch_size * layer.heads, group_size, query_count, head_dim).float().unbind(0)
+    )
+    output = torch.zeros(
+        batch_size * layer.heads, group_size, query_count, head_dim, dtype=query.dtype
+    )
+    attention_sums: dict[int, list[Tensor]] = {power: [] for power in powers}
+    query_columns = torch.arange(first_column, first_column + query_count, dtype=torch.int32)[
+        :, None
+    ]
+    for segment, (first_row, entry_count) in enumerate(zip(layer.start, layer.length, strict=True)):
+        key = layer.key[first_row : first_row + entry_count].float()
+        value = layer.value[first_row : first_row + entry_count].float()
+        entry_columns = layer.col[first_row : first_row + entry_count]
+        power_sums = {power: torch.zeros(group_size, entry_count) for power in powers}
+        block_size = max(1, _BLOCK // (group_size * max(1, entry_count)))
+        for block_start in range(0, query_count if entry_count else 0, block_size):
+            block_rows = slice(block_start, min(block_start + block_size, query_count))
+            is_hidden = (entry_columns > query_columns[block_rows]) & (
+                query_columns[block_rows] >= entry_columns[0]
+            )
+            logits = (grouped_query[segment][:, block_rows] @ key.T * scale).masked_fill_(
+                is_hidden, float("-inf")
+            )
             weights = logits.softmax(-1)
-            out[s][:, rows] = (weights @ value).to(query.dtype)
-            real = column[rows] >= held[0]
-            if valid is not None:
-                real = real & valid[s // layer.heads, rows, None]
-            for p in powers:
-                total[p] += (weights.pow(p) * real).sum(1)
-        for p in powers:
-            mass[p].append(total[p].T)
-    return out.view(b, hq, n, d), {p: torch.cat(found) for p, found in mass.items()}
+            output[segment][:, block_rows] = (weights @ value).to(query.dtype)
+            is_token = query_columns[block_rows] >= entry_columns[0]
+            if valid_queries is not None:
+                is_token = is_token & valid_queries[segment // layer.heads, block_rows, None]
+            for power in powers:
+                power_sums[power] += (weights.pow(power) * is_token).sum(1)
+        for power in powers:
+            attention_sums[power].append(power_sums[power].T)
+    return output.view(batch_size, query_heads, query_count, head_dim), {
+        power: torch.cat(segment_sums) for power, segment_sums in attention_sums.items()
+    }
 
 
 def _attend_padded(
     query: Tensor,
     layer: RaggedLayer,
-    first: int,
+    first_column: int,
     scale: float,
     powers: Sequence[int],
-    valid: Tensor | None,
+    valid_queries: Tensor | None,
 ) -> tuple[Tensor, dict[int, Tensor]]:
     """Gather the segments into a rectangle (on a GPU without the kernel); weights by blocks."""
-    b, hq, n, d = query.shape
-    group = hq // layer.heads
+    batch_size, query_heads, query_count, head_dim = query.shape
+    group_size = query_heads // layer.heads
     assert layer.key is not None and layer.value is not None
-    rows, live = layer.padded_rows()
-    key, value, held = layer.key[rows], layer.value[rows], layer.col[rows]
-    column = torch.arange(first, first + n, dtype=torch.int32, device=query.device)[:, None]
-    seen = (held[:, :, None] <= column) & live[:, :, None]
+    row_indices, live_mask = layer.padded_rows()
+    key, value, entry_columns = (
+        layer.key[row_indices],
+        layer.value[row_indices],
+        layer.col[row_indices],
+    )
+    query_columns = torch.arange(
+        first_column, first_column + query_count, dtype=torch.int32, device=query.device
+    )[:, None]
+    is_visible = (entry_columns[:, :, None] <= query_columns) & live_mask[:, :, None]
     # Queries without any entry (padding, an empty segment) see everything; they are never read.
-    blind = ~seen.any(-1, keepdim=True)
-    mask = (seen | blind)[:, :, None]
+    sees_nothing = ~is_visible.any(-1, keepdim=True)
+    attention_mask = (is_visible | sees_nothing)[:, :, None]
     if not powers:
-        whole = mask.expand(-1, -1, group, -1, -1).flatten(2, 3)
-        q = query.reshape(b, layer.heads, group * n, d)
-        out = F.scaled_dot_product_attention(q, key, value, attn_mask=whole, scale=scale)
-        return out.view(b, hq, n, d), {}
-    q = query.reshape(b, layer.heads, group, n, d)
-    real = ~blind
-    if valid is not None:
-        real = real & valid[:, None, :, None]
-    wide_key, wide_value = key.float()[:, :, None], value.float()[:, :, None]
-    total = {p: wide_key.new_zeros(b, layer.heads, group, key.shape[2]) for p in powers}
-    parts = []
-    block = max(1, _BLOCK // (hq * max(1, key.shape[2])))
-    for start in range(0, n, block):
-        part = slice(start, start + block)
-        logits = (q[:, :, :, part].float() @ wide_key.transpose(-1, -2)) * scale
-        weights = logits.masked_fill_(~mask[:, :, :, part], float("-inf")).softmax(-1)
-        parts.append(weights @ wide_value)
-        for p in powers:
-            total[p] += (weights.pow(p) * real[:, :, None, part]).sum(3)
-    out = torch.cat(parts, 3).to(query.dtype).view(b, hq, n, d)
-    return out, {p: x.transpose(2, 3)[live] for p, x in total.items()}
+        expanded_mask = attention_mask.expand(-1, -1, group_size, -1, -1).flatten(2, 3)
+        grouped_query = query.reshape(batch_size, layer.heads, group_size * query_count, head_dim)
+        output = F.scaled_dot_product_attention(
+            grouped_query, key, value, attn_mask=expanded_mask, scale=scale
+        )
+        return output.view(batch_size, query_heads, query_count, head_dim), {}
+    grouped_query = query.reshape(batch_size, layer.heads, group_size, query_count, head_dim)
+    is_token = ~sees_nothing
+    if valid_queries is not None:
+        is_token = is_token & valid_queries[:, None, :, None]
+    broadcast_key, broadcast_value = key.float()[:, :, None], value.float()[:, :, None]
+    power_sums = {
+        power: broadcast_key.new_zeros(batch_size, layer.heads, group_size, key.shape[2])
+        for power in powers
+    }
+    output_blocks = []
+    block_size = max(1, _BLOCK // (query_heads * max(1, key.shape[2])))
+    for block_start in range(0, query_count, block_size):
+        block_rows = slice(block_start, block_start + block_size)
+        logits = (
+            grouped_query[:, :, :, block_rows].float() @ broadcast_key.transpose(-1, -2)
+        ) * scale
+        weights = logits.masked_fill_(~attention_mask[:, :, :, block_rows], float("-inf")).softmax(
+            -1
+        )
+        output_blocks.append(weights @ broadcast_value)
+        for power in powers:
+            power_sums[power] += (weights.pow(power) * is_token[:, :, None, block_rows]).sum(3)
+    output = (
+        torch.cat(output_blocks, 3)
+        .to(query.dtype)
+        .view(batch_size, query_heads, query_count, head_dim)
+    )
+    return output, {power: sums.transpose(2, 3)[live_mask] for power, sums in power_sums.items()}

@@ -59,16 +59,21 @@ class Kivi(BlockQuantizer):
 
     def encode(self, blocks: Tensor, bits: int) -> Codes:
         numbers = blocks.float()
-        low, high = numbers.amin(1), numbers.amax(1)
-        most = (1 << bits) - 1
-        scale, zero = ((high - low) / most).to(blocks.dtype), low.to(blocks.dtype)
-        step = scale.float()[:, None]
-        code = (numbers - zero.float()[:, None]) / torch.where(step > 0, step, 1.0)
-        return Codes(code.round().clamp(0, most).to(torch.uint8), scale, zero)
+        minimum, maximum = numbers.amin(1), numbers.amax(1)
+        largest_code = (1 << bits) - 1
+        scale, zero_point = (
+            ((maximum - minimum) / largest_code).to(blocks.dtype),
+            minimum.to(blocks.dtype),
+        )
+        step_size = scale.float()[:, None]
+        code_values = (numbers - zero_point.float()[:, None]) / torch.where(
+            step_size > 0, step_size, 1.0
+        )
+        return Codes(code_values.round().clamp(0, largest_code).to(torch.uint8), scale, zero_point)
 
     def decode(self, codes: Codes) -> Tensor:
-        numbers = codes.code.float() * codes.scale.float()[:, None] + codes.zero.float()[:, None]
-        return numbers.to(codes.scale.dtype)
+        decoded = codes.code.float() * codes.scale.float()[:, None] + codes.zero.float()[:, None]
+        return decoded.to(codes.scale.dtype)
 
 
 class Hqq(BlockQuantizer):
@@ -84,25 +89,27 @@ class Hqq(BlockQuantizer):
     def encode(self, blocks: Tensor, bits: int) -> Codes:
         from hqq.core.quantize import Quantizer  # an optional package
 
-        code, meta = Quantizer.quantize(
+        code_values, metadata = Quantizer.quantize(
             blocks, nbits=bits, group_size=blocks.shape[1], axis=1, device=blocks.device,
             compute_dtype=blocks.dtype, bitpack=False,
         )  # fmt: skip
-        scale, zero = (meta[name].flatten().to(blocks.dtype) for name in ("scale", "zero"))
-        return Codes(code.to(torch.uint8), scale, zero)
+        scale, zero_point = (
+            metadata[field_name].flatten().to(blocks.dtype) for field_name in ("scale", "zero")
+        )
+        return Codes(code_values.to(torch.uint8), scale, zero_point)
 
     def decode(self, codes: Codes) -> Tensor:
         from hqq.core.quantize import Quantizer  # an optional package
 
-        meta = {
+        metadata = {
             "compute_dtype": codes.scale.dtype,
             "packing": None,
             "scale": codes.scale[:, None],
             "zero": codes.zero[:, None],
             "shape": codes.code.shape,
         }
-        numbers: Tensor = Quantizer.dequantize(codes.code, meta)
-        return numbers
+        decoded: Tensor = Quantizer.dequantize(codes.code, metadata)
+        return decoded
 
 
 class Quanto(BlockQuantizer):
@@ -117,14 +124,14 @@ class Quanto(BlockQuantizer):
     def encode(self, blocks: Tensor, bits: int) -> Codes:
         from optimum.quanto import MaxOptimizer, qint2, qint4  # an optional package
 
-        kind: Any = {2: qint2, 4: qint4}[bits]
-        scale, shift = MaxOptimizer().optimize(blocks, kind, 0)
-        code = torch.ops.quanto.quantize_affine(
-            blocks, bits=bits, axis=0, group_size=None, scale=scale, shift=shift
+        quant_type: Any = {2: qint2, 4: qint4}[bits]
+        scale, zero_shift = MaxOptimizer().optimize(blocks, quant_type, 0)
+        code_values = torch.ops.quanto.quantize_affine(
+            blocks, bits=bits, axis=0, group_size=None, scale=scale, shift=zero_shift
         )
         # Equal numbers have a scale of 0, and what their codes are then is left to the device.
-        code = code.clamp(max=(1 << bits) - 1)
-        return Codes(code, scale.flatten(), shift.flatten())
+        code_values = code_values.clamp(max=(1 << bits) - 1)
+        return Codes(code_values, scale.flatten(), zero_shift.flatten())
 
     def decode(self, codes: Codes) -> Tensor:
         return codes.code * codes.scale[:, None] - codes.zero[:, None]
@@ -134,9 +141,9 @@ QUANTIZERS: dict[str, BlockQuantizer] = {"kivi": Kivi(), "hqq": Hqq(), "quanto":
 """By the name that `quantizer=` takes."""
 
 
-def _is_installed(module: str) -> bool:
+def _is_installed(module_name: str) -> bool:
     try:
-        return importlib.util.find_spec(module) is not None
+        return importlib.util.find_spec(module_name) is not None
     except ModuleNotFoundError:  # `optimum` itself is missing
         return False
 
@@ -147,10 +154,10 @@ def check_quantizer(policy: Policy) -> None:
     Raises:
         UserError: It is not; the message says how to install it.
     """
-    needed = QUANTIZERS[policy.quantizer]
-    if needed.package and not _is_installed(needed.module):
+    quantizer = QUANTIZERS[policy.quantizer]
+    if quantizer.package and not _is_installed(quantizer.module):
         raise UserError(
-            f"{policy}: quantizer={policy.quantizer} needs {needed.package}, which is not "
+            f"{policy}: quantizer={policy.quantizer} needs {quantizer.package}, which is not "
             "installed; run pip install 'kvbench[quantizers]'"
         )
 

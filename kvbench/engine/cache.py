@@ -28,7 +28,7 @@ from kvbench.engine.observers import SurprisalObserver
 from kvbench.engine.pruning import Pruning, TowerFacts
 from kvbench.engine.reading import Reading
 from kvbench.engine.segments import starts
-from kvbench.engine.upkeep import Upkeep
+from kvbench.engine.upkeep import EvictionState
 from kvbench.errors import UserError, out_of_memory
 from kvbench.plugin import Need, Observer, Separable
 
@@ -58,7 +58,7 @@ class RaggedCache(Cache):
             compression (None before the first).
         seconds: Time that the compression took.
         broken: What failed observers have raised, by need.
-        spoiled: Whether a policy has changed dense K, V or observations in place.
+        modified_in_place: Whether a policy has changed dense K, V or observations in place.
     """
 
     def __init__(self, config: Any) -> None:
@@ -66,17 +66,20 @@ class RaggedCache(Cache):
             RaggedLayer() if type(layer) is DynamicLayer else layer
             for layer in DynamicCache(config=config).layers
         ]
-        odd = {
-            type(x).__name__
-            for x in layers
-            if not isinstance(x, RaggedLayer) and type(x) is not DynamicSlidingWindowLayer
+        unsupported = {
+            type(candidate).__name__
+            for candidate in layers
+            if not isinstance(candidate, RaggedLayer)
+            and type(candidate) is not DynamicSlidingWindowLayer
         }
-        if odd:
-            raise UserError(f"layers of kind {', '.join(sorted(odd))} cannot be evicted from")
+        if unsupported:
+            raise UserError(
+                f"layers of kind {', '.join(sorted(unsupported))} cannot be evicted from"
+            )
         super().__init__(layers=layers)
         self.observers: dict[Need, Observer] = {}
         self.token_observers: dict[Need, SurprisalObserver] = {}
-        self.upkeep: Upkeep | None = None
+        self.upkeep: EvictionState | None = None
         self.pruning: Pruning | None = None
         self.tower: TowerFacts | None = None
         self.reset_sequences()
@@ -96,7 +99,7 @@ class RaggedCache(Cache):
         self.held_entries: list[int] | None = None
         self.seconds = 0.0
         self.broken: dict[Need, Exception] = {}
-        self.spoiled = False
+        self.modified_in_place = False
 
     def reset(self) -> None:
         """Empty the cache."""
@@ -136,108 +139,126 @@ class RaggedCache(Cache):
         assert self.valid is not None
         return self.valid.sum(-1)
 
-    def positions(self, col: Tensor, rows: Tensor | None = None) -> Tensor:
+    def positions(self, columns: Tensor, sequence_indices: Tensor | None = None) -> Tensor:
         """Logical positions of columns `[B, H, n]`, int64; padding does not count."""
         assert self.valid is not None
-        col = col.long()
+        columns = columns.long()
         if not self.padded:
-            return col
-        valid = self.valid if rows is None else self.valid[rows]
-        rank = (valid.long().cumsum(-1) - 1).clamp(min=0).to(col.device)
-        return rank[:, None].expand(-1, col.shape[1], -1).gather(-1, col)
+            return columns
+        token_mask = self.valid if sequence_indices is None else self.valid[sequence_indices]
+        token_ranks = (token_mask.long().cumsum(-1) - 1).clamp(min=0).to(columns.device)
+        return token_ranks[:, None].expand(-1, columns.shape[1], -1).gather(-1, columns)
 
     def visual_tokens(self) -> list[int]:
         """Tokens of images and videos that every sequence has seen."""
         if self.visual is None:
             return [0] * self.batch
-        counts: list[int] = self.visual.sum(-1).tolist()
-        return counts
+        token_counts: list[int] = self.visual.sum(-1).tolist()
+        return token_counts
 
-    def visual_entries(self, row: int) -> int:
+    def visual_entries(self, sequence_index: int) -> int:
         """Entries of images and videos that a sequence holds in the full-attention layers."""
         if self.visual is None:
             return 0
-        counts = [layer.entries_among(self.visual[row], row) for layer in self.ragged]
-        return int(torch.stack([count.to(counts[0].device) for count in counts]).sum())
-
-    def live_entries(self, row: int | None = None) -> int:
-        """Entries held in the full-attention layers, by one sequence or by all."""
-        return sum(layer.entries(row) for layer in self.ragged)
-
-    def live_bytes(self, row: int | None = None) -> int:
-        """Bytes of the live entries of the full-attention layers: K, V, extras and summaries."""
-        return sum(layer.live_bytes(row) for layer in self.ragged) + self._summary_bytes(row)
-
-    def read_bytes(self, row: int) -> int:
-        """Bytes that a decode step reads for one sequence: all that is live, without a reader."""
-        if not self.readings:
-            return self.live_bytes(row)
-        held = sum(layer.live_bytes(row) for layer in self.ragged)
-        entries = self.live_entries(row)
-        few = min(self.readings[row].total, entries)
-        return held * few // max(1, entries) + self._summary_bytes(row)
-
-    def allocated_bytes(self, row: int | None = None) -> int:
-        """Bytes that the full-attention layers own, including free room and bookkeeping."""
-        owned = sum(layer.allocated_bytes(row) for layer in self.ragged)
-        return owned + self._summary_bytes(row)
-
-    def _summary_bytes(self, row: int | None) -> int:
-        """Bytes that a reader keeps beside the entries of one sequence or of all."""
-        return sum(
-            how.summary_bytes(i, layer.length[r * layer.heads :][: layer.heads], layer.number_bytes)
-            for i, layer in enumerate(self.ragged)
-            for r, how in enumerate(self.readings)
-            if row in (r, None) and layer.packed
+        entry_counts = [
+            layer.entries_among(self.visual[sequence_index], sequence_index)
+            for layer in self.ragged
+        ]
+        return int(
+            torch.stack(
+                [entry_count.to(entry_counts[0].device) for entry_count in entry_counts]
+            ).sum()
         )
 
-    def full_bytes(self, row: int) -> int:
+    def live_entries(self, sequence_index: int | None = None) -> int:
+        """Entries held in the full-attention layers, by one sequence or by all."""
+        return sum(layer.entries(sequence_index) for layer in self.ragged)
+
+    def live_bytes(self, sequence_index: int | None = None) -> int:
+        """Bytes of the live entries of the full-attention layers: K, V, extras and summaries."""
+        return sum(layer.live_bytes(sequence_index) for layer in self.ragged) + self._summary_bytes(
+            sequence_index
+        )
+
+    def read_bytes(self, sequence_index: int) -> int:
+        """Bytes that a decode step reads for one sequence: all that is live, without a reader."""
+        if not self.readings:
+            return self.live_bytes(sequence_index)
+        live_bytes = sum(layer.live_bytes(sequence_index) for layer in self.ragged)
+        entry_count = self.live_entries(sequence_index)
+        read_entries = min(self.readings[sequence_index].total, entry_count)
+        return live_bytes * read_entries // max(1, entry_count) + self._summary_bytes(
+            sequence_index
+        )
+
+    def allocated_bytes(self, sequence_index: int | None = None) -> int:
+        """Bytes that the full-attention layers own, including free room and bookkeeping."""
+        owned_bytes = sum(layer.allocated_bytes(sequence_index) for layer in self.ragged)
+        return owned_bytes + self._summary_bytes(sequence_index)
+
+    def _summary_bytes(self, sequence_index: int | None) -> int:
+        """Bytes that a reader keeps beside the entries of one sequence or of all."""
+        return sum(
+            reading.summary_bytes(
+                layer_index, layer.length[r * layer.heads :][: layer.heads], layer.number_bytes
+            )
+            for layer_index, layer in enumerate(self.ragged)
+            for r, reading in enumerate(self.readings)
+            if sequence_index in (r, None) and layer.packed
+        )
+
+    def full_bytes(self, sequence_index: int) -> int:
         """Bytes of K and V that the full cache would hold for one sequence."""
         assert self.valid is not None
-        tokens = int(self.valid[row].sum())
+        token_count = int(self.valid[sequence_index].sum())
         return sum(
-            tokens * x.heads * 2 * x.dim * x.key.element_size()
-            for x in self.ragged
-            if x.key is not None
+            token_count * layer.heads * 2 * layer.dim * layer.key.element_size()
+            for layer in self.ragged
+            if layer.key is not None
         )
 
     def kept(self) -> list[Tensor | None]:
         """Which columns are held: per layer bool `[B, H, S]`, None for sliding-window layers."""
         assert self.valid is not None
-        out: list[Tensor | None] = []
+        column_masks: list[Tensor | None] = []
         for layer in self.layers:
             if not isinstance(layer, RaggedLayer):
-                out.append(None)
+                column_masks.append(None)
                 continue
-            where = layer.col.device if layer.packed else self.valid.device
-            held = torch.zeros(
-                layer.batch * layer.heads, layer.seen, dtype=torch.bool, device=where
+            device = layer.col.device if layer.packed else self.valid.device
+            column_mask = torch.zeros(
+                layer.batch * layer.heads, layer.seen, dtype=torch.bool, device=device
             )
             if layer.packed:
-                segment = torch.arange(len(layer.length), device=held.device)
-                count = torch.tensor(layer.length, device=held.device)
-                segment = segment.repeat_interleave(count)
-                held[segment, layer.col[layer.rows()].long()] = True
-                out.append(held.view(layer.batch, layer.heads, -1).to(self.valid.device))
+                segment_indices = torch.arange(len(layer.length), device=column_mask.device)
+                segment_lengths = torch.tensor(layer.length, device=column_mask.device)
+                segment_indices = segment_indices.repeat_interleave(segment_lengths)
+                column_mask[segment_indices, layer.col[layer.rows()].long()] = True
+                column_masks.append(
+                    column_mask.view(layer.batch, layer.heads, -1).to(self.valid.device)
+                )
             else:
-                out.append(self.valid[:, None].expand(-1, layer.heads, -1).clone())
-        return out
+                column_masks.append(self.valid[:, None].expand(-1, layer.heads, -1).clone())
+        return column_masks
 
     def fork(self) -> Self:
         """Return a cache that can continue on its own; dense tensors are shared."""
-        other = copy.copy(self)
-        other.layers = [
-            x.fork() if isinstance(x, RaggedLayer) else copy.copy(x) for x in self.layers
+        forked = copy.copy(self)
+        forked.layers = [
+            layer.fork() if isinstance(layer, RaggedLayer) else copy.copy(layer)
+            for layer in self.layers
         ]
-        other.observers = {need: o.fork() for need, o in self.observers.items()}
-        other.token_observers = {need: o.fork() for need, o in self.token_observers.items()}
-        other.ids = None if self.ids is None else [*self.ids]
-        other.turns = [[*starts] for starts in self.turns]
-        other.broken = dict(self.broken)
-        other.budget_entries = None if self.budget_entries is None else [*self.budget_entries]
-        other.held_entries = None if self.held_entries is None else [*self.held_entries]
-        other.upkeep = None if self.upkeep is None else self.upkeep.fork()
-        return other
+        forked.observers = {need: observer.fork() for need, observer in self.observers.items()}
+        forked.token_observers = {
+            need: observer.fork() for need, observer in self.token_observers.items()
+        }
+        forked.ids = None if self.ids is None else [*self.ids]
+        forked.turns = [[*turn_starts] for turn_starts in self.turns]
+        forked.broken = dict(self.broken)
+        forked.budget_entries = None if self.budget_entries is None else [*self.budget_entries]
+        forked.held_entries = None if self.held_entries is None else [*self.held_entries]
+        forked.upkeep = None if self.upkeep is None else self.upkeep.fork()
+        return forked
 
     @contextmanager
     def blaming(self, need: Need) -> Iterator[None]:
@@ -255,34 +276,53 @@ class RaggedCache(Cache):
     @property
     def separable(self) -> bool:
         """Whether all observers can be split into their sequences."""
-        return all(isinstance(one, Separable) for one in self.observers.values())
+        return all(isinstance(observer, Separable) for observer in self.observers.values())
 
-    def sequence(self, row: int) -> Self:
+    def sequence(self, sequence_index: int) -> Self:
         """One sequence of a dense text cache, with its separable observers, without its padding.
 
         Its K and V are copies, unless it is the only sequence.
         """
         assert self.valid is not None
-        tokens, here = int(self.valid[row].sum()), slice(row, row + 1)
-        out = self.fork()
-        out.valid, out.padded = self.valid[here, -tokens:], False
-        out.shift = None if self.shift is None else self.shift[here]
-        out.ids = None if self.ids is None else [torch.cat(self.ids, 1)[here, -tokens:]]
-        out.visual = None if self.visual is None else self.visual[here, -tokens:]
-        padding = self.valid.shape[1] - tokens
-        out.turns = [[start - padding for start in starts] for starts in self.turns[here]]
-        both: list[dict[Need, Any]] = [out.observers, out.token_observers]
-        for own in both:
-            for need, one in own.items():
-                if isinstance(one, Separable) and need not in out.broken:
-                    with out.blaming(need):
-                        own[need] = one.sequence(row, tokens)
-        out.layers = self.layers_of(row, tokens)
-        return out
+        token_count, sequence_slice = (
+            int(self.valid[sequence_index].sum()),
+            slice(sequence_index, sequence_index + 1),
+        )
+        sequence_cache = self.fork()
+        sequence_cache.valid, sequence_cache.padded = (
+            self.valid[sequence_slice, -token_count:],
+            False,
+        )
+        sequence_cache.shift = None if self.shift is None else self.shift[sequence_slice]
+        sequence_cache.ids = (
+            None if self.ids is None else [torch.cat(self.ids, 1)[sequence_slice, -token_count:]]
+        )
+        sequence_cache.visual = (
+            None if self.visual is None else self.visual[sequence_slice, -token_count:]
+        )
+        padding = self.valid.shape[1] - token_count
+        sequence_cache.turns = [
+            [turn_start - padding for turn_start in turn_starts]
+            for turn_starts in self.turns[sequence_slice]
+        ]
+        observer_groups: list[dict[Need, Any]] = [
+            sequence_cache.observers,
+            sequence_cache.token_observers,
+        ]
+        for observers in observer_groups:
+            for need, observer in observers.items():
+                if isinstance(observer, Separable) and need not in sequence_cache.broken:
+                    with sequence_cache.blaming(need):
+                        observers[need] = observer.sequence(sequence_index, token_count)
+        sequence_cache.layers = self.layers_of(sequence_index, token_count)
+        return sequence_cache
 
-    def layers_of(self, row: int, tokens: int) -> list[Any]:
-        """The layers of one sequence of a dense cache, which has `tokens` tokens."""
-        return [_dense_sequence(layer, slice(row, row + 1), tokens) for layer in self.layers]
+    def layers_of(self, sequence_index: int, token_count: int) -> list[Any]:
+        """The layers of one sequence of a dense cache, which has `token_count` tokens."""
+        return [
+            _dense_sequence(layer, slice(sequence_index, sequence_index + 1), token_count)
+            for layer in self.layers
+        ]
 
     @staticmethod
     def stack(caches: Sequence[RaggedCache]) -> RaggedCache:
@@ -295,104 +335,173 @@ class RaggedCache(Cache):
         Returns:
             A cache with the sequences of all, in order.
         """
-        out = copy.copy(caches[0])
-        valids = [c.valid for c in caches if c.valid is not None]
-        seen = max(v.shape[1] for v in valids)
-        shifts = [seen - v.shape[1] for v in valids]
-        rows = [torch.nn.functional.pad(v, (s, 0)) for v, s in zip(valids, shifts, strict=True)]
-        out.valid = torch.cat(rows)
-        out.padded = any(s > 0 for s in shifts) or any(c.padded for c in caches)
-        out.shift = torch.cat([c.shift for c in caches if c.shift is not None])
-        out.visual = out.pruned = out.pruning = out.tower = None
-        if all(c.visual is not None for c in caches):
-            seen_as = [c.visual for c in caches if c.visual is not None]
-            padded = [
-                torch.nn.functional.pad(v, (s, 0)) for v, s in zip(seen_as, shifts, strict=True)
+        stacked = copy.copy(caches[0])
+        token_masks = [
+            source_cache.valid for source_cache in caches if source_cache.valid is not None
+        ]
+        column_count = max(column_mask.shape[1] for column_mask in token_masks)
+        shifts = [column_count - column_mask.shape[1] for column_mask in token_masks]
+        padded_masks = [
+            torch.nn.functional.pad(column_mask, (shift, 0))
+            for column_mask, shift in zip(token_masks, shifts, strict=True)
+        ]
+        stacked.valid = torch.cat(padded_masks)
+        stacked.padded = any(shift > 0 for shift in shifts) or any(
+            source_cache.padded for source_cache in caches
+        )
+        stacked.shift = torch.cat(
+            [source_cache.shift for source_cache in caches if source_cache.shift is not None]
+        )
+        stacked.visual = stacked.pruned = stacked.pruning = stacked.tower = None
+        if all(source_cache.visual is not None for source_cache in caches):
+            visual_masks = [
+                source_cache.visual for source_cache in caches if source_cache.visual is not None
             ]
-            out.visual = torch.cat(padded)
-        out.ids = None
-        out.broken = {need: error for c in caches for need, error in c.broken.items()}
-        if all(c.upkeep is not None for c in caches):
-            out.upkeep = Upkeep.stack([c.upkeep for c in caches if c.upkeep is not None])
-            kinds = caches[0].observers.items()
-            out.observers = {n: o.stack([c.observers[n] for c in caches]) for n, o in kinds}
-            tokens = caches[0].token_observers.items()
-            out.token_observers = {
-                n: o.stack([c.token_observers[n] for c in caches]) for n, o in tokens
+            padded_visual = [
+                torch.nn.functional.pad(column_mask, (shift, 0))
+                for column_mask, shift in zip(visual_masks, shifts, strict=True)
+            ]
+            stacked.visual = torch.cat(padded_visual)
+        stacked.ids = None
+        stacked.broken = {
+            need: error for source_cache in caches for need, error in source_cache.broken.items()
+        }
+        if all(source_cache.upkeep is not None for source_cache in caches):
+            stacked.upkeep = EvictionState.stack(
+                [source_cache.upkeep for source_cache in caches if source_cache.upkeep is not None]
+            )
+            observer_items = caches[0].observers.items()
+            stacked.observers = {
+                item: observer.stack([source_cache.observers[item] for source_cache in caches])
+                for item, observer in observer_items
             }
-            out.turns = [
-                [t + s for t in (c.turns[r] if c.turns else [])]
-                for c, s in zip(caches, shifts, strict=True)
-                for r in range(c.batch)
+            token_observer_items = caches[0].token_observers.items()
+            stacked.token_observers = {
+                item: observer.stack(
+                    [source_cache.token_observers[item] for source_cache in caches]
+                )
+                for item, observer in token_observer_items
+            }
+            stacked.turns = [
+                [
+                    turn_start + shift
+                    for turn_start in (
+                        source_cache.turns[sequence_index] if source_cache.turns else []
+                    )
+                ]
+                for source_cache, shift in zip(caches, shifts, strict=True)
+                for sequence_index in range(source_cache.batch)
             ]
         else:
-            out.upkeep, out.observers, out.token_observers, out.turns = None, {}, {}, []
-        out.readings = [one for c in caches for one in c.readings]
-        out.budget_entries = [n for c in caches for n in (c.budget_entries or [])]
-        out.held_entries = [n for c in caches for n in (c.held_entries or [])]
+            stacked.upkeep, stacked.observers, stacked.token_observers, stacked.turns = (
+                None,
+                {},
+                {},
+                [],
+            )
+        stacked.readings = [reading for source_cache in caches for reading in source_cache.readings]
+        stacked.budget_entries = [
+            item for source_cache in caches for item in (source_cache.budget_entries or [])
+        ]
+        stacked.held_entries = [
+            item for source_cache in caches for item in (source_cache.held_entries or [])
+        ]
         layers: list[Any] = []
-        for parts in zip(*(c.layers for c in caches), strict=True):
-            ragged = [p for p in parts if isinstance(p, RaggedLayer)]
-            layers.append(_ragged(ragged, shifts, seen) if ragged else _sliding(list(parts), seen))
-        out.layers = layers
-        return out
+        for layer_parts in zip(*(source_cache.layers for source_cache in caches), strict=True):
+            ragged_layers = [
+                layer_part for layer_part in layer_parts if isinstance(layer_part, RaggedLayer)
+            ]
+            layers.append(
+                _stack_ragged(ragged_layers, shifts, column_count)
+                if ragged_layers
+                else _stack_sliding(list(layer_parts), column_count)
+            )
+        stacked.layers = layers
+        return stacked
 
-    def settle(self) -> None:
+    def detach_state(self) -> None:
         """Free what only further cuts would need: no further cut will come."""
         self.upkeep, self.observers, self.token_observers = None, {}, {}
         for layer in self.ragged:
             layer.extras, layer.state = {}, []
 
 
-def _dense_sequence(layer: Any, here: slice, tokens: int) -> Any:
+def _dense_sequence(layer: Any, sequence_slice: slice, tokens: int) -> Any:
     """One sequence of a dense or a sliding-window layer; its last `tokens` columns are tokens."""
-    out = copy.copy(layer)
-    if isinstance(out, RaggedLayer):
-        assert out.key is not None and out.value is not None
-        own = out.key[here, :, -tokens:], out.value[here, :, -tokens:]
-        out.key, out.value = (x.contiguous() for x in own)
-        out.batch, out.seen = 1, tokens
-    elif out.is_initialized:
-        width = min(tokens, out.keys.shape[2])
-        out.keys, out.values = out.keys[here, :, -width:], out.values[here, :, -width:]
-        out.cumulative_length = tokens
-    return out
+    sequence_layer = copy.copy(layer)
+    if isinstance(sequence_layer, RaggedLayer):
+        assert sequence_layer.key is not None and sequence_layer.value is not None
+        key_value = (
+            sequence_layer.key[sequence_slice, :, -tokens:],
+            sequence_layer.value[sequence_slice, :, -tokens:],
+        )
+        sequence_layer.key, sequence_layer.value = (tensor.contiguous() for tensor in key_value)
+        sequence_layer.batch, sequence_layer.seen = 1, tokens
+    elif sequence_layer.is_initialized:
+        column_count = min(tokens, sequence_layer.keys.shape[2])
+        sequence_layer.keys, sequence_layer.values = (
+            sequence_layer.keys[sequence_slice, :, -column_count:],
+            sequence_layer.values[sequence_slice, :, -column_count:],
+        )
+        sequence_layer.cumulative_length = tokens
+    return sequence_layer
 
 
-def _ragged(parts: list[RaggedLayer], shifts: list[int], seen: int) -> RaggedLayer:
-    out = copy.copy(parts[0])
-    out.batch = sum(p.batch for p in parts)
-    out.seen = seen
-    out.state = [held for p in parts for held in (p.state or [{}] * p.batch)]
-    out.key = torch.cat([p.key for p in parts if p.key is not None])
-    out.value = torch.cat([p.value for p in parts if p.value is not None])
-    out.col = torch.cat([p.col + s for p, s in zip(parts, shifts, strict=True)])
-    common = set.intersection(*(set(p.extras) for p in parts))
-    out.extras = {
-        name: torch.cat([p.extras[name] for p in parts])
-        for name in parts[0].extras
-        if name in common
+def _stack_ragged(
+    layer_parts: list[RaggedLayer], shifts: list[int], column_count: int
+) -> RaggedLayer:
+    stacked = copy.copy(layer_parts[0])
+    stacked.batch = sum(layer_part.batch for layer_part in layer_parts)
+    stacked.seen = column_count
+    stacked.state = [
+        merger_state
+        for layer_part in layer_parts
+        for merger_state in (layer_part.state or [{}] * layer_part.batch)
+    ]
+    stacked.key = torch.cat(
+        [layer_part.key for layer_part in layer_parts if layer_part.key is not None]
+    )
+    stacked.value = torch.cat(
+        [layer_part.value for layer_part in layer_parts if layer_part.value is not None]
+    )
+    stacked.col = torch.cat(
+        [layer_part.col + shift for layer_part, shift in zip(layer_parts, shifts, strict=True)]
+    )
+    shared_names = set.intersection(*(set(layer_part.extras) for layer_part in layer_parts))
+    stacked.extras = {
+        extra_name: torch.cat([layer_part.extras[extra_name] for layer_part in layer_parts])
+        for extra_name in layer_parts[0].extras
+        if extra_name in shared_names
     }
-    orders = [p.order for p in parts if p.order is not None]
-    out.order = torch.cat(orders) if orders else None
-    out.coded = [n for p in parts for n in p.coded]
-    out.room = [n for p in parts for n in p.room]
-    out.length = [n for p in parts for n in p.length]
-    out.start = starts(out.room)
-    out.forget_bounds()
-    return out
+    orders = [layer_part.order for layer_part in layer_parts if layer_part.order is not None]
+    stacked.order = torch.cat(orders) if orders else None
+    stacked.coded = [
+        segment_size for layer_part in layer_parts for segment_size in layer_part.coded
+    ]
+    stacked.room = [segment_size for layer_part in layer_parts for segment_size in layer_part.room]
+    stacked.length = [
+        segment_size for layer_part in layer_parts for segment_size in layer_part.length
+    ]
+    stacked.start = starts(stacked.room)
+    stacked.forget_bounds()
+    return stacked
 
 
-def _sliding(parts: list[Any], seen: int) -> DynamicSlidingWindowLayer:
-    out: DynamicSlidingWindowLayer = copy.copy(parts[0])
-    if not out.is_initialized:
-        return out
-    width = min(seen, out.sliding_window - 1)
+def _stack_sliding(layer_parts: list[Any], column_count: int) -> DynamicSlidingWindowLayer:
+    stacked: DynamicSlidingWindowLayer = copy.copy(layer_parts[0])
+    if not stacked.is_initialized:
+        return stacked
+    window_width = min(column_count, stacked.sliding_window - 1)
 
-    def joined(tensors: list[Tensor]) -> Tensor:
-        pad = torch.nn.functional.pad
-        return torch.cat([pad(t, (0, 0, width - t.shape[2], 0)) for t in tensors])
+    def join_padded(tensors: list[Tensor]) -> Tensor:
+        pad_tensor = torch.nn.functional.pad
+        return torch.cat(
+            [pad_tensor(tensor, (0, 0, window_width - tensor.shape[2], 0)) for tensor in tensors]
+        )
 
-    out.keys, out.values = joined([p.keys for p in parts]), joined([p.values for p in parts])
-    out.cumulative_length = seen
-    return out
+    stacked.keys, stacked.values = (
+        join_padded([layer_part.keys for layer_part in layer_parts]),
+        join_padded([layer_part.values for layer_part in layer_parts]),
+    )
+    stacked.cumulative_length = column_count
+    return stacked

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 
-def channel_order(query: Tensor, key: Tensor, keep: Tensor, kept: int) -> Tensor:
+def channel_order(query: Tensor, key: Tensor, entry_mask: Tensor, kept_channels: int) -> Tensor:
     """Choose the channels that heads keep, and put them first.
 
     With the queries of the window `Q` and the held keys `K` of a head, channel `c` is worth
@@ -24,41 +24,43 @@ def channel_order(query: Tensor, key: Tensor, keep: Tensor, kept: int) -> Tensor
     Args:
         query: Last queries after RoPE, `[B, H_q, w, d]`; zeros for missing ones.
         key: Keys after RoPE, `[B, H, n, d]`.
-        keep: Entries that are held, bool `[B, H, n]`.
-        kept: Channels to keep.
+        entry_mask: Entries that are held, bool `[B, H, n]`.
+        kept_channels: Channels to keep.
 
     Returns:
         The kept channels, ascending, and then the others, `[B, H, d]`; see `order_dtype`.
     """
-    heads, dim = key.shape[1], key.shape[-1]
-    of_query = query.float().square().sum(2).unflatten(1, (heads, -1)).sum(2)
-    of_key = (key.float().square() * keep[..., None]).sum(2)
-    best = (of_query * of_key).argsort(dim=-1, descending=True, stable=True)[..., :kept]
-    pruned = torch.ones_like(of_key, dtype=torch.int8).scatter_(-1, best, 0)
+    kv_heads, head_dim = key.shape[1], key.shape[-1]
+    query_energy = query.float().square().sum(2).unflatten(1, (kv_heads, -1)).sum(2)
+    key_energy = (key.float().square() * entry_mask[..., None]).sum(2)
+    best_channels = (query_energy * key_energy).argsort(dim=-1, descending=True, stable=True)[
+        ..., :kept_channels
+    ]
+    is_pruned = torch.ones_like(key_energy, dtype=torch.int8).scatter_(-1, best_channels, 0)
     with torch.inference_mode(False):  # later forwards in any mode read it
-        return pruned.argsort(dim=-1, stable=True).to(order_dtype(dim))
+        return is_pruned.argsort(dim=-1, stable=True).to(order_dtype(head_dim))
 
 
-def order_dtype(dim: int) -> torch.dtype:
+def order_dtype(head_dim: int) -> torch.dtype:
     """The dtype of channel numbers."""
-    return torch.uint8 if dim <= 256 else torch.int16
+    return torch.uint8 if head_dim <= 256 else torch.int16
 
 
-def reordered(x: Tensor, order: Tensor | None) -> Tensor:
+def reordered(states: Tensor, stored_order: Tensor | None) -> Tensor:
     """Put channels in the order in which they are stored.
 
     Args:
-        x: Queries or keys, `[B, H_q or H, n, d]`.
-        order: As `channel_order` returns it; None: the model's own order.
+        states: Queries or keys, `[B, H_q or H, n, d]`.
+        stored_order: As `channel_order` returns it; None: the model's own order.
     """
-    return x if order is None else _gathered(x, order.long())
+    return states if stored_order is None else _gathered(states, stored_order.long())
 
 
-def restored(x: Tensor, order: Tensor | None) -> Tensor:
+def restored(states: Tensor, stored_order: Tensor | None) -> Tensor:
     """Put stored channels in the model's own order; the inverse of `reordered`."""
-    return x if order is None else _gathered(x, order.long().argsort(-1))
+    return states if stored_order is None else _gathered(states, stored_order.long().argsort(-1))
 
 
-def _gathered(x: Tensor, index: Tensor) -> Tensor:
-    index = index.repeat_interleave(x.shape[1] // index.shape[1], 1)
-    return x.gather(-1, index[:, :, None].expand_as(x))
+def _gathered(states: Tensor, channel_index: Tensor) -> Tensor:
+    channel_index = channel_index.repeat_interleave(states.shape[1] // channel_index.shape[1], 1)
+    return states.gather(-1, channel_index[:, :, None].expand_as(states))

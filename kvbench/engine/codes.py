@@ -54,67 +54,80 @@ class Coding:
         """The coding of a policy's caches; None if entries are stored as they are."""
         if not policy.recodes:
             return None
-        own = (policy.bits, policy.group_size, policy.residual, policy.key_channels)
-        return cls(*own, policy.quantizer)
+        settings = (policy.bits, policy.group_size, policy.residual, policy.key_channels)
+        return cls(*settings, policy.quantizer)
 
     @property
     def entries(self) -> int:
         """Entries that are coded together."""
         return 1 if self.bits is None else self.group_size
 
-    def coded(self, entries: int) -> int:
+    def coded(self, entry_count: int) -> int:
         """How many of a head's entries are coded, the oldest: as many whole groups as fit."""
-        return max(0, entries - self.residual) // self.entries * self.entries
+        return max(0, entry_count - self.residual) // self.entries * self.entries
 
-    def width(self, dim: int) -> int:
+    def width(self, head_dim: int) -> int:
         """Channels of a key that are stored, rounded up."""
-        return ceil(Fraction(str(self.key_channels)) * dim)
+        return ceil(Fraction(str(self.key_channels)) * head_dim)
 
-    def channels(self, dim: int) -> int:
+    def channels(self, head_dim: int) -> int:
         """Channels of a value that share a scale: a group, or all if groups do not fit."""
-        return self.group_size if dim % self.group_size == 0 else dim
+        return self.group_size if head_dim % self.group_size == 0 else head_dim
 
     def live_bytes(
-        self, entries: Sequence[int], coded_entries: Sequence[int], dim: int, size: int
+        self,
+        entry_counts: Sequence[int],
+        coded_counts: Sequence[int],
+        head_dim: int,
+        number_bytes: int,
     ) -> int:
         """Bytes of the keys and values of some heads.
 
         Args:
-            entries: Live entries of every head.
-            coded_entries: How many of them are coded.
-            dim: Head dim.
-            size: Bytes of a number that is not quantised, and of a scale or zero.
+            entry_counts: Live entries of every head.
+            coded_counts: How many of them are coded.
+            head_dim: Head dim.
+            number_bytes: Bytes of a number that is not quantised, and of a scale or zero.
         """
-        coded, width = sum(coded_entries), self.width(dim)
-        order = len(entries) * dim * order_dtype(dim).itemsize if width < dim else 0
-        whole = (sum(entries) - coded) * 2 * dim * size + order
+        coded_total, key_width = sum(coded_counts), self.width(head_dim)
+        order_bytes = (
+            len(entry_counts) * head_dim * order_dtype(head_dim).itemsize
+            if key_width < head_dim
+            else 0
+        )
+        exact_bytes = (sum(entry_counts) - coded_total) * 2 * head_dim * number_bytes + order_bytes
         if self.bits is None:
-            return whole + coded * (width + dim) * size
-        blocks = coded // self.group_size * width + coded * dim // self.channels(dim)
-        codes = coded * (_code_bytes(width, self.bits) + _code_bytes(dim, self.bits))
-        return whole + codes + 2 * size * blocks
+            return exact_bytes + coded_total * (key_width + head_dim) * number_bytes
+        block_count = (
+            coded_total // self.group_size * key_width
+            + coded_total * head_dim // self.channels(head_dim)
+        )
+        code_bytes = coded_total * (
+            _code_bytes(key_width, self.bits) + _code_bytes(head_dim, self.bits)
+        )
+        return exact_bytes + code_bytes + 2 * number_bytes * block_count
 
     def pack(self, layer: RaggedLayer) -> None:
         """Encode the keys and values of a layer that was packed just now."""
         assert layer.key is not None and layer.value is not None
-        layer.coded = [self.coded(n) for n in layer.length]
-        rows = runs(layer.start, layer.coded, layer.key.device)
-        live, dim = layer.rows(), layer.dim
-        how = (self.entries, self.quantizer)
-        kind = Kind(self.bits, self.entries, 1, self.width(dim), *how)
-        layer.key = _encoded(kind, layer.key, live, rows)
+        layer.coded = [self.coded(entry_count) for entry_count in layer.length]
+        coded_rows = runs(layer.start, layer.coded, layer.key.device)
+        live_rows, head_dim = layer.rows(), layer.dim
+        block_settings = (self.entries, self.quantizer)
+        code_layout = Kind(self.bits, self.entries, 1, self.width(head_dim), *block_settings)
+        layer.key = _encoded(code_layout, layer.key, live_rows, coded_rows)
         if self.bits is not None:
-            kind = Kind(self.bits, 1, self.channels(dim), dim, *how)
-            layer.value = _encoded(kind, layer.value, live, rows)
+            code_layout = Kind(self.bits, 1, self.channels(head_dim), head_dim, *block_settings)
+            layer.value = _encoded(code_layout, layer.value, live_rows, coded_rows)
 
     def decoded(self, layer: RaggedLayer) -> RaggedLayer:
         """A layer to attend to, with all rows as numbers; it must not be written to."""
         assert isinstance(layer.key, Coded)
-        out = copy.copy(layer)
-        out.key = layer.key.decode()
+        decoded_layer = copy.copy(layer)
+        decoded_layer.key = layer.key.decode()
         if isinstance(layer.value, Coded):
-            out.value = layer.value.decode()
-        return out
+            decoded_layer.value = layer.value.decode()
+        return decoded_layer
 
     def age(self, layer: RaggedLayer) -> None:
         """Quantise the groups that have left the residual with the last append.
@@ -125,20 +138,34 @@ class Coding:
         if self.bits is None:
             return
         assert isinstance(layer.key, Coded) and isinstance(layer.value, Coded)
-        before, layer.coded = layer.coded, [self.coded(n) for n in layer.length]
-        if before != layer.coded:
-            first = [s + n for s, n in zip(layer.start, before, strict=True)]
-            more = [b - a for a, b in zip(before, layer.coded, strict=True)]
-            rows = runs(first, more, layer.col.device)
-            layer.key.freeze(rows)
-            layer.value.freeze(rows)
+        previous_counts, layer.coded = (
+            layer.coded,
+            [self.coded(entry_count) for entry_count in layer.length],
+        )
+        if previous_counts != layer.coded:
+            first_rows = [
+                first_row + entry_count
+                for first_row, entry_count in zip(layer.start, previous_counts, strict=True)
+            ]
+            added_counts = [
+                new_count - old_count
+                for old_count, new_count in zip(previous_counts, layer.coded, strict=True)
+            ]
+            coded_rows = runs(first_rows, added_counts, layer.col.device)
+            layer.key.freeze(coded_rows)
+            layer.value.freeze(coded_rows)
 
     def carry(
-        self, layer: RaggedLayer, key: Tensor, value: Tensor, source: Tensor, target: Tensor
+        self,
+        layer: RaggedLayer,
+        key: Tensor,
+        value: Tensor,
+        source_rows: Tensor,
+        target_rows: Tensor,
     ) -> None:
         """Copy codes of rows that a cut has moved but not changed, int64 `[m]` each."""
         assert layer.key is not None and layer.value is not None
-        layer.key[target], layer.value[target] = key[source], value[source]
+        layer.key[target_rows], layer.value[target_rows] = key[source_rows], value[source_rows]
 
 
 class Kind(NamedTuple):
@@ -160,28 +187,28 @@ class Kind(NamedTuple):
     quantizer: str
 
 
-def _code_bytes(channels: int, bits: int) -> int:
+def _code_bytes(channel_count: int, bits: int) -> int:
     """Bytes of the codes of one row."""
-    return -(-channels * bits // 8)
+    return -(-channel_count * bits // 8)
 
 
-def _encoded(kind: Kind, x: Tensor, live: Tensor, rows: Tensor) -> Coded:
-    out = Coded.empty(len(x), x, kind)
-    out[live] = x[live]
-    if len(rows):
-        out.freeze(rows)
-    return out
+def _encoded(code_layout: Kind, numbers: Tensor, live_rows: Tensor, coded_rows: Tensor) -> Coded:
+    coded_tensor = Coded.empty(len(numbers), numbers, code_layout)
+    coded_tensor[live_rows] = numbers[live_rows]
+    if len(coded_rows):
+        coded_tensor.freeze(coded_rows)
+    return coded_tensor
 
 
-def _writing(change: Callable[..., None]) -> Callable[..., None]:
+def _writing(method: Callable[..., None]) -> Callable[..., None]:
     """Let a method make tensors that forwards in any mode can write to."""
 
-    @functools.wraps(change)
-    def run(*args: Any) -> None:
+    @functools.wraps(method)
+    def run_writable(*args: Any) -> None:
         with torch.inference_mode(False), torch.no_grad():
-            change(*args)
+            method(*args)
 
-    return run
+    return run_writable
 
 
 class Coded(Tensor):
@@ -207,63 +234,73 @@ class Coded(Tensor):
     kind: Kind
 
     @staticmethod
-    def _make(kind: Kind, **tensors: Tensor) -> Coded:
+    def _make(code_layout: Kind, **tensors: Tensor) -> Coded:
         exact = tensors["exact"]
         shape = (len(tensors["place"]), exact.shape[1])
-        out: Coded = Tensor._make_wrapper_subclass(
+        coded_tensor: Coded = Tensor._make_wrapper_subclass(
             Coded, shape, dtype=exact.dtype, device=exact.device
         )
-        out.kind = kind
-        for name, tensor in tensors.items():
-            setattr(out, name, tensor)
-        return out
+        coded_tensor.kind = code_layout
+        for field_name, tensor in tensors.items():
+            setattr(coded_tensor, field_name, tensor)
+        return coded_tensor
 
     @classmethod
-    def empty(cls, rows: int, like: Tensor, kind: Kind) -> Coded:
+    def empty(cls, row_count: int, reference: Tensor, code_layout: Kind) -> Coded:
         """Rows that hold nothing, with the channels, dtype and device of a tensor."""
-        codes = 0 if kind.bits is None else _code_bytes(kind.width, kind.bits)
-        blocks = kind.width // kind.channels
-        scales = 0 if kind.bits is None else blocks
+        code_bytes = (
+            0 if code_layout.bits is None else _code_bytes(code_layout.width, code_layout.bits)
+        )
+        block_count = code_layout.width // code_layout.channels
+        scale_count = 0 if code_layout.bits is None else block_count
         with torch.inference_mode(False):  # later forwards write to it in any mode
             return cls._make(
-                kind,
-                code=torch.zeros(rows, codes, dtype=torch.uint8, device=like.device),
-                place=torch.zeros(rows, dtype=torch.int32, device=like.device),
-                scale=torch.zeros(1, scales, dtype=like.dtype, device=like.device),
-                zero=torch.zeros(1, blocks, dtype=like.dtype, device=like.device),
-                exact=torch.zeros(0, like.shape[1], dtype=like.dtype, device=like.device),
+                code_layout,
+                code=torch.zeros(row_count, code_bytes, dtype=torch.uint8, device=reference.device),
+                place=torch.zeros(row_count, dtype=torch.int32, device=reference.device),
+                scale=torch.zeros(1, scale_count, dtype=reference.dtype, device=reference.device),
+                zero=torch.zeros(1, block_count, dtype=reference.dtype, device=reference.device),
+                exact=torch.zeros(
+                    0, reference.shape[1], dtype=reference.dtype, device=reference.device
+                ),
             )
 
     def _with(self, **changes: Tensor) -> Coded:
-        names = ("code", "place", "scale", "zero", "exact")
-        tensors = {name: getattr(self, name) for name in names} | changes
+        field_names = ("code", "place", "scale", "zero", "exact")
+        tensors = {field_name: getattr(self, field_name) for field_name in field_names} | changes
         return self._make(self.kind, **tensors)
 
     # -- reading ----------------------------------------------------------------------------------
     def decode(self) -> Tensor:
         """All rows as numbers, `[rows, d]`."""
-        bits, channels, width = self.kind.bits, self.kind.channels, self.kind.width
-        group = self.place.clamp(min=0).long()
-        numbers = self.zero[group]
+        bits, block_channels, width = self.kind.bits, self.kind.channels, self.kind.width
+        group_indices = self.place.clamp(min=0).long()
+        numbers = self.zero[group_indices]
         if bits is not None:
-            shift = torch.arange(0, 8, bits, dtype=torch.uint8, device=self.code.device)
-            code = (self.code[..., None] >> shift & (1 << bits) - 1).flatten(1)[:, :width]
-            scale, zero = self.scale[group].flatten(), numbers.flatten()
-            blocks = Codes(code.reshape(-1, channels), scale, zero)
-            numbers = QUANTIZERS[self.kind.quantizer].decode(blocks).view(len(group), width)
+            bit_shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=self.code.device)
+            code_values = (self.code[..., None] >> bit_shifts & (1 << bits) - 1).flatten(1)[
+                :, :width
+            ]
+            scales, zero_points = self.scale[group_indices].flatten(), numbers.flatten()
+            coded_blocks = Codes(code_values.reshape(-1, block_channels), scales, zero_points)
+            numbers = (
+                QUANTIZERS[self.kind.quantizer].decode(coded_blocks).view(len(group_indices), width)
+            )
         numbers = pad(numbers, (0, self.exact.shape[1] - width))
-        rows = (self.place < 0).nonzero()[:, 0]
-        numbers[rows] = self.exact[-1 - self.place[rows].long()]
+        exact_rows = (self.place < 0).nonzero()[:, 0]
+        numbers[exact_rows] = self.exact[-1 - self.place[exact_rows].long()]
         return numbers
 
     def __getitem__(self, index: Any) -> Tensor:
         """Rows: still coded for a slice or a list of rows, decoded for any other index."""
         if isinstance(index, slice) or index.dim() == 1:
             return self._with(code=self.code[index], place=self.place[index])
-        code, place = self.code[index], self.place[index]
-        rows: Tensor = self._with(code=code.flatten(0, -2), place=place.flatten()).decode()
-        out: Tensor = rows.view(*place.shape, self.exact.shape[1])
-        return out
+        code_rows, row_places = self.code[index], self.place[index]
+        decoded_rows: Tensor = self._with(
+            code=code_rows.flatten(0, -2), place=row_places.flatten()
+        ).decode()
+        decoded: Tensor = decoded_rows.view(*row_places.shape, self.exact.shape[1])
+        return decoded
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -273,76 +310,94 @@ class Coded(Tensor):
     ) -> Any:
         """Decode whatever an operation reads; only joining keeps codes."""
         if func is torch.ops.aten.cat.default and not (len(args) > 1 and args[1]):
-            return _joined(args[0])
+            return _join_coded(args[0])
         if func._schema.is_mutable:
             raise TypeError(f"{func} cannot write to quantised rows")
-        plain = tree_map_only(Coded, Coded.decode, (args, kwargs or {}))
-        return func(*plain[0], **plain[1])
+        decoded_inputs = tree_map_only(Coded, Coded.decode, (args, kwargs or {}))
+        return func(*decoded_inputs[0], **decoded_inputs[1])
 
     # -- writing ----------------------------------------------------------------------------------
     @_writing
     def __setitem__(self, index: Any, value: Any) -> None:
         """Store rows: numbers become exact rows, coded rows are copied with their groups."""
         if isinstance(value, Coded):
-            joined = _joined([self, value])
-            rows = len(self.place)
-            place, code = joined.place[:rows], joined.code[:rows]
-            place[index], code[index] = joined.place[rows:], joined.code[rows:]
+            joined = _join_coded([self, value])
+            row_count = len(self.place)
+            row_places, code_rows = joined.place[:row_count], joined.code[:row_count]
+            row_places[index], code_rows[index] = joined.place[row_count:], joined.code[row_count:]
             self.scale, self.zero, self.exact = joined.scale, joined.zero, joined.exact
-            self.place, self.code = place, code
+            self.place, self.code = row_places, code_rows
             self._tidy()
             return
-        held = len(self.exact)
+        exact_count = len(self.exact)
         self.exact = torch.cat([self.exact, value.to(self.exact.dtype)])
-        new = torch.arange(held, len(self.exact), dtype=torch.int32, device=self.place.device)
-        self.place[index] = -1 - new
+        exact_indices = torch.arange(
+            exact_count, len(self.exact), dtype=torch.int32, device=self.place.device
+        )
+        self.place[index] = -1 - exact_indices
 
     @_writing
-    def freeze(self, rows: Tensor) -> None:
+    def freeze(self, row_indices: Tensor) -> None:
         """Encode exact rows, int64 `[m]`, group by group; `m` is a multiple of `entries`."""
         bits, entries, width = self.kind.bits, self.kind.entries, self.kind.width
-        x = self.exact[-1 - self.place[rows].long()][:, :width]
-        first = len(self.zero)
+        numbers = self.exact[-1 - self.place[row_indices].long()][:, :width]
+        first_group = len(self.zero)
         if bits is None:
-            self.zero = torch.cat([self.zero, x])
+            self.zero = torch.cat([self.zero, numbers])
             self.scale = self.zero[:, :0]
         else:
-            self._quantise(rows, x, bits)
-        group = torch.arange(first, len(self.zero), dtype=torch.int32, device=rows.device)
-        self.place[rows] = group.repeat_interleave(entries)
+            self._quantise(row_indices, numbers, bits)
+        group_indices = torch.arange(
+            first_group, len(self.zero), dtype=torch.int32, device=row_indices.device
+        )
+        self.place[row_indices] = group_indices.repeat_interleave(entries)
         self._tidy()
 
-    def _quantise(self, rows: Tensor, x: Tensor, bits: int) -> None:
+    def _quantise(self, row_indices: Tensor, numbers: Tensor, bits: int) -> None:
         """Store the codes, scales and zeros of rows `[m, width]`."""
-        _, entries, channels, width, together, name = self.kind
-        quantizer, per_row = QUANTIZERS[name], width // channels
-        blocks = x.reshape(-1, entries, per_row, channels).transpose(1, 2)
+        _, entries, channels, width, rows_per_call, quantizer_name = self.kind
+        quantizer, blocks_per_row = QUANTIZERS[quantizer_name], width // channels
+        blocks = numbers.reshape(-1, entries, blocks_per_row, channels).transpose(1, 2)
         # Contiguous whatever their number is: a sum over other strides can have other bits.
         blocks = blocks.reshape(-1, entries * channels).contiguous()
         # What a head holds must not depend on what else is cached.
-        calls = blocks.split(together // entries * per_row) if quantizer.joint else [blocks]
-        found = [quantizer.encode(call, bits) for call in calls]
-        code, scale, zero = (torch.cat(made) for made in zip(*found, strict=True))
-        code = code.view(-1, per_row, entries, channels).transpose(1, 2).reshape(len(rows), -1)
-        code = pad(code, (0, -code.shape[1] % (8 // bits))).unflatten(1, (-1, 8 // bits))
-        shift = torch.arange(0, 8, bits, dtype=torch.uint8, device=code.device)
-        self.code[rows] = (code << shift).sum(-1, dtype=torch.uint8)
-        self.scale = torch.cat([self.scale, scale.view(-1, per_row)])
-        self.zero = torch.cat([self.zero, zero.view(-1, per_row)])
+        block_calls = (
+            blocks.split(rows_per_call // entries * blocks_per_row) if quantizer.joint else [blocks]
+        )
+        encoded_calls = [quantizer.encode(call_blocks, bits) for call_blocks in block_calls]
+        code_values, scales, zero_points = (
+            torch.cat(encoded_parts) for encoded_parts in zip(*encoded_calls, strict=True)
+        )
+        code_values = (
+            code_values.view(-1, blocks_per_row, entries, channels)
+            .transpose(1, 2)
+            .reshape(len(row_indices), -1)
+        )
+        code_values = pad(code_values, (0, -code_values.shape[1] % (8 // bits))).unflatten(
+            1, (-1, 8 // bits)
+        )
+        bit_shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=code_values.device)
+        self.code[row_indices] = (code_values << bit_shifts).sum(-1, dtype=torch.uint8)
+        self.scale = torch.cat([self.scale, scales.view(-1, blocks_per_row)])
+        self.zero = torch.cat([self.zero, zero_points.view(-1, blocks_per_row)])
 
     def _tidy(self) -> None:
         """Forget groups and exact rows that no row refers to any more."""
-        place = self.place.long()
-        used, self.exact = _kept(-place, self.exact, 1)
-        groups, self.scale = _kept(place, self.scale, 0)
-        _, self.zero = _kept(place, self.zero, 0)
-        self.place = torch.where(place > 0, groups, torch.where(place < 0, -used, 0)).int()
+        row_places = self.place.long()
+        exact_places, self.exact = _drop_unused(-row_places, self.exact, 1)
+        group_places, self.scale = _drop_unused(row_places, self.scale, 0)
+        _, self.zero = _drop_unused(row_places, self.zero, 0)
+        self.place = torch.where(
+            row_places > 0, group_places, torch.where(row_places < 0, -exact_places, 0)
+        ).int()
 
     # -- memory -----------------------------------------------------------------------------------
     def clone(self, **_: Any) -> Coded:
         """An independent copy."""
-        held = ("code", "place", "scale", "zero", "exact")
-        return self._with(**{name: getattr(self, name).clone() for name in held})
+        field_names = ("code", "place", "scale", "zero", "exact")
+        return self._with(
+            **{field_name: getattr(self, field_name).clone() for field_name in field_names}
+        )
 
     def new_zeros(self, rows: int, *_: int, **__: Any) -> Coded:  # type: ignore[override]
         """Empty rows of the same kind."""
@@ -351,37 +406,41 @@ class Coded(Tensor):
     @property
     def owned_bytes(self) -> int:
         """Bytes that are allocated for codes, scales, zeros, exact rows and their places."""
-        held = (self.code, self.place, self.scale, self.zero, self.exact)
-        return sum(x.numel() * x.element_size() for x in held)
+        tensors = (self.code, self.place, self.scale, self.zero, self.exact)
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def _kept(place: Tensor, table: Tensor, first: int) -> tuple[Tensor, Tensor]:
-    """Keep the rows of a table that positive places refer to (place `p` to row `p - first`).
+def _drop_unused(places: Tensor, stored_rows: Tensor, row_offset: int) -> tuple[Tensor, Tensor]:
+    """Keep the rows of a table that positive places refer to (place `p` to row `p - row_offset`).
 
     Returns:
-        The new places, and the table; its unused row 0, where `first` is 0, stays.
+        The new places, and the table; its unused row 0, where `row_offset` is 0, stays.
     """
-    used = torch.zeros(len(table) + first, dtype=torch.bool, device=place.device)
-    used[place.clamp(min=0)] = True
-    used[0] = True
-    number = used.long().cumsum(0) - 1
-    return number[place.clamp(min=0)], table[used[first:]]
+    is_used = torch.zeros(len(stored_rows) + row_offset, dtype=torch.bool, device=places.device)
+    is_used[places.clamp(min=0)] = True
+    is_used[0] = True
+    new_places = is_used.long().cumsum(0) - 1
+    return new_places[places.clamp(min=0)], stored_rows[is_used[row_offset:]]
 
 
-def _joined(parts: Sequence[Any]) -> Coded:
+def _join_coded(coded_parts: Sequence[Any]) -> Coded:
     """Rows of several coded tensors of one kind, one after the other."""
-    first = parts[0]
-    places, groups, exact = [], 0, 0
-    for part in parts:
-        place = part.place
-        place = torch.where(place > 0, place + groups, torch.where(place < 0, place - exact, 0))
-        places.append(place)
-        groups += len(part.zero) - 1
-        exact += len(part.exact)
-    return first._with(  # type: ignore[no-any-return]
-        code=torch.cat([p.code for p in parts]),
-        place=torch.cat(places).int(),
-        scale=torch.cat([first.scale[:1], *(p.scale[1:] for p in parts)]),
-        zero=torch.cat([first.zero[:1], *(p.zero[1:] for p in parts)]),
-        exact=torch.cat([p.exact for p in parts]),
+    first_part = coded_parts[0]
+    joined_places, group_count, exact_count = [], 0, 0
+    for coded_part in coded_parts:
+        part_places = coded_part.place
+        part_places = torch.where(
+            part_places > 0,
+            part_places + group_count,
+            torch.where(part_places < 0, part_places - exact_count, 0),
+        )
+        joined_places.append(part_places)
+        group_count += len(coded_part.zero) - 1
+        exact_count += len(coded_part.exact)
+    return first_part._with(  # type: ignore[no-any-return]
+        code=torch.cat([source.code for source in coded_parts]),
+        place=torch.cat(joined_places).int(),
+        scale=torch.cat([first_part.scale[:1], *(source.scale[1:] for source in coded_parts)]),
+        zero=torch.cat([first_part.zero[:1], *(source.zero[1:] for source in coded_parts)]),
+        exact=torch.cat([source.exact for source in coded_parts]),
     )

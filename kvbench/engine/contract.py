@@ -62,13 +62,13 @@ def check_keywords(module: nn.Module, keywords: Mapping[str, Any]) -> None:
     Raises:
         UserError: A keyword is not known; the message names it.
     """
-    for name, value in keywords.items():
-        if value is None or value is False or name in HARMLESS or name in IMPLEMENTED:
+    for keyword, argument in keywords.items():
+        if argument is None or argument is False or keyword in HARMLESS or keyword in IMPLEMENTED:
             continue
-        if name == "is_causal" and value is True:
+        if keyword == "is_causal" and argument is True:
             continue
-        meaning = f" ({_MEANINGS[name]})" if name in _MEANINGS else ""
-        raise _refusal(module, f"passes {name}{meaning}")
+        meaning = f" ({_MEANINGS[keyword]})" if keyword in _MEANINGS else ""
+        raise _refusal(module, f"passes {keyword}{meaning}")
     if keywords.get("is_causal", getattr(module, "is_causal", True)) is False:
         raise _refusal(module, "is not causal")
 
@@ -133,5 +133,7 @@ def check_consumed(module: nn.Module, pending: object) -> None:
         raise _refusal(module, "does not use transformers' attention interface")
 
 
-def _refusal(module: nn.Module, what: str) -> UserError:
-    return UserError(f"{family_of(module)} attention {what}, which kvbench does not implement yet")
+def _refusal(module: nn.Module, behaviour: str) -> UserError:
+    return UserError(
+        f"{family_of(module)} attention {behaviour}, which kvbench does not implement yet"
+    )

@@ -36,7 +36,7 @@ class Decision(NamedTuple):
 
 
 @dataclass
-class Cut(Showing):
+class EvictionStep(Showing):
     """One compression of one cache for one policy; several budgets have one row each.
 
     Attributes:
@@ -47,15 +47,17 @@ class Cut(Showing):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.total = [b * self.info.layers * self.info.kv_heads for b in self.budget]
+        self.total = [
+            head_budget * self.info.layers * self.info.kv_heads for head_budget in self.budget
+        ]
         self.by_layer = self.policy.allocate.scope != "model"
         self._flags: list[tuple[str, Tensor]] = []
 
     @property
     def at_once(self) -> bool:
         """Whether a layer can be decided as soon as its own forward has ended."""
-        late = any(need.of_tokens or need.at_end for need in self.policy.needs)
-        return self.by_layer and not late
+        waits_for_end = any(need.of_tokens or need.at_end for need in self.policy.needs)
+        return self.by_layer and not waits_for_end
 
     @cached_property
     def shares(self) -> Tensor:
@@ -66,20 +68,26 @@ class Cut(Showing):
         Raises:
             BudgetError: The allocator's shares do not sum to the budget.
         """
-        shares = self.policy.allocate.shares(self.info, self.length, self.mean).to(torch.int64)
-        if shares.sum(1).tolist() != self.total:
+        layer_budgets = self.policy.allocate.shares(self.info, self.length, self.mean).to(
+            torch.int64
+        )
+        if layer_budgets.sum(1).tolist() != self.total:
             raise BudgetError(f"{self.policy}: the layers' shares do not sum to the budget")
-        held = []
+        layer_entries = []
         for layer in self.cache.ragged:
             if layer.packed:
-                rows = range(layer.batch) if self.rows is None else self.rows
-                held.append(torch.tensor([layer.entries(row) for row in rows]))
+                sequence_indices = range(layer.batch) if self.rows is None else self.rows
+                layer_entries.append(
+                    torch.tensor(
+                        [layer.entries(sequence_index) for sequence_index in sequence_indices]
+                    )
+                )
             else:
-                held.append(self.length.cpu() * self.info.kv_heads)
-        most = torch.stack(held, 1).to(shares.device)
-        if bool((shares <= most).all()):
-            return shares
-        return apportion(shares.double(), shares.sum(1), most)
+                layer_entries.append(self.length.cpu() * self.info.kv_heads)
+        capacities = torch.stack(layer_entries, 1).to(layer_budgets.device)
+        if bool((layer_budgets <= capacities).all()):
+            return layer_budgets
+        return apportion(layer_budgets.double(), layer_budgets.sum(1), capacities)
 
     @property
     def keeps_all(self) -> bool:
@@ -92,62 +100,67 @@ class Cut(Showing):
             return {}
         extras: dict[str | Need, Tensor] = {}
         extras.update(view.extras)
-        for need, x in view.obs.items():
+        for need, observed in view.obs.items():
             if isinstance(need, AttentionMass):
-                extras[need] = x.unflatten(1, (self.info.kv_heads, -1)).transpose(2, 3)
+                extras[need] = observed.unflatten(1, (self.info.kv_heads, -1)).transpose(2, 3)
             elif need.goes_on:
-                extras[need] = x
+                extras[need] = observed
         return extras
 
     def layer(self, view: View) -> Decision:
         """Decide for one layer (scopes `head` and `layer`)."""
         view, scores = self._prepared(view)
-        total = self.shares[:, view.layer].to(view.col.device)
-        shares = self.policy.allocate.allocate([Scored(view, scores)], total)
-        decision = self._select(view, scores, shares[:, 0])
+        layer_budgets = self.shares[:, view.layer].to(view.col.device)
+        head_budgets = self.policy.allocate.allocate([Scored(view, scores)], layer_budgets)
+        decision = self._select(view, scores, head_budgets[:, 0])
         self.untouched()
         return decision
 
     def model(self, views: list[View]) -> list[Decision]:
         """Decide for all layers together (scope `model`)."""
-        scored = [self._prepared(v) for v in views]
-        total = torch.tensor(self.total, device=self.length.device)
-        shares = self.policy.allocate.allocate(_gathered(scored, total.device), total)
-        parts = zip(scored, shares.unbind(1), strict=True)
-        decisions = [self._select(v, s, share.to(v.col.device)) for (v, s), share in parts]
+        scored = [self._prepared(layer_view) for layer_view in views]
+        total_budgets = torch.tensor(self.total, device=self.length.device)
+        head_budgets = self.policy.allocate.allocate(
+            _gathered(scored, total_budgets.device), total_budgets
+        )
+        layer_choices = zip(scored, head_budgets.unbind(1), strict=True)
+        decisions = [
+            self._select(layer_view, layer_scores, layer_budgets.to(layer_view.col.device))
+            for (layer_view, layer_scores), layer_budgets in layer_choices
+        ]
         self.untouched()
         return decisions
 
-    def whole(self, view: View) -> Decision:
+    def keep_everything(self, view: View) -> Decision:
         """Keep everything in one layer; the policy still initialises its extras."""
         if self.policy.score is not None and self.policy.score.extras:
             self._score(view)
         self.untouched()
         return Decision(view.valid.expand(len(self.budget), -1, -1), self._extras(view))
 
-    def check(self, held: list[int]) -> None:
+    def check(self, entry_counts: list[int]) -> None:
         """Compare the held entries with the budget, and read the flags that were collected.
 
         The flags are read once per cut, because reading one makes a GPU wait.
 
         Args:
-            held: Entries of every sequence of this cut over all layers and heads.
+            entry_counts: Entries of every sequence of this cut over all layers and heads.
 
         Raises:
             BudgetError: The number differs, a score was not finite, or a selector did not keep
                 exactly its share.
         """
         if self._flags:
-            where = self.length.device
-            wrong = torch.stack([flag.to(where) for _, flag in self._flags]).tolist()
-            for (text, _), bad in zip(self._flags, wrong, strict=True):
-                if bad:
-                    raise BudgetError(f"{self.policy}: {text}")
-        for row, count in enumerate(held):
-            if count != self.total[row]:
+            device = self.length.device
+            flag_values = torch.stack([flag.to(device) for _, flag in self._flags]).tolist()
+            for (message, _), is_wrong in zip(self._flags, flag_values, strict=True):
+                if is_wrong:
+                    raise BudgetError(f"{self.policy}: {message}")
+        for sequence, entry_count in enumerate(entry_counts):
+            if entry_count != self.total[sequence]:
                 raise BudgetError(
-                    f"{self.policy} holds {count} entries where its budget of "
-                    f"{self.budget[row]} per head allows exactly {self.total[row]}"
+                    f"{self.policy} holds {entry_count} entries where its budget of "
+                    f"{self.budget[sequence]} per head allows exactly {self.total[sequence]}"
                 )
 
     def _prepared(self, view: View) -> Scored:
@@ -155,42 +168,52 @@ class Cut(Showing):
         scores = self._score(view)
         if self.spread:
             budgets = self.mean.to(view.col.device)
-            rows = [scores]
+            budget_scores = [scores]
             if view.read_budget:
-                rows += [self._score(view.for_budgets(budget[None])) for budget in budgets[1:]]
-            value, protect = (
-                torch.cat(parts) if len(rows) > 1 else parts[0].expand(len(budgets), -1, -1)
-                for parts in zip(*((row.value, row.protect) for row in rows), strict=True)
+                budget_scores += [
+                    self._score(view.for_budgets(head_budget[None])) for head_budget in budgets[1:]
+                ]
+            values, protection = (
+                torch.cat(tensors)
+                if len(budget_scores) > 1
+                else tensors[0].expand(len(budgets), -1, -1)
+                for tensors in zip(
+                    *(
+                        (scored_budget.value, scored_budget.protect)
+                        for scored_budget in budget_scores
+                    ),
+                    strict=True,
+                )
             )
-            scores, view = Scores(value, protect), view.for_budgets(budgets)
+            scores, view = Scores(values, protection), view.for_budgets(budgets)
         return Scored(view, self.policy.select.prepare(view, scores))
 
     def _score(self, view: View) -> Scores:
         score = self.policy.score
         assert score is not None
-        known = None if self.shared is None else self.shared.scores.get((view.layer, score))
-        if known is not None:
-            view.extras = {name: x.clone() for name, x in known.extras.items()}
-            self.saved += known.seconds
-            self._flags.append(known.flag)
-            return self._shown_scores(_copied(known.scores))
-        begin = now(view.col.device)
+        cached = None if self.shared is None else self.shared.scores.get((view.layer, score))
+        if cached is not None:
+            view.extras = {extra_name: extra.clone() for extra_name, extra in cached.extras.items()}
+            self.saved += cached.seconds
+            self._flags.append(cached.flag)
+            return self._shown_scores(_copied(cached.scores))
+        started = now(view.col.device)
         try:
-            rated = checked_scores(score.score(view), view)
+            returned = checked_scores(score.score(view), view)
         except BudgetError as error:
             raise BudgetError(f"{self.policy}: {error}") from error
-        found = Scores(rated.value.float(), rated.protect)
-        finite = (found.value.isfinite() | ~view.valid).all()
-        flag = (f"a score of layer {view.layer} is not finite", ~finite)
+        scores = Scores(returned.value.float(), returned.protect)
+        all_finite = (scores.value.isfinite() | ~view.valid).all()
+        flag = (f"a score of layer {view.layer} is not finite", ~all_finite)
         self._flags.append(flag)
         if self.shared is not None and not view.read_budget:
-            seconds = now(view.col.device) - begin
+            seconds = now(view.col.device) - started
             self.shared_seconds += seconds
             # Copies: a selector may write to its scores, whichever way.
-            extras = {name: x.clone() for name, x in view.extras.items()}
-            entry = Known(_copied(found), extras, seconds, flag)
-            self.shared.scores[view.layer, score] = entry
-        return self._shown_scores(found)
+            extras = {extra_name: extra.clone() for extra_name, extra in view.extras.items()}
+            cached_scores = Known(_copied(scores), extras, seconds, flag)
+            self.shared.scores[view.layer, score] = cached_scores
+        return self._shown_scores(scores)
 
     def _shown_scores(self, scores: Scores) -> Scores:
         """Note scores that the other parts of the policy are given."""
@@ -198,26 +221,41 @@ class Cut(Showing):
         self._changes.show("protect", scores.protect)
         return scores
 
-    def _select(self, view: View, scores: Scores, share: Tensor) -> Decision:
-        keep = self.policy.select.select(view, scores, share)
-        wrong = (keep & ~view.valid).any() | (keep.sum(-1) != share).any()
-        text = f"in layer {view.layer} the selector did not keep exactly each head's share"
-        self._flags.append((text, wrong))
+    def _select(self, view: View, scores: Scores, head_budgets: Tensor) -> Decision:
+        entry_mask = self.policy.select.select(view, scores, head_budgets)
+        is_wrong = (entry_mask & ~view.valid).any() | (entry_mask.sum(-1) != head_budgets).any()
+        message = f"in layer {view.layer} the selector did not keep exactly each head's share"
+        self._flags.append((message, is_wrong))
         if self.policy.merge is None:
-            return Decision(keep, self._extras(view))
-        held = self.cache.ragged[view.layer].state
-        own = held if self.rows is None or not held else [held[row] for row in self.rows]
-        names = own[0] if own else ()
-        state = {name: torch.cat([of_row[name] for of_row in own]) for name in names}
-        key, value = self.policy.merge.merge(view, keep, state)
+            return Decision(entry_mask, self._extras(view))
+        layer_states = self.cache.ragged[view.layer].state
+        sequence_states = (
+            layer_states
+            if self.rows is None or not layer_states
+            else [layer_states[sequence_index] for sequence_index in self.rows]
+        )
+        state_names = sequence_states[0] if sequence_states else ()
+        state = {
+            state_name: torch.cat(
+                [sequence_state[state_name] for sequence_state in sequence_states]
+            )
+            for state_name in state_names
+        }
+        key, value = self.policy.merge.merge(view, entry_mask, state)
         self.states[view.layer] = state
-        return Decision(keep, self._extras(view), key, value)
+        return Decision(entry_mask, self._extras(view), key, value)
 
-    def state_of(self, layer: int) -> list[dict[str, Tensor]]:
+    def state_of(self, layer_index: int) -> list[dict[str, Tensor]]:
         """The merger's state in a layer, separately for every sequence of this cut."""
-        state = self.states.get(layer, {})
-        rows = range(len(self.budget))
-        return [{name: x[row : row + 1] for name, x in state.items()} for row in rows]
+        state = self.states.get(layer_index, {})
+        sequence_indices = range(len(self.budget))
+        return [
+            {
+                state_name: tensor[sequence_index : sequence_index + 1]
+                for state_name, tensor in state.items()
+            }
+            for sequence_index in sequence_indices
+        ]
 
 
 def _copied(scores: Scores) -> Scores:
@@ -226,17 +264,19 @@ def _copied(scores: Scores) -> Scores:
 
 def _gathered(scored: list[Scored], device: torch.device) -> list[Scored]:
     """Move scores and views of all layers, without keys and values, to one device."""
-    if all(s.view.col.device == device for s in scored):
+    if all(scored_layer.view.col.device == device for scored_layer in scored):
         return scored
-    out = []
+    gathered = []
     for view, scores in scored:
-        near = copy.copy(view)
-        near.length, near.col, near.position = (
-            x.to(device) for x in (view.length, view.col, view.position)
+        moved_view = copy.copy(view)
+        moved_view.length, moved_view.col, moved_view.position = (
+            tensor.to(device) for tensor in (view.length, view.col, view.position)
         )
-        near.valid, near.seed = view.valid.to(device), view.seed.to(device)
-        near.obs = {need: x.to(device) for need, x in view.obs.items()}
-        near.extras = {name: x.to(device) for name, x in view.extras.items()}
-        moved = Scores(scores.value.to(device), scores.protect.to(device))
-        out.append(Scored(near, moved))
-    return out
+        moved_view.valid, moved_view.seed = view.valid.to(device), view.seed.to(device)
+        moved_view.obs = {need: tensor.to(device) for need, tensor in view.obs.items()}
+        moved_view.extras = {
+            extra_name: tensor.to(device) for extra_name, tensor in view.extras.items()
+        }
+        moved_scores = Scores(scores.value.to(device), scores.protect.to(device))
+        gathered.append(Scored(moved_view, moved_scores))
+    return gathered

@@ -30,10 +30,10 @@ BLOCK = 32
 
 def end_tokens(model: nn.Module, tokenizer: Any) -> list[int]:
     """Token ids that end a response: those of the generation configuration and the tokenizer."""
-    config: Any = getattr(model, "generation_config", None)
-    configured = getattr(config, "eos_token_id", None)
-    listed = configured if isinstance(configured, list) else [configured]
-    return [token for token in (*listed, tokenizer.eos_token_id) if token is not None]
+    generation_config: Any = getattr(model, "generation_config", None)
+    configured = getattr(generation_config, "eos_token_id", None)
+    candidates = configured if isinstance(configured, list) else [configured]
+    return [token_id for token_id in (*candidates, tokenizer.eos_token_id) if token_id is not None]
 
 
 class Stop:
@@ -52,63 +52,71 @@ class Stop:
     def __init__(
         self,
         tokenizer: Any,
-        eos: Sequence[int],
-        until: Sequence[str],
+        end_token_ids: Sequence[int],
+        stop_strings: Sequence[str],
         thinking: Thinking | None = None,
-        open: bool = False,
+        thinking_open: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
-        self.eos = frozenset(eos)
-        self.until = [u for u in until if u]
-        self.tail = 8 + 4 * max((len(u) for u in self.until), default=0)
+        self.eos = frozenset(end_token_ids)
+        self.until = [stop_string for stop_string in stop_strings if stop_string]
+        self.tail = 8 + 4 * max((len(stop_string) for stop_string in self.until), default=0)
         self.thinking = thinking
-        self.open = open
+        self.open = thinking_open
 
-    def start(self, start: int, token: int, count: int) -> int:
+    def start(self, search_start: int, token_id: int, token_count: int) -> int:
         """Index of the first token to search for stop strings; -1 while thinking is open.
 
         Args:
-            start: The result for the tokens before this one.
-            token: The new token.
-            count: Number of tokens, including this one.
+            search_start: The result for the tokens before this one.
+            token_id: The new token.
+            token_count: Number of tokens, including this one.
         """
         if self.thinking is None:
-            return start
-        if token == self.thinking.close:
-            return count
-        return -1 if token == self.thinking.open else start
+            return search_start
+        if token_id == self.thinking.close:
+            return token_count
+        return -1 if token_id == self.thinking.open else search_start
 
-    def reason(self, tokens: list[int], start: int = 0) -> str:
+    def reason(self, tokens: list[int], search_start: int = 0) -> str:
         """Why the response ends here: `eos`, `stop`, or an empty string if it does not."""
         if tokens and tokens[-1] in self.eos:
             return "eos"
-        if self.until and start >= 0:
-            tail = self._text(tokens[max(start, len(tokens) - self.tail) :])
-            if start:  # white space after thinking does not belong to the answer
-                tail = tail.lstrip()
-            if any(u in tail for u in self.until):
+        if self.until and search_start >= 0:
+            tail_text = self._text(tokens[max(search_start, len(tokens) - self.tail) :])
+            if search_start:  # white space after thinking does not belong to the answer
+                tail_text = tail_text.lstrip()
+            if any(stop_string in tail_text for stop_string in self.until):
                 return "stop"
         return ""
 
     def text(self, tokens: list[int]) -> str:
         """The decoded response, cut before the first stop string after the thinking."""
-        start = -1 if self.open else 0
-        for count, token in enumerate(tokens, 1):
-            start = self.start(start, token, count)
-        if start < 0:
+        search_start = -1 if self.open else 0
+        for token_count, token_id in enumerate(tokens, 1):
+            search_start = self.start(search_start, token_id, token_count)
+        if search_start < 0:
             return self._text(tokens)
-        text = self._text(tokens[start:])
-        before = ""
-        if start:
-            bare = text.lstrip()
-            before = self._text(tokens[: start - 1]) + THOUGHT + text[: len(text) - len(bare)]
-            text = bare
-        ends = [text.find(u) for u in self.until if u in text]
-        return before + (text[: min(ends)] if ends else text)
+        answer_text = self._text(tokens[search_start:])
+        thinking_text = ""
+        if search_start:
+            stripped = answer_text.lstrip()
+            thinking_text = (
+                self._text(tokens[: search_start - 1])
+                + THOUGHT
+                + answer_text[: len(answer_text) - len(stripped)]
+            )
+            answer_text = stripped
+        stop_offsets = [
+            answer_text.find(stop_string)
+            for stop_string in self.until
+            if stop_string in answer_text
+        ]
+        return thinking_text + (answer_text[: min(stop_offsets)] if stop_offsets else answer_text)
 
     def _text(self, tokens: list[int]) -> str:
-        text: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        return text
+        decoded: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return decoded
 
 
 @dataclass
@@ -139,15 +147,15 @@ class Row:
     def __post_init__(self) -> None:
         self._start = -1 if self.stop.open else 0
 
-    def push(self, token: int) -> None:
+    def push(self, token_id: int) -> None:
         """Add the next token unless the response has ended; -1 ends it with an error."""
         if self.reason:
             return
-        if token < 0:
+        if token_id < 0:
             self._fail()
             return
-        self.tokens.append(token)
-        self._start = self.stop.start(self._start, token, len(self.tokens))
+        self.tokens.append(token_id)
+        self._start = self.stop.start(self._start, token_id, len(self.tokens))
         self.reason = self.stop.reason(self.tokens, self._start)
         if not self.reason and len(self.tokens) >= self.limit:
             self.reason = "length"
@@ -159,12 +167,12 @@ class Row:
             logits: Logits before each of them, `[n, vocabulary]`; only as many are used as given
                 tokens are left.
         """
-        taken = self.given[len(self.tokens) : len(self.tokens) + len(logits)]
-        if taken:
-            index = torch.tensor(taken, device=logits.device)
-            logs = logits[: len(taken)].double().log_softmax(-1)
-            self.nll -= float(logs.gather(1, index[:, None]).sum())
-        self.tokens.extend(taken)
+        measured_tokens = self.given[len(self.tokens) : len(self.tokens) + len(logits)]
+        if measured_tokens:
+            token_indices = torch.tensor(measured_tokens, device=logits.device)
+            log_probs = logits[: len(measured_tokens)].double().log_softmax(-1)
+            self.nll -= float(log_probs.gather(1, token_indices[:, None]).sum())
+        self.tokens.extend(measured_tokens)
         if not math.isfinite(self.nll):
             self._fail()
         elif len(self.tokens) == len(self.given):
@@ -181,14 +189,14 @@ class Row:
 
 
 def greedy(
-    prefix: Prefix, logits: Tensor, limit: int, stop: Stop, *, feed_last: bool = False
+    prefix: Prefix, logits: Tensor, max_tokens: int, stop: Stop, *, feed_last: bool = False
 ) -> Iterator[int]:
     """Decode greedily on a full cache of one sequence.
 
     Args:
         prefix: The prompt, prefilled; it is extended.
         logits: Logits after the prompt, `[1, vocabulary]`.
-        limit: Most new tokens.
+        max_tokens: Most new tokens.
         stop: Decides when the response ends.
         feed_last: Whether the last token is fed as well, so that the prefix holds it.
 
@@ -198,18 +206,18 @@ def greedy(
     Raises:
         UserError: The logits are not finite.
     """
-    tokens: list[int] = []
-    while len(tokens) < limit:
-        (token,) = choose(logits, [None], [len(tokens)])
-        if token < 0:
+    generated: list[int] = []
+    while len(generated) < max_tokens:
+        (token_id,) = choose(logits, [None], [len(generated)])
+        if token_id < 0:
             raise UserError(NOT_FINITE)
-        tokens.append(token)
-        yield token
-        ended = len(tokens) == limit or bool(stop.reason(tokens))
-        if ended and not feed_last:
+        generated.append(token_id)
+        yield token_id
+        has_ended = len(generated) == max_tokens or bool(stop.reason(generated))
+        if has_ended and not feed_last:
             return
-        logits = prefix.extend(torch.tensor([[token]], device=prefix.device))
-        if ended:
+        logits = prefix.extend(torch.tensor([[token_id]], device=prefix.device))
+        if has_ended:
             return
 
 
@@ -226,70 +234,77 @@ class Batch:
         slots: Rows of the batch.
     """
 
-    def __init__(self, model: nn.Module, caches: Sequence[RaggedCache], slots: int) -> None:
+    def __init__(self, model: nn.Module, caches: Sequence[RaggedCache], slot_count: int) -> None:
         self.model = model
         self.rows = len(caches)
-        self.slots = slots
-        self.cache = RaggedCache.stack([caches[min(i, self.rows - 1)] for i in range(slots)])
+        self.slots = slot_count
+        self.cache = RaggedCache.stack(
+            [caches[min(slot_index, self.rows - 1)] for slot_index in range(slot_count)]
+        )
         assert self.cache.valid is not None
         self.device = self.cache.valid.device
 
     def feed(
         self,
-        tokens: Sequence[Sequence[int]],
+        row_tokens: Sequence[Sequence[int]],
         width: int,
         pixels: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
         """Append tokens to every row.
 
         Args:
-            tokens: At most `width` tokens for each row; a row without tokens waits.
+            row_tokens: At most `width` tokens for each row; a row without tokens waits.
             width: Columns of the forward; shorter rows are padded on the left.
             pixels: The media among the tokens, in a batch of one slot.
 
         Returns:
             Logits after the last token of every row, `[rows, vocabulary]`.
         """
-        return self._feed(tokens, width, 1, pixels)[:, -1]
+        return self._feed(row_tokens, width, 1, pixels)[:, -1]
 
     def _feed(
         self,
-        tokens: Sequence[Sequence[int]],
+        row_tokens: Sequence[Sequence[int]],
         width: int,
-        last: int,
+        logit_count: int,
         pixels: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
-        """Append tokens; return the logits after the last columns, `[rows, last, vocabulary]`."""
+        """Append tokens; return the last logits, `[rows, logit_count, vocabulary]`."""
         # If rows are cut as they grow, or read one by one, a repeated row gets no token.
-        alone = self.cache.upkeep is not None or bool(self.cache.readings)
-        spare = () if alone else tokens[-1]
-        own = [*tokens, *[spare] * (self.slots - self.rows)]
-        ids, mask = left_padded(own, width)
-        some = None if bool(mask.all()) else mask.to(self.device)
-        ids = ids.to(self.device)
-        return forward(self.model, self.cache, ids, some, last, pixels)[: self.rows]
+        separate_rows = self.cache.upkeep is not None or bool(self.cache.readings)
+        filler_tokens = () if separate_rows else row_tokens[-1]
+        slot_tokens = [*row_tokens, *[filler_tokens] * (self.slots - self.rows)]
+        token_ids, token_mask = left_padded(slot_tokens, width)
+        partial_mask = None if bool(token_mask.all()) else token_mask.to(self.device)
+        token_ids = token_ids.to(self.device)
+        return forward(self.model, self.cache, token_ids, partial_mask, logit_count, pixels)[
+            : self.rows
+        ]
 
-    def answer(self, rows: Sequence[Row], logits: Tensor, pause: bool = False) -> None:
+    def answer(self, responses: Sequence[Row], logits: Tensor, pause_ended: bool = False) -> None:
         """Generate until every row has ended.
 
         Args:
-            rows: One response for each row of the batch.
+            responses: One response for each row of the batch.
             logits: Logits after the last prompt token of each, `[rows, vocabulary]`.
-            pause: Whether a row that has ended gets no more tokens, because its cache is used
+            pause_ended: Whether a row that has ended gets no more tokens, because its cache is used
                 afterwards or counts in statistics.
         """
         while True:
-            steps = [len(row.tokens) for row in rows]
-            tokens = choose(logits, [row.draw for row in rows], steps)
-            for row, token in zip(rows, tokens, strict=True):
-                row.push(token)
-            if all(row.reason for row in rows):
+            step_counts = [len(response.tokens) for response in responses]
+            next_tokens = choose(logits, [response.draw for response in responses], step_counts)
+            for response, token_id in zip(responses, next_tokens, strict=True):
+                response.push(token_id)
+            if all(response.reason for response in responses):
                 return
             # A row that failed at its first token has none; any keeps the batch as it is.
-            last = [() if pause and row.reason else row.tokens[-1:] or (0,) for row in rows]
-            logits = self.feed(last, 1)
+            next_inputs = [
+                () if pause_ended and response.reason else response.tokens[-1:] or (0,)
+                for response in responses
+            ]
+            logits = self.feed(next_inputs, 1)
 
-    def measure(self, rows: Sequence[Row], logits: Tensor) -> None:
+    def measure(self, responses: Sequence[Row], logits: Tensor) -> None:
         """Feed every row its given tokens and sum up their negative log-likelihood.
 
         If the cache is cut while it grows, or has sliding windows, the tokens are fed one by one.
@@ -299,12 +314,16 @@ class Batch:
             logits: Logits after the last prompt token of each, `[rows, vocabulary]`.
         """
         width = 1 if self.cache.upkeep is not None or self.cache.slides else BLOCK
-        for row, own in zip(rows, logits, strict=True):
-            row.measure(own[None])
-        while not all(row.reason for row in rows):
+        for response, row_logits in zip(responses, logits, strict=True):
+            response.measure(row_logits[None])
+        while not all(response.reason for response in responses):
             # The last given token is not fed: nothing follows it.
-            parts = [row.given[len(row.tokens) - 1 : -1][:width] for row in rows]
-            after = self._feed(parts, width, width)
-            for row, part, own in zip(rows, parts, after, strict=True):
-                if part:
-                    row.measure(own[width - len(part) :])
+            token_chunks = [
+                response.given[len(response.tokens) - 1 : -1][:width] for response in responses
+            ]
+            chunk_logits = self._feed(token_chunks, width, width)
+            for response, token_chunk, row_logits in zip(
+                responses, token_chunks, chunk_logits, strict=True
+            ):
+                if token_chunk:
+                    response.measure(row_logits[width - len(token_chunk) :])

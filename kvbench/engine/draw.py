@@ -37,8 +37,8 @@ class Draw:
 
     def state(self, step: int) -> int:
         """The state that the noise of a step starts from, a signed 64-bit integer."""
-        text = repr((*self.key, step)).encode()
-        digest = hashlib.blake2b(text, digest_size=8).digest()
+        key_bytes = repr((*self.key, step)).encode()
+        digest = hashlib.blake2b(key_bytes, digest_size=8).digest()
         return int.from_bytes(digest, "little", signed=True)
 
 
@@ -50,25 +50,30 @@ def warped(logits: Tensor, sampling: Sampling) -> Tensor:
     """
     logits = logits.float() / sampling.temperature
     if 0 < sampling.top_k < logits.shape[-1]:
-        least = logits.topk(sampling.top_k, dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < least, -torch.inf)
+        smallest_logit = logits.topk(sampling.top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < smallest_logit, -torch.inf)
     if sampling.top_p < 1:
         # Ascending: drop tokens while their total is at most 1 - top_p, but never the last one.
-        ordered, order = logits.sort(dim=-1, stable=True)
-        gone = ordered.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
-        gone[:, -1] = False
-        logits = logits.masked_fill(torch.zeros_like(gone).scatter(-1, order, gone), -torch.inf)
+        sorted_logits, sort_order = logits.sort(dim=-1, stable=True)
+        is_dropped = sorted_logits.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
+        is_dropped[:, -1] = False
+        logits = logits.masked_fill(
+            torch.zeros_like(is_dropped).scatter(-1, sort_order, is_dropped), -torch.inf
+        )
     return logits
 
 
-def gumbel(states: Sequence[int], tokens: int, device: torch.device) -> Tensor:
+def gumbel(states: Sequence[int], vocabulary_size: int, device: torch.device) -> Tensor:
     """Standard Gumbel noise `[N, tokens]`, float64, from one 64-bit state per row.
 
     Token v of a row is output v of SplitMix64 from the row's state.
     """
-    golden = _signed(0x9E3779B97F4A7C15)
-    place = torch.arange(1, tokens + 1, device=device, dtype=torch.int64)
-    z = torch.tensor(list(states), device=device, dtype=torch.int64)[:, None] + place * golden
+    golden_gamma = _signed(0x9E3779B97F4A7C15)
+    token_numbers = torch.arange(1, vocabulary_size + 1, device=device, dtype=torch.int64)
+    z = (
+        torch.tensor(list(states), device=device, dtype=torch.int64)[:, None]
+        + token_numbers * golden_gamma
+    )
     z = (z ^ _right(z, 30)) * _signed(0xBF58476D1CE4E5B9)
     z = (z ^ _right(z, 27)) * _signed(0x94D049BB133111EB)
     z = z ^ _right(z, 31)
@@ -86,20 +91,26 @@ def choose(logits: Tensor, draws: Sequence[Draw | None], steps: Sequence[int]) -
         draws: How each row is drawn; None: greedily.
         steps: Number of tokens that each row has.
     """
-    best = logits.argmax(-1)  # NaN is larger than any number
-    finite = logits.gather(-1, best[:, None])[:, 0].isfinite()
-    chosen: list[int] = best.where(finite, -1).tolist()
-    groups: dict[Sampling, list[int]] = {}
-    for i, draw in enumerate(draws):
-        if draw is not None and chosen[i] >= 0:
-            groups.setdefault(draw.sampling, []).append(i)
-    for sampling, rows in groups.items():
-        states = [draw.state(steps[i]) for i in rows if (draw := draws[i]) is not None]
+    best_tokens = logits.argmax(-1)  # NaN is larger than any number
+    is_finite = logits.gather(-1, best_tokens[:, None])[:, 0].isfinite()
+    token_ids: list[int] = best_tokens.where(is_finite, -1).tolist()
+    sampling_groups: dict[Sampling, list[int]] = {}
+    for row_index, draw in enumerate(draws):
+        if draw is not None and token_ids[row_index] >= 0:
+            sampling_groups.setdefault(draw.sampling, []).append(row_index)
+    for sampling, row_indices in sampling_groups.items():
+        states = [
+            draw.state(steps[row_index])
+            for row_index in row_indices
+            if (draw := draws[row_index]) is not None
+        ]
         noise = gumbel(states, logits.shape[-1], logits.device)
-        found = (warped(logits[rows], sampling).double() + noise).argmax(-1).tolist()
-        for i, token in zip(rows, found, strict=True):
-            chosen[i] = token
-    return chosen
+        sampled_tokens = (
+            (warped(logits[row_indices], sampling).double() + noise).argmax(-1).tolist()
+        )
+        for row_index, token_id in zip(row_indices, sampled_tokens, strict=True):
+            token_ids[row_index] = token_id
+    return token_ids
 
 
 def row_seeds(cache: RaggedCache, seed: int) -> Tensor:
@@ -110,19 +121,19 @@ def row_seeds(cache: RaggedCache, seed: int) -> Tensor:
     assert cache.valid is not None
     if cache.ids is None:
         return torch.full((cache.batch,), seed, device=cache.valid.device)
-    ids = torch.cat([i.to(cache.valid.device) for i in cache.ids], 1)
-    out = []
-    for row, valid in zip(ids.cpu(), cache.valid.cpu(), strict=True):
-        text = ",".join(map(str, row[valid].tolist()))
-        digest = hashlib.blake2b(f"{seed}|{text}".encode(), digest_size=4).digest()
-        out.append(int.from_bytes(digest, "big"))
-    return torch.tensor(out, device=cache.valid.device)
+    token_ids = torch.cat([forward_ids.to(cache.valid.device) for forward_ids in cache.ids], 1)
+    row_seeds = []
+    for sequence_ids, token_mask in zip(token_ids.cpu(), cache.valid.cpu(), strict=True):
+        token_text = ",".join(map(str, sequence_ids[token_mask].tolist()))
+        digest = hashlib.blake2b(f"{seed}|{token_text}".encode(), digest_size=4).digest()
+        row_seeds.append(int.from_bytes(digest, "big"))
+    return torch.tensor(row_seeds, device=cache.valid.device)
 
 
 def _signed(word: int) -> int:
     return word - _WORD if word >= _WORD // 2 else word
 
 
-def _right(value: Tensor, by: int) -> Tensor:
+def _right(numbers: Tensor, bit_count: int) -> Tensor:
     """Shift right and fill with zeros; a plain int64 shift would copy the sign."""
-    return (value >> by) & ((1 << (64 - by)) - 1)
+    return (numbers >> bit_count) & ((1 << (64 - bit_count)) - 1)

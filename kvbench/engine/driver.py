@@ -29,8 +29,8 @@ Watch = Callable[[Forward, RaggedLayer, Step], None]
 
 def start_observers(cache: RaggedCache, needs: frozenset[Need], info: ModelInfo) -> None:
     """Give a cache the observers of some needs."""
-    cache.observers = {n: observer_for(n, info) for n in needs if not n.of_tokens}
-    cache.token_observers = {n: SurprisalObserver() for n in needs if n.of_tokens}
+    cache.observers = {need: observer_for(need, info) for need in needs if not need.of_tokens}
+    cache.token_observers = {need: SurprisalObserver() for need in needs if need.of_tokens}
 
 
 class Driver:
@@ -55,8 +55,10 @@ class Driver:
     def before(self, cache: RaggedCache, forward: Forward) -> None:
         """Prepare a forward."""
         if cache.upkeep is not None:
-            needs = [n for n in cache.upkeep.policy.needs if isinstance(n, AttentionMass)]
-            forward.powers = tuple(sorted({n.power for n in needs}))
+            attention_needs = [
+                need for need in cache.upkeep.policy.needs if isinstance(need, AttentionMass)
+            ]
+            forward.powers = tuple(sorted({need.power for need in attention_needs}))
         forward.on_layer = self._on_layer
 
     def after(self, cache: RaggedCache, forward: Forward) -> None:
@@ -64,7 +66,7 @@ class Driver:
         if cache.token_observers:
             _observe_tokens(cache, forward, self._head)
         if cache.upkeep is not None:
-            after_forward(cache, forward.n)
+            after_forward(cache, forward.new_columns)
 
     def dense_layer(self, cache: RaggedCache, layer: RaggedLayer, step: Step) -> None:
         """Called when a dense layer was observed. A subclass can compress it at once."""
@@ -73,7 +75,7 @@ class Driver:
         cache = forward.cache
         if cache.upkeep is not None:
             _observe(cache, layer, step)
-            _keep_up(cache, layer, step)
+            _update_entry_state(cache, layer, step)
         elif not layer.packed:
             _observe(cache, layer, step)
             self.dense_layer(cache, layer, step)
@@ -105,30 +107,30 @@ def check_supported(model: nn.Module) -> None:
     Raises:
         UserError: The contract of `kvbench.engine.contract` does not hold.
     """
-    ids = torch.zeros(1, 4, dtype=torch.long, device=next(model.parameters()).device)
+    token_ids = torch.zeros(1, 4, dtype=torch.long, device=next(model.parameters()).device)
     with engine(model):
-        forward(model, RaggedCache(decoder_of(model).config), ids)
+        forward(model, RaggedCache(decoder_of(model).config), token_ids)
 
 
-def left_padded(tokens: Sequence[Sequence[int]], width: int) -> tuple[Tensor, Tensor]:
+def left_padded(token_rows: Sequence[Sequence[int]], width: int) -> tuple[Tensor, Tensor]:
     """Token ids of several rows and which of them are tokens, `[B, width]` each, on the CPU.
 
     Args:
-        tokens: The tokens of every row, at most `width`.
+        token_rows: The tokens of every row, at most `width`.
         width: Columns.
     """
-    rows = [[0] * (width - len(row)) + [*row] for row in tokens]
-    ids = torch.tensor(rows, dtype=torch.long)
-    count = torch.tensor([len(row) for row in tokens])
-    return ids, torch.arange(width) >= width - count[:, None]
+    padded_rows = [[0] * (width - len(row_tokens)) + [*row_tokens] for row_tokens in token_rows]
+    token_ids = torch.tensor(padded_rows, dtype=torch.long)
+    token_counts = torch.tensor([len(row_tokens) for row_tokens in token_rows])
+    return token_ids, torch.arange(width) >= width - token_counts[:, None]
 
 
 def forward(
     model: nn.Module,
     cache: RaggedCache,
-    ids: Tensor,
-    mask: Tensor | None = None,
-    last: int | None = None,
+    token_ids: Tensor,
+    token_mask: Tensor | None = None,
+    logit_count: int | None = None,
     pixels: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
     """Run new tokens on a cache.
@@ -136,58 +138,61 @@ def forward(
     Args:
         model: The model, inside `engine`.
         cache: The cache that the tokens are appended to.
-        ids: New tokens `[B, n]`, padded on the left.
-        mask: New columns that are tokens, `[B, n]`; None: all.
-        last: Return the logits after this many last columns.
+        token_ids: New tokens `[B, n]`, padded on the left.
+        token_mask: New columns that are tokens, `[B, n]`; None: all.
+        logit_count: Return the logits after this many last columns.
         pixels: The media among the tokens; see `kvbench.engine.vision`.
 
     Returns:
-        Logits after the last token, `[B, vocabulary]`; with `last`, `[B, last, vocabulary]`.
+        Logits after the last token, `[B, vocabulary]`; with `logit_count`,
+        `[B, logit_count, vocabulary]`.
     """
-    more: dict[str, Tensor] = dict(pixels or {})
-    shift: Tensor | None = None
+    model_inputs: dict[str, Tensor] = dict(pixels or {})
+    position_shift: Tensor | None = None
     if rotary_model(model) is not None:
-        more["position_ids"], shift = _positions(model, cache, ids, mask, more)
-    if mask is not None and cache.valid is not None:
-        mask = torch.cat([cache.valid, mask.bool()], 1)
+        model_inputs["position_ids"], position_shift = _positions(
+            model, cache, token_ids, token_mask, model_inputs
+        )
+    if token_mask is not None and cache.valid is not None:
+        token_mask = torch.cat([cache.valid, token_mask.bool()], 1)
     # The attachment supplies positions and the mask of columns that are already in the cache.
     logits: Tensor = model(
-        input_ids=ids,
-        attention_mask=None if mask is None else mask.long(),
+        input_ids=token_ids,
+        attention_mask=None if token_mask is None else token_mask.long(),
         past_key_values=cache,
         use_cache=True,
-        logits_to_keep=last or 1,
-        **more,
+        logits_to_keep=logit_count or 1,
+        **model_inputs,
     ).logits
-    if shift is not None:
-        cache.shift = shift
-    return logits[:, -1] if last is None else logits
+    if position_shift is not None:
+        cache.shift = position_shift
+    return logits[:, -1] if logit_count is None else logits
 
 
 def _positions(
     model: nn.Module,
     cache: RaggedCache,
-    ids: Tensor,
-    mask: Tensor | None,
+    token_ids: Tensor,
+    token_mask: Tensor | None,
     pixels: Mapping[str, Tensor],
 ) -> tuple[Tensor, Tensor | None]:
     """Positions of new tokens in a model with M-RoPE, and the shift of the cache after them.
 
     The model itself would use the shift of its last prefill, whatever the cache holds.
     """
-    start = torch.zeros(len(ids), dtype=torch.int64, device=ids.device)
-    before = start
+    start_positions = torch.zeros(len(token_ids), dtype=torch.int64, device=token_ids.device)
+    previous_shift = start_positions
     if cache.valid is not None and cache.shift is not None:
-        before = cache.shift.to(ids.device)
-        start = cache.lengths().to(ids.device) + before
+        previous_shift = cache.shift.to(token_ids.device)
+        start_positions = cache.lengths().to(token_ids.device) + previous_shift
     if pixels:
-        position, shift = media_positions(model, ids, mask, pixels)
-        return position + start[:, None], before + shift
-    if mask is None:
-        rank = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        positions, position_shift = media_positions(model, token_ids, token_mask, pixels)
+        return positions + start_positions[:, None], previous_shift + position_shift
+    if token_mask is None:
+        token_ranks = torch.arange(token_ids.shape[1], device=token_ids.device).expand_as(token_ids)
     else:
-        rank = (mask.long().cumsum(-1) - 1).clamp(min=0)
-    return rank + start[:, None], None
+        token_ranks = (token_mask.long().cumsum(-1) - 1).clamp(min=0)
+    return token_ranks + start_positions[:, None], None
 
 
 def _observe(cache: RaggedCache, layer: RaggedLayer, step: Step) -> None:
@@ -197,7 +202,7 @@ def _observe(cache: RaggedCache, layer: RaggedLayer, step: Step) -> None:
     """
     layer.scale = step.scale
     assert cache.valid is not None
-    valid = cache.valid.to(step.query.device)
+    token_mask = cache.valid.to(step.query.device)
     for need, observer in cache.observers.items():
         if need in cache.broken or (layer.packed and need.per_entry):
             continue
@@ -206,41 +211,52 @@ def _observe(cache: RaggedCache, layer: RaggedLayer, step: Step) -> None:
         query, hidden = step.query, step.hidden
         if not is_built_in(need) and not isinstance(need, PerToken):
             # The model goes on with these tensors: a plugin gets copies.
-            query, key, value, hidden = (x.clone() for x in (query, key, value, hidden))
-            valid = valid.clone()
+            query, key, value, hidden = (tensor.clone() for tensor in (query, key, value, hidden))
+            token_mask = token_mask.clone()
         with cache.blaming(need):
-            observer.update(step.index, query, key, value, hidden, valid, step.scale)
+            observer.update(step.index, query, key, value, hidden, token_mask, step.scale)
 
 
-def _observe_tokens(cache: RaggedCache, done: Forward, head: Callable[[Tensor], Tensor]) -> None:
+def _observe_tokens(
+    cache: RaggedCache, finished: Forward, output_head: Callable[[Tensor], Tensor]
+) -> None:
     """Show a finished forward to the observers of tokens."""
     assert cache.valid is not None
     for need, observer in cache.token_observers.items():
         if need in cache.broken:
             continue
         with cache.blaming(need):
-            if done.ids is None or done.hidden is None:
+            if finished.ids is None or finished.hidden is None:
                 raise UserError("surprisal needs token ids; the forward was given embeddings")
-            where = done.hidden.device
-            observer.update(done.ids.to(where), done.hidden, head, cache.valid.to(where))
+            device = finished.hidden.device
+            observer.update(
+                finished.ids.to(device), finished.hidden, output_head, cache.valid.to(device)
+            )
 
 
-def _keep_up(cache: RaggedCache, layer: RaggedLayer, step: Step) -> None:
+def _update_entry_state(cache: RaggedCache, layer: RaggedLayer, step: Step) -> None:
     """Update what is stored with the entries of a packed layer that can be cut again."""
-    upkeep = cache.upkeep
-    assert upkeep is not None
-    for need in upkeep.policy.needs:
+    eviction_state = cache.upkeep
+    assert eviction_state is not None
+    for need in eviction_state.policy.needs:
         if isinstance(need, AttentionMass):
-            layer.accumulate(need, step.mass[need.power])
+            layer.accumulate(need, step.attention_sums[need.power])
         elif isinstance(need, PerToken):
-            own = step.hidden, step.key, step.value
-            new = measured(need, step.index, *own, model=upkeep.info)
-            layer.write_new(need, new)
-    score = upkeep.policy.score
+            layer_inputs = step.hidden, step.key, step.value
+            measured_values = measured(need, step.index, *layer_inputs, model=eviction_state.info)
+            layer.write_new(need, measured_values)
+    score = eviction_state.policy.score
     if score is not None and score.extras:
-        u = upkeep
-        showing = Showing(u.policy, cache, u.info, u.moment, u.budget, u.seeds)
-        view = showing.view(layer, step.index)
+        decode_state = eviction_state
+        view_builder = Showing(
+            decode_state.policy,
+            cache,
+            decode_state.info,
+            decode_state.moment,
+            decode_state.budget,
+            decode_state.seeds,
+        )
+        view = view_builder.view(layer, step.index)
         score.step(view)
-        showing.untouched()
+        view_builder.untouched()
         layer.store_extras(view.extras)

@@ -11,40 +11,44 @@ from kvbench.engine.cache import RaggedCache
 from kvbench.engine.channels import channel_order, reordered
 from kvbench.engine.clock import now
 from kvbench.engine.codes import Coding
-from kvbench.engine.decide import Cut, Decision
+from kvbench.engine.decide import Decision, EvictionStep
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.reading import readings
-from kvbench.engine.upkeep import Upkeep, goes_on, spare
+from kvbench.engine.upkeep import EvictionState, goes_on, spare_entries
 from kvbench.plugin import ModelInfo, Policy
 
 
-def compress_cache(cut: Cut, target: RaggedCache, reserve: int | None = None) -> None:
-    """Compress all layers of `cut.cache` into `target`, which can be the same cache.
+def compress_cache(
+    eviction_step: EvictionStep, target_cache: RaggedCache, reserve: int | None = None
+) -> None:
+    """Compress all layers of `eviction_step.cache` into `target_cache`, possibly the same cache.
 
     Args:
-        cut: What to do.
-        target: Receives the packed layers and the counts.
+        eviction_step: What to do.
+        target_cache: Receives the packed layers and the counts.
         reserve: Free rows behind every segment.
 
     Raises:
         BudgetError: The policy did not keep exactly its budget.
     """
-    layers = list(zip(cut.cache.ragged, target.ragged, strict=True))
-    decisions = _decisions(cut)
-    for i, ((layer, into), decision) in enumerate(zip(layers, decisions, strict=True)):
-        pack_layer(cut, i, layer, into, decision, reserve)
-    record_counts([cut], target)
+    layers = list(zip(eviction_step.cache.ragged, target_cache.ragged, strict=True))
+    decisions = _decisions(eviction_step)
+    for layer_index, ((source_layer, target_layer), decision) in enumerate(
+        zip(layers, decisions, strict=True)
+    ):
+        pack_layer(eviction_step, layer_index, source_layer, target_layer, decision, reserve)
+    record_counts([eviction_step], target_cache)
 
 
 def compress_together(
-    cuts: Sequence[Cut], target: RaggedCache, reserve: int | None = None
+    steps: Sequence[EvictionStep], target_cache: RaggedCache, reserve: int | None = None
 ) -> list[float]:
     """Compress one cache in several ways, with one packing per layer for all of them.
 
     Args:
-        cuts: What to do: compressions of the same cache that store entries as they are, without
-            per-entry state. Their budgets become the sequences of `target`, in this order.
-        target: Receives the packed layers and the counts.
+        steps: What to do: compressions of the same cache that store entries as they are, without
+            per-entry state. Their budgets become the sequences of `target_cache`, in this order.
+        target_cache: Receives the packed layers and the counts.
         reserve: Free rows behind every segment.
 
     Returns:
@@ -53,112 +57,145 @@ def compress_together(
     Raises:
         BudgetError: A policy did not keep exactly its budget.
     """
-    made: list[list[Tensor]] = []
+    entry_masks: list[list[Tensor]] = []
     seconds: list[float] = []
-    for cut in cuts:
-        began = now(cut.seeds.device)
-        made.append([decision.keep for decision in _decisions(cut)])
-        seconds.append(now(cut.seeds.device) - began)
-    layers = zip(cuts[0].cache.ragged, target.ragged, zip(*made, strict=True), strict=True)
-    for source, into, keeps in layers:
-        into.state = [{} for cut in cuts for _ in cut.budget]
-        _pack(source, into, Decision(torch.cat(keeps), {}), reserve)
-    record_counts(cuts, target)
+    for step in steps:
+        started = now(step.seeds.device)
+        entry_masks.append([decision.keep for decision in _decisions(step)])
+        seconds.append(now(step.seeds.device) - started)
+    layers = zip(
+        steps[0].cache.ragged, target_cache.ragged, zip(*entry_masks, strict=True), strict=True
+    )
+    for source_layer, target_layer, layer_masks in layers:
+        target_layer.state = [{} for step in steps for _ in step.budget]
+        _pack(source_layer, target_layer, Decision(torch.cat(layer_masks), {}), reserve)
+    record_counts(steps, target_cache)
     return seconds
 
 
-def _decisions(cut: Cut) -> Iterator[Decision]:
+def _decisions(eviction_step: EvictionStep) -> Iterator[Decision]:
     """Decide for every layer, one after the other where the policy's shares allow it."""
-    layers = list(enumerate(cut.cache.ragged))
-    if cut.keeps_all:
-        yield from (cut.whole(cut.view(layer, i)) for i, layer in layers)
-    elif cut.by_layer:
-        yield from (cut.layer(cut.view(layer, i)) for i, layer in layers)
+    layers = list(enumerate(eviction_step.cache.ragged))
+    if eviction_step.keeps_all:
+        yield from (
+            eviction_step.keep_everything(eviction_step.view(layer, layer_index))
+            for layer_index, layer in layers
+        )
+    elif eviction_step.by_layer:
+        yield from (
+            eviction_step.layer(eviction_step.view(layer, layer_index))
+            for layer_index, layer in layers
+        )
     else:
-        yield from cut.model([cut.view(layer, i) for i, layer in layers])
+        yield from eviction_step.model(
+            [eviction_step.view(layer, layer_index) for layer_index, layer in layers]
+        )
 
 
-def _pack(source: RaggedLayer, target: RaggedLayer, kept: Decision, reserve: int | None) -> None:
+def _pack(
+    source_layer: RaggedLayer, target_layer: RaggedLayer, decision: Decision, reserve: int | None
+) -> None:
     """Pack what is kept of a dense layer; a decision without K and V takes the layer's."""
-    assert source.key is not None and source.value is not None
-    key = source.key if kept.key is None else kept.key
-    value = source.value if kept.value is None else kept.value
-    target.seen, target.dim, target.scale = source.seen, source.dim, source.scale
-    target.dtype, target.device = source.dtype, source.device
-    target.is_initialized = True
+    assert source_layer.key is not None and source_layer.value is not None
+    key = source_layer.key if decision.key is None else decision.key
+    value = source_layer.value if decision.value is None else decision.value
+    target_layer.seen, target_layer.dim, target_layer.scale = (
+        source_layer.seen,
+        source_layer.dim,
+        source_layer.scale,
+    )
+    target_layer.dtype, target_layer.device = source_layer.dtype, source_layer.device
+    target_layer.is_initialized = True
     columns = torch.arange(key.shape[2], device=key.device).expand(key.shape[:3])
-    target.pack(key, value, kept.keep, columns, kept.extras, reserve)
+    target_layer.pack(key, value, decision.keep, columns, decision.extras, reserve)
 
 
 def pack_layer(
-    cut: Cut,
-    index: int,
-    source: RaggedLayer,
-    target: RaggedLayer,
+    eviction_step: EvictionStep,
+    layer_index: int,
+    source_layer: RaggedLayer,
+    target_layer: RaggedLayer,
     decision: Decision,
     reserve: int | None = None,
 ) -> None:
     """Pack the entries of one dense layer that a decision keeps.
 
     Args:
-        cut: The compression that the decision belongs to.
-        index: Index of the layer among the full-attention layers.
-        source: The dense layer.
-        target: Receives the entries; can be the same layer.
+        eviction_step: The compression that the decision belongs to.
+        layer_index: Index of the layer among the full-attention layers.
+        source_layer: The dense layer.
+        target_layer: Receives the entries; can be the same layer.
         decision: What to keep.
         reserve: Free rows behind every segment.
     """
-    target.state = cut.state_of(index)
-    target.coding = Coding.of(cut.policy)
-    if cut.policy.key_channels < 1:
-        assert target.coding is not None and source.key is not None
-        key = source.key if decision.key is None else decision.key
-        width = target.coding.width(source.dim)
-        target.order = channel_order(cut.channel_queries(index), key, decision.keep, width)
-        decision = decision._replace(key=reordered(key, target.order))
-    _pack(source, target, decision, reserve)
+    target_layer.state = eviction_step.state_of(layer_index)
+    target_layer.coding = Coding.of(eviction_step.policy)
+    if eviction_step.policy.key_channels < 1:
+        assert target_layer.coding is not None and source_layer.key is not None
+        key = source_layer.key if decision.key is None else decision.key
+        channel_count = target_layer.coding.width(source_layer.dim)
+        target_layer.order = channel_order(
+            eviction_step.channel_queries(layer_index), key, decision.keep, channel_count
+        )
+        decision = decision._replace(key=reordered(key, target_layer.order))
+    _pack(source_layer, target_layer, decision, reserve)
 
 
-def record_counts(cuts: Sequence[Cut], target: RaggedCache) -> None:
+def record_counts(eviction_steps: Sequence[EvictionStep], target_cache: RaggedCache) -> None:
     """Record how many entries are held after compressions, and check the numbers.
 
     Args:
-        cuts: The compressions; the sequences of `target` are theirs in this order.
-        target: What they have made.
+        eviction_steps: The compressions; the sequences of `target_cache` are theirs in this order.
+        target_cache: What they have made.
 
     Raises:
         BudgetError: A policy did not keep exactly its budget.
     """
-    target.budget_entries, target.held_entries = [], []
-    for cut in cuts:
-        first = len(target.held_entries)
-        held = [target.live_entries(first + row) for row in range(len(cut.budget))]
-        cut.check(held)
-        target.budget_entries += cut.total
-        target.held_entries += held
+    target_cache.budget_entries, target_cache.held_entries = [], []
+    for eviction_step in eviction_steps:
+        first_sequence = len(target_cache.held_entries)
+        entry_counts = [
+            target_cache.live_entries(first_sequence + sequence_index)
+            for sequence_index in range(len(eviction_step.budget))
+        ]
+        eviction_step.check(entry_counts)
+        target_cache.budget_entries += eviction_step.total
+        target_cache.held_entries += entry_counts
 
 
 # --- between cuts ---------------------------------------------------------------------------------
 
 
-def start_upkeep(cut: Cut, cache: RaggedCache, budget: list[int]) -> None:
+def start_eviction_state(
+    eviction_step: EvictionStep, cache: RaggedCache, budget: list[int]
+) -> None:
     """Set up what a newly packed cache needs between cuts; free what only the prefill needed.
 
     Args:
-        cut: The first compression.
+        eviction_step: The first compression.
         cache: The packed cache.
         budget: Mean entries per (layer, head) that later cuts leave, for every sequence; with a
             reader, the entries that a query reads.
     """
-    policy = cut.policy
-    if cut.moment != "turns":  # the first turn reads everything, as nothing is cut before it
-        read_few(cache, policy, cut.info, budget)
-    if not goes_on(policy, cut.moment):
+    policy = eviction_step.policy
+    if (
+        eviction_step.moment != "turns"
+    ):  # the first turn reads everything, as nothing is cut before it
+        read_few(cache, policy, eviction_step.info, budget)
+    if not goes_on(policy, eviction_step.moment):
         cache.observers, cache.token_observers = {}, {}
         return
-    held = [cache.live_entries(row) for row in range(cache.batch)]
-    live = [cache.live_bytes(row) for row in range(cache.batch)]
-    cache.upkeep = Upkeep(policy, cut.info, cut.moment, budget, cut.seeds, peak=held, live=live)
+    entry_counts = [cache.live_entries(sequence_index) for sequence_index in range(cache.batch)]
+    byte_counts = [cache.live_bytes(sequence_index) for sequence_index in range(cache.batch)]
+    cache.upkeep = EvictionState(
+        policy,
+        eviction_step.info,
+        eviction_step.moment,
+        budget,
+        eviction_step.seeds,
+        peak=entry_counts,
+        live=byte_counts,
+    )
     cache.observers = {
         need: observer
         for need, observer in cache.observers.items()
@@ -180,118 +217,167 @@ def read_few(cache: RaggedCache, policy: Policy, info: ModelInfo, budget: Sequen
     """
     cache.readings = readings(policy, info, budget)
     if cache.readings:
-        held = [cache.live_entries(row) for row in range(cache.batch)]
-        for how, n in zip(cache.readings, held, strict=True):
-            how.check(n // (info.layers * info.kv_heads))
+        entry_counts = [cache.live_entries(sequence_index) for sequence_index in range(cache.batch)]
+        for reading, entry_count in zip(cache.readings, entry_counts, strict=True):
+            reading.check(entry_count // (info.layers * info.kv_heads))
         cache.budget_entries = [
-            min(how.total, n) for how, n in zip(cache.readings, held, strict=True)
+            min(reading.total, entry_count)
+            for reading, entry_count in zip(cache.readings, entry_counts, strict=True)
         ]
 
 
-def after_forward(cache: RaggedCache, tokens: int) -> None:
+def after_forward(cache: RaggedCache, column_count: int) -> None:
     """Note what a cache holds after a forward, and cut the sequences that are due.
 
     Args:
         cache: A cache with an upkeep.
-        tokens: Columns of the forward. A chunk of a prefill has more than one.
+        column_count: Columns of the forward. A chunk of a prefill has more than one.
     """
-    upkeep = cache.upkeep
-    assert upkeep is not None
-    held = [cache.live_entries(row) for row in range(cache.batch)]
-    upkeep.peak = [max(p, h) for p, h in zip(upkeep.peak, held, strict=True)]
-    live = [cache.live_bytes(row) for row in range(cache.batch)]
-    upkeep.live = [max(p, h) for p, h in zip(upkeep.live, live, strict=True)]
-    taken = [cache.allocated_bytes(row) for row in range(cache.batch)]
-    upkeep.room = [max(p, h) for p, h in zip(upkeep.room or taken, taken, strict=True)]
-    if upkeep.moment == "decode":
-        least = upkeep.heads * spare(upkeep.policy, upkeep.moment)
-        due = [r for r, h in enumerate(held) if h >= upkeep.heads * upkeep.budget[r] + least]
-        if due:
-            cut_back(cache, due)
-    elif upkeep.moment == "chunked" and tokens > 1:
+    eviction_state = cache.upkeep
+    assert eviction_state is not None
+    entry_counts = [cache.live_entries(sequence_index) for sequence_index in range(cache.batch)]
+    eviction_state.peak = [
+        max(peak, current) for peak, current in zip(eviction_state.peak, entry_counts, strict=True)
+    ]
+    byte_counts = [cache.live_bytes(sequence_index) for sequence_index in range(cache.batch)]
+    eviction_state.live = [
+        max(peak, current) for peak, current in zip(eviction_state.live, byte_counts, strict=True)
+    ]
+    allocated = [cache.allocated_bytes(sequence_index) for sequence_index in range(cache.batch)]
+    eviction_state.room = [
+        max(peak, current)
+        for peak, current in zip(eviction_state.room or allocated, allocated, strict=True)
+    ]
+    if eviction_state.moment == "decode":
+        spare_total = eviction_state.heads * spare_entries(
+            eviction_state.policy, eviction_state.moment
+        )
+        due_sequences = [
+            sequence_number
+            for sequence_number, current in enumerate(entry_counts)
+            if current
+            >= eviction_state.heads * eviction_state.budget[sequence_number] + spare_total
+        ]
+        if due_sequences:
+            evict_sequences(cache, due_sequences)
+    elif eviction_state.moment == "chunked" and column_count > 1:
         restore(cache, range(cache.batch))
 
 
-def restore(cache: RaggedCache, rows: Iterable[int]) -> None:
+def restore(cache: RaggedCache, sequence_indices: Iterable[int]) -> None:
     """Cut back the given sequences that hold more than their budget."""
-    upkeep = cache.upkeep
-    if upkeep is None:
+    eviction_state = cache.upkeep
+    if eviction_state is None:
         return
-    due = [row for row in rows if cache.live_entries(row) > upkeep.heads * upkeep.budget[row]]
-    if due:
-        cut_back(cache, due)
+    due_sequences = [
+        sequence_index
+        for sequence_index in sequence_indices
+        if cache.live_entries(sequence_index)
+        > eviction_state.heads * eviction_state.budget[sequence_index]
+    ]
+    if due_sequences:
+        evict_sequences(cache, due_sequences)
 
 
-def cut_back(cache: RaggedCache, rows: Sequence[int]) -> None:
+def evict_sequences(cache: RaggedCache, sequence_indices: Sequence[int]) -> None:
     """Cut sequences of a packed cache back to their budgets; the others keep all entries.
 
     Raises:
         BudgetError: The policy did not keep exactly its budget.
     """
-    upkeep = cache.upkeep
-    assert upkeep is not None
-    began = now(upkeep.seeds.device)
+    eviction_state = cache.upkeep
+    assert eviction_state is not None
+    started = now(eviction_state.seeds.device)
     # On a CPU every sequence is cut alone, so that its bits do not depend on its batch.
-    alone = cache.valid is not None and cache.valid.device.type == "cpu"
-    groups = [[row] for row in rows] if alone else _by_merger_state(cache, rows)
-    _cut_groups(
+    evicts_singly = cache.valid is not None and cache.valid.device.type == "cpu"
+    sequence_groups = (
+        [[sequence_index] for sequence_index in sequence_indices]
+        if evicts_singly
+        else _by_merger_state(cache, sequence_indices)
+    )
+    _evict_groups(
         [
-            Cut(
-                upkeep.policy,
+            EvictionStep(
+                eviction_state.policy,
                 cache,
-                upkeep.info,
-                upkeep.moment,
-                [upkeep.budget[r] for r in group],
-                upkeep.seeds,
-                rows=group,
-                final=upkeep.final,
-                coming=upkeep.coming,
+                eviction_state.info,
+                eviction_state.moment,
+                [eviction_state.budget[sequence_number] for sequence_number in sequence_group],
+                eviction_state.seeds,
+                rows=sequence_group,
+                final=eviction_state.final,
+                coming=eviction_state.coming,
             )
-            for group in groups
+            for sequence_group in sequence_groups
         ],
         cache,
     )
-    upkeep.seconds += now(upkeep.seeds.device) - began
+    eviction_state.seconds += now(eviction_state.seeds.device) - started
 
 
-def _by_merger_state(cache: RaggedCache, rows: Sequence[int]) -> list[list[int]]:
+def _by_merger_state(cache: RaggedCache, sequence_indices: Sequence[int]) -> list[list[int]]:
     """Group sequences by whether they were cut before: only then does a merger have state."""
-    state = cache.ragged[0].state
-    begun = [r for r in rows if state and state[r]]
-    fresh = [r for r in rows if not (state and state[r])]
-    return [group for group in (begun, fresh) if group]
+    merger_states = cache.ragged[0].state
+    started_rows = [
+        sequence_number
+        for sequence_number in sequence_indices
+        if merger_states and merger_states[sequence_number]
+    ]
+    fresh_rows = [
+        sequence_number
+        for sequence_number in sequence_indices
+        if not (merger_states and merger_states[sequence_number])
+    ]
+    return [sequence_group for sequence_group in (started_rows, fresh_rows) if sequence_group]
 
 
-def _cut_groups(cuts: Sequence[Cut], cache: RaggedCache) -> None:
+def _evict_groups(eviction_steps: Sequence[EvictionStep], cache: RaggedCache) -> None:
     """Carry out cuts of disjoint groups of sequences in one packing per layer."""
-    made: list[list[Decision]] = []
-    for cut in cuts:
-        views = [cut.view(layer, i) for i, layer in enumerate(cache.ragged)]
-        made.append([cut.layer(v) for v in views] if cut.by_layer else cut.model(views))
-    cut_rows = [row for cut in cuts for row in cut.rows or ()]
-    for i, layer in enumerate(cache.ragged):
-        _, keep = layer.padded_rows()
+    step_decisions: list[list[Decision]] = []
+    for eviction_step in eviction_steps:
+        views = [
+            eviction_step.view(layer, layer_index) for layer_index, layer in enumerate(cache.ragged)
+        ]
+        step_decisions.append(
+            [eviction_step.layer(layer_view) for layer_view in views]
+            if eviction_step.by_layer
+            else eviction_step.model(views)
+        )
+    evicted_rows = [
+        sequence_index
+        for eviction_step in eviction_steps
+        for sequence_index in eviction_step.rows or ()
+    ]
+    for layer_index, layer in enumerate(cache.ragged):
+        _, layer_mask = layer.padded_rows()
         layer.state = layer.state or [{} for _ in range(layer.batch)]
-        for cut, decisions in zip(cuts, made, strict=True):
-            assert cut.rows is not None
-            decision, state = decisions[i], cut.state_of(i)
-            rows, _ = layer.padded_rows(cut.rows)
-            chosen = rows[decision.keep]
-            for name, extra in decision.extras.items():
-                if isinstance(name, str):  # ongoing observations are in the layer already
-                    layer.extras[name][chosen] = extra[decision.keep]
+        for eviction_step, decisions in zip(eviction_steps, step_decisions, strict=True):
+            assert eviction_step.rows is not None
+            decision, merger_states = decisions[layer_index], eviction_step.state_of(layer_index)
+            row_indices, _ = layer.padded_rows(eviction_step.rows)
+            kept_rows = row_indices[decision.keep]
+            for extra_name, extra in decision.extras.items():
+                if isinstance(extra_name, str):  # ongoing observations are in the layer already
+                    layer.extras[extra_name][kept_rows] = extra[decision.keep]
             if decision.key is not None and decision.value is not None:
-                kept = decision.keep
-                key = reordered(decision.key, layer.order_of(cut.rows))
-                layer.overwrite(chosen, key[kept], decision.value[kept])
-            keep[cut.rows, :, : rows.shape[2]] = decision.keep
-            for row, held_state in zip(cut.rows, state, strict=True):
-                layer.state[row] = held_state
-        layer.evict(keep, cut_rows)
+                entry_mask = decision.keep
+                key = reordered(decision.key, layer.order_of(eviction_step.rows))
+                layer.overwrite(kept_rows, key[entry_mask], decision.value[entry_mask])
+            layer_mask[eviction_step.rows, :, : row_indices.shape[2]] = decision.keep
+            for sequence_index, merger_state in zip(eviction_step.rows, merger_states, strict=True):
+                layer.state[sequence_index] = merger_state
+        layer.evict(layer_mask, evicted_rows)
     cache.budget_entries = [*(cache.budget_entries or [0] * cache.batch)]
     cache.held_entries = [*(cache.held_entries or [0] * cache.batch)]
-    for cut in cuts:
-        held_now = [cache.live_entries(row) for row in cut.rows or ()]
-        cut.check(held_now)
-        for row, total, count in zip(cut.rows or (), cut.total, held_now, strict=True):
-            cache.budget_entries[row], cache.held_entries[row] = total, count
+    for eviction_step in eviction_steps:
+        entry_counts = [
+            cache.live_entries(sequence_index) for sequence_index in eviction_step.rows or ()
+        ]
+        eviction_step.check(entry_counts)
+        for sequence_index, entry_budget, entry_count in zip(
+            eviction_step.rows or (), eviction_step.total, entry_counts, strict=True
+        ):
+            cache.budget_entries[sequence_index], cache.held_entries[sequence_index] = (
+                entry_budget,
+                entry_count,
+            )

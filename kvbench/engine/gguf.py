@@ -71,27 +71,29 @@ class _Header:
     splits_digits: bool
 
 
-def gguf_packages(name: str) -> tuple[str, ...]:
+def gguf_packages(model: str) -> tuple[str, ...]:
     """Packages whose versions can change what a model's GGUF file is converted into."""
-    return ("gguf",) if is_gguf(resolve_model(name)) else ()
+    return ("gguf",) if is_gguf(resolve_model(model)) else ()
 
 
-def described(name: str, file: Path) -> Path:
+def described(model: str, gguf_path: Path) -> Path:
     """The folder with the configuration and the tokenizer of a GGUF file, without weights.
 
     Args:
-        name: The model as the user named it, for messages.
-        file: The GGUF file.
+        model: The model as the user named it, for messages.
+        gguf_path: The GGUF file.
 
     Raises:
         UserError: A package is missing, or the file cannot be read or converted.
     """
-    target = _copies(name, file) / "description"
-    if not target.is_dir():
-        header = _read_header(name, file)
-        with _conversion(name, header):
-            config = _unquantised(AutoConfig.from_pretrained(file.parent, gguf_file=file.name))
-            tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    target_folder = _copies(model, gguf_path) / "description"
+    if not target_folder.is_dir():
+        header = _read_header(model, gguf_path)
+        with _conversion(model, header):
+            config = _unquantised(
+                AutoConfig.from_pretrained(gguf_path.parent, gguf_file=gguf_path.name)
+            )
+            tokenizer = AutoTokenizer.from_pretrained(gguf_path.parent, gguf_file=gguf_path.name)
         if header.splits_digits:
             tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
                 [
@@ -99,114 +101,114 @@ def described(name: str, file: Path) -> Path:
                     pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
                 ]
             )
-        with replacing_folder(target) as folder:
+        with replacing_folder(target_folder) as folder:
             config.save_pretrained(folder)
             GenerationConfig.from_model_config(config).save_pretrained(folder)
             tokenizer.save_pretrained(folder)
-    return target
+    return target_folder
 
 
-def converted(name: str, file: Path, dtype: torch.dtype) -> Path:
+def converted(model_name: str, gguf_path: Path, dtype: torch.dtype) -> Path:
     """The folder with the whole model of a GGUF file, with dequantised weights.
 
     Args:
-        name: The model as the user named it, for messages.
-        file: The GGUF file.
+        model_name: The model as the user named it, for messages.
+        gguf_path: The GGUF file.
         dtype: The dtype of the converted weights. They are dequantised in float32 and rounded once.
 
     Raises:
         UserError: A package is missing, the disk is full, or the file cannot be read or
             converted.
     """
-    target = _copies(name, file) / str(dtype).removeprefix("torch.")
-    if not target.is_dir():
-        description = described(name, file)
-        header = _read_header(name, file)
-        _check_disk(name, target, header.numbers * dtype.itemsize)
-        with _conversion(name, header):
+    target_folder = _copies(model_name, gguf_path) / str(dtype).removeprefix("torch.")
+    if not target_folder.is_dir():
+        description = described(model_name, gguf_path)
+        header = _read_header(model_name, gguf_path)
+        _check_disk(model_name, target_folder, header.numbers * dtype.itemsize)
+        with _conversion(model_name, header):
             loader: Any = AutoModelForCausalLM  # its stubs do not know output_loading_info
             model, report = loader.from_pretrained(
-                file.parent, gguf_file=file.name, dtype=dtype, output_loading_info=True
+                gguf_path.parent, gguf_file=gguf_path.name, dtype=dtype, output_loading_info=True
             )
-            plain = _plain_model(model)
-        check_weights(name, plain, report, quantised="")
-        with replacing_folder(target) as folder:
-            plain.save_pretrained(folder)
-            other = shutil.ignore_patterns("config.json", "generation_config.json")
-            shutil.copytree(description, folder, ignore=other, dirs_exist_ok=True)
-    return target
+            plain_model = _plain_model(model)
+        check_weights(model_name, plain_model, report, quantised="")
+        with replacing_folder(target_folder) as folder:
+            plain_model.save_pretrained(folder)
+            ignore_configs = shutil.ignore_patterns("config.json", "generation_config.json")
+            shutil.copytree(description, folder, ignore=ignore_configs, dirs_exist_ok=True)
+    return target_folder
 
 
-def _copies(name: str, file: Path) -> Path:
+def _copies(model: str, gguf_path: Path) -> Path:
     """The folder of the copies of a file that the installed versions of the software make."""
     missing = [package for package in PACKAGES if importlib.util.find_spec(package) is None]
     if missing:
         raise UserError(
-            f"model {name}: a GGUF file needs {' and '.join(missing)}; run "
+            f"model {model}: a GGUF file needs {' and '.join(missing)}; run "
             "pip install 'kvbench[gguf]'"
         )
     if Version(version("transformers")) < Version(OLDEST_TRANSFORMERS):
         raise UserError(
-            f"model {name}: a GGUF file needs transformers {OLDEST_TRANSFORMERS} or later; run "
+            f"model {model}: a GGUF file needs transformers {OLDEST_TRANSFORMERS} or later; run "
             "pip install --upgrade transformers"
         )
-    software = f"v{_CONVERSION}-transformers-{version('transformers')}-gguf-{version('gguf')}"
-    return cache_dir() / "gguf" / model_digest(str(file)) / software
+    software_name = f"v{_CONVERSION}-transformers-{version('transformers')}-gguf-{version('gguf')}"
+    return cache_dir() / "gguf" / model_digest(str(gguf_path)) / software_name
 
 
-def _read_header(name: str, file: Path) -> _Header:
+def _read_header(model: str, path: Path) -> _Header:
     """Read what decides whether and how a file can be converted.
 
     Raises:
         UserError: The file is not a whole GGUF model, or transformers would ignore a part of it.
     """
     try:
-        with file.open("rb") as opened:
-            magic = opened.read(len(_MAGIC))
+        with path.open("rb") as handle:
+            magic = handle.read(len(_MAGIC))
         if magic != _MAGIC:
-            raise UserError(f"model {name}: {file.name} is not a GGUF file")
-        reader = _bounded_reader(file)
+            raise UserError(f"model {model}: {path.name} is not a GGUF file")
+        reader = _bounded_reader(path)
         tensors = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors}
-        metadata = {key: field.contents() for key, field in reader.fields.items()}
+        metadata = {field_name: field.contents() for field_name, field in reader.fields.items()}
     except OSError as error:
-        raise UserError(f"model {name}: cannot read {file}: {error.strerror}") from None
+        raise UserError(f"model {model}: cannot read {path}: {error.strerror}") from None
     except UserError:
         raise
     except Exception as error:  # the reader checks no bounds, so any of its statements can fail
         raise UserError(
-            f"model {name}: {file.name} is truncated, damaged or of an unknown version: "
+            f"model {model}: {path.name} is truncated, damaged or of an unknown version: "
             f"{first_lines(error)}"
         ) from None
 
-    def value(key: str, default: Any) -> Any:
-        found = metadata.get(key, default)
-        if type(found) is not type(default):
+    def typed_value(field_name: str, default: Any) -> Any:
+        stored = metadata.get(field_name, default)
+        if type(stored) is not type(default):
             raise UserError(
-                f"model {name}: {file.name} is damaged: {key} has the type "
-                f"{type(found).__name__} instead of {type(default).__name__}"
+                f"model {model}: {path.name} is damaged: {field_name} has the type "
+                f"{type(stored).__name__} instead of {type(default).__name__}"
             )
-        return found
+        return stored
 
-    architecture = value("general.architecture", "")
-    if value("split.count", 1) > 1:
+    architecture = typed_value("general.architecture", "")
+    if typed_value("split.count", 1) > 1:
         raise UserError(
-            f"model {name}: {file.name} is one part of several; join them with llama-gguf-split "
+            f"model {model}: {path.name} is one part of several; join them with llama-gguf-split "
             "--merge"
         )
-    scaling = value(f"{architecture}.rope.scaling.type", "none")
+    scaling = typed_value(f"{architecture}.rope.scaling.type", "none")
     if scaling != "none" or any(tensor.startswith("rope_") for tensor in tensors):
         raise UserError(
-            f"model {name}: {file.name} scales its rotary embeddings, which transformers does not "
+            f"model {model}: {path.name} scales its rotary embeddings, which transformers does not "
             "read from GGUF files; use the model in safetensors format"
         )
     return _Header(
         architecture=architecture,
         numbers=sum(tensors.values()),
-        splits_digits=value("tokenizer.ggml.pre", "") in _DIGIT_SPLITS,
+        splits_digits=typed_value("tokenizer.ggml.pre", "") in _DIGIT_SPLITS,
     )
 
 
-def _bounded_reader(file: Path) -> Any:
+def _bounded_reader(gguf_path: Path) -> Any:
     """The reader of `gguf`, which stops where it is told to read what the file does not have.
 
     By itself it takes what lies beyond the end of the file as empty, and a damaged count of items
@@ -216,39 +218,39 @@ def _bounded_reader(file: Path) -> Any:
 
     class Bounded(GGUFReader):
         def _get(self, offset: int, dtype: Any, count: int = 1, *more: Any, **options: Any) -> Any:
-            found = super()._get(offset, dtype, count, *more, **options)
-            if len(found) != int(count):
+            items = super()._get(offset, dtype, count, *more, **options)
+            if len(items) != int(count):
                 raise ValueError(f"it ends at byte {len(self.data)}, within a value")
-            return found
+            return items
 
         def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
             if raw_type == GGUFValueType.ARRAY:
-                items = int(super()._get(orig_offs + 4, np.uint64)[0])
-                if items > min(_MOST_ITEMS, len(self.data) - orig_offs):
-                    raise ValueError(f"an array of its metadata has {items} items")
+                item_count = int(super()._get(orig_offs + 4, np.uint64)[0])
+                if item_count > min(_MOST_ITEMS, len(self.data) - orig_offs):
+                    raise ValueError(f"an array of its metadata has {item_count} items")
             return super()._get_field_parts(orig_offs, raw_type)
 
-    return Bounded(file)
+    return Bounded(gguf_path)
 
 
-def _check_disk(name: str, target: Path, needed: int) -> None:
-    """Refuse to write `needed` bytes if the disk of the cache has no room for them.
+def _check_disk(model: str, target_folder: Path, required: int) -> None:
+    """Refuse to write `required` bytes if the disk of the cache has no room for them.
 
     Raises:
         UserError: There is not enough room.
     """
-    existing = next(folder for folder in target.parents if folder.is_dir())
-    free = shutil.disk_usage(existing).free
-    if free < needed + _SPARE:
+    existing_folder = next(folder for folder in target_folder.parents if folder.is_dir())
+    free = shutil.disk_usage(existing_folder).free
+    if free < required + _SPARE:
         raise UserError(
-            f"model {name}: the converted copy needs {(needed + _SPARE) / 1e9:.2f} GB in "
+            f"model {model}: the converted copy needs {(required + _SPARE) / 1e9:.2f} GB in "
             f"{cache_dir()}, which has {free / 1e9:.2f} GB free; make room, or set KVBENCH_CACHE "
             "to another folder"
         )
 
 
 @contextlib.contextmanager
-def _conversion(name: str, header: _Header) -> Iterator[None]:
+def _conversion(model: str, header: _Header) -> Iterator[None]:
     """Keep transformers quiet, and turn what it raises into one line.
 
     Raises:
@@ -263,7 +265,7 @@ def _conversion(name: str, header: _Header) -> Iterator[None]:
         if out_of_memory(error):
             raise
         raise UserError(
-            f"model {name}: transformers {version('transformers')} cannot read this GGUF file "
+            f"model {model}: transformers {version('transformers')} cannot read this GGUF file "
             f"(architecture {header.architecture}): {first_lines(error)}"
         ) from error
 
@@ -279,7 +281,7 @@ def _plain_model(model: nn.Module) -> Any:
     """A model with the same weights that transformers does not regard as quantised."""
     config = _unquantised(model.config)
     with torch.device("meta"):
-        plain: Any = type(model)(config)
-    plain.load_state_dict(model.state_dict(), assign=True)
-    plain.tie_weights()
-    return plain
+        plain_model: Any = type(model)(config)
+    plain_model.load_state_dict(model.state_dict(), assign=True)
+    plain_model.tie_weights()
+    return plain_model

@@ -26,45 +26,47 @@ class _Watched(NamedTuple):
         tensor: The tensor.
         start: Where its memory began.
         table: See `_table`; None if the tensor is not contiguous and has to be copied for it.
-        was: The checksum.
+        first_sums: The checksum.
     """
 
     name: str
     tensor: Tensor
     start: int
     table: tuple[Tensor, Tensor] | None
-    was: list[Tensor]
+    first_sums: list[Tensor]
 
     def now(self) -> list[Tensor]:
         """The checksum as it is now."""
         return _sums(*(_table(self.tensor) if self.table is None else self.table))
 
 
-def checksum(x: Tensor) -> Tensor:
+def checksum(tensor: Tensor) -> Tensor:
     """Return sums over the bits of a tensor, int64.
 
     Sums of integers are exact in any order: an unchanged tensor always has the same checksum.
     """
-    return torch.cat(_sums(*_table(x)))
+    return torch.cat(_sums(*_table(tensor)))
 
 
-def _table(x: Tensor) -> tuple[Tensor, Tensor]:
+def _table(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """The bits of a tensor as rows of 509 numbers and a rest; the same memory if contiguous."""
-    x = x.detach()
-    if not x.is_contiguous():
-        for axis, stride in enumerate(x.stride()):
+    tensor = tensor.detach()
+    if not tensor.is_contiguous():
+        for axis, stride in enumerate(tensor.stride()):
             if stride == 0:  # an expanded axis repeats the same memory
-                x = x.narrow(axis, 0, min(1, x.shape[axis]))
-    flat = x.contiguous().view(-1)
-    size = flat.element_size()
-    aligned = not (len(flat) * size % 8 or flat.storage_offset() * size % 8)
-    bits = flat.view(torch.int64 if aligned else torch.uint8)
-    whole = len(bits) // _WIDTH * _WIDTH
-    return bits[:whole].view(-1, _WIDTH), bits[whole:]
+                tensor = tensor.narrow(axis, 0, min(1, tensor.shape[axis]))
+    flat_tensor = tensor.contiguous().view(-1)
+    item_bytes = flat_tensor.element_size()
+    is_aligned = not (
+        len(flat_tensor) * item_bytes % 8 or flat_tensor.storage_offset() * item_bytes % 8
+    )
+    bits = flat_tensor.view(torch.int64 if is_aligned else torch.uint8)
+    table_size = len(bits) // _WIDTH * _WIDTH
+    return bits[:table_size].view(-1, _WIDTH), bits[table_size:]
 
 
-def _sums(table: Tensor, rest: Tensor) -> list[Tensor]:
-    return [table.sum(0), rest.long()]
+def _sums(table: Tensor, remainder: Tensor) -> list[Tensor]:
+    return [table.sum(0), remainder.long()]
 
 
 class Ledger:
@@ -74,38 +76,47 @@ class Ledger:
         self._watched: dict[torch.device, list[_Watched]] = {}
         self._known: dict[Hashable, Tensor] = {}
 
-    def add(self, name: str, tensor: Tensor) -> None:
+    def add(self, tensor_name: str, tensor: Tensor) -> None:
         """Watch a tensor that no policy has been able to write to so far."""
         if tensor.device.type == "meta":  # accelerate keeps such weights elsewhere
             return
         if hasattr(tensor, "__tensor_flatten__"):  # a quantised weight consists of several tensors
-            for part in tensor.__tensor_flatten__()[0]:
-                self.add(name, getattr(tensor, part))
+            for inner_name in tensor.__tensor_flatten__()[0]:
+                self.add(tensor_name, getattr(tensor, inner_name))
             return
         table = _table(tensor)
-        was = [table[0].sum(0), table[1].to(torch.int64, copy=True)]
-        shared = table if tensor.is_contiguous() else None
-        watched = _Watched(name, tensor, tensor.data_ptr(), shared, was)
+        first_sums = [table[0].sum(0), table[1].to(torch.int64, copy=True)]
+        shared_table = table if tensor.is_contiguous() else None
+        watched = _Watched(tensor_name, tensor, tensor.data_ptr(), shared_table, first_sums)
         self._watched.setdefault(tensor.device, []).append(watched)
 
-    def once(self, key: Hashable, name: str, make: Callable[[], Tensor]) -> Tensor:
+    def once(self, key: Hashable, tensor_name: str, make_tensor: Callable[[], Tensor]) -> Tensor:
         """Return the tensor of a key; it is made and watched the first time."""
         if key not in self._known:
-            self._known[key] = make()
-            self.add(name, self._known[key])
+            self._known[key] = make_tensor()
+            self.add(tensor_name, self._known[key])
         return self._known[key]
 
     def changed(self) -> str:
         """Return the name of a tensor that has changed, or an empty string; a GPU waits once."""
         for watched in self._watched.values():
-            moved = (w.name for w in watched if w.tensor.data_ptr() != w.start)
-            if name := next(moved, ""):
-                return name
-            now = [part for w in watched for part in w.now()]
-            was = [part for w in watched for part in w.was]
-            if not torch.equal(torch.cat(now), torch.cat(was)):
-                pairs = ((w.name, zip(w.now(), w.was, strict=True)) for w in watched)
-                return next(n for n, sums in pairs if not all(a.equal(b) for a, b in sums))
+            moved_names = (
+                entry.name for entry in watched if entry.tensor.data_ptr() != entry.start
+            )
+            if moved_name := next(moved_names, ""):
+                return moved_name
+            current_sums = [column_sums for entry in watched for column_sums in entry.now()]
+            first_sums = [column_sums for entry in watched for column_sums in entry.first_sums]
+            if not torch.equal(torch.cat(current_sums), torch.cat(first_sums)):
+                pairs = (
+                    (entry.name, zip(entry.now(), entry.first_sums, strict=True))
+                    for entry in watched
+                )
+                return next(
+                    tensor_name
+                    for tensor_name, sum_pairs in pairs
+                    if not all(current.equal(initial) for current, initial in sum_pairs)
+                )
         return ""
 
 
@@ -123,35 +134,39 @@ class Weights:
 
     def _note(self) -> None:
         self._held, self._ledger = list(_weights(self._model)), Ledger()
-        for name, held, key in self._held:
-            self._ledger.add(name, held[key])
-        self._tensors = [held[key] for _, held, key in self._held]
+        for tensor_name, module_tensors, tensor_key in self._held:
+            self._ledger.add(tensor_name, module_tensors[tensor_key])
+        self._tensors = [module_tensors[tensor_key] for _, module_tensors, tensor_key in self._held]
 
     def changed(self) -> str:
         """Return the name of a parameter that was changed or replaced, or an empty string."""
-        for (name, held, key), tensor in zip(self._held, self._tensors, strict=True):
-            if held.get(key) is not tensor:
-                return name
+        for (tensor_name, module_tensors, tensor_key), tensor in zip(
+            self._held, self._tensors, strict=True
+        ):
+            if module_tensors.get(tensor_key) is not tensor:
+                return tensor_name
         return self._ledger.changed()
 
-    def restore(self, name: str) -> None:
+    def restore(self, parameter_name: str) -> None:
         """Load the model's parameters again, after a policy has changed some.
 
         Args:
-            name: The parameter that was changed.
+            parameter_name: The parameter that was changed.
 
         Raises:
             UserError: They cannot be loaded again here.
         """
         if self._reload is None:
-            raise UserError(f"a policy changed the model's parameter {name}; run without it")
+            raise UserError(
+                f"a policy changed the model's parameter {parameter_name}; run without it"
+            )
         for module in self._model.modules():  # free the memory for the copy
             for tensors in (module._parameters, module._buffers):
                 tensors.update(dict.fromkeys(tensors))
         self._held, self._tensors, self._ledger = [], [], Ledger()
-        for path, module in self._reload().named_modules():
-            own: Any = self._model.get_submodule(path)
-            own._parameters, own._buffers = module._parameters, module._buffers
+        for module_path, module in self._reload().named_modules():
+            target_module: Any = self._model.get_submodule(module_path)
+            target_module._parameters, target_module._buffers = module._parameters, module._buffers
         self._note()
 
 
@@ -160,12 +175,15 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
 
     Buffers that a forward itself updates are left out.
     """
-    seen = set()
-    for path, module in model.named_modules():
-        kind = str(getattr(module, "rope_type", ""))
-        fixed = "dynamic" not in kind and "longrope" not in kind
-        for held in (module._parameters, *([module._buffers] if fixed else [])):
-            for key, tensor in held.items():
-                if tensor is not None and id(tensor) not in seen:
-                    seen.add(id(tensor))
-                    yield f"{path}.{key}".lstrip("."), held, key
+    seen_ids = set()
+    for module_path, module in model.named_modules():
+        rope_type = str(getattr(module, "rope_type", ""))
+        has_fixed_buffers = "dynamic" not in rope_type and "longrope" not in rope_type
+        for module_tensors in (
+            module._parameters,
+            *([module._buffers] if has_fixed_buffers else []),
+        ):
+            for tensor_key, tensor in module_tensors.items():
+                if tensor is not None and id(tensor) not in seen_ids:
+                    seen_ids.add(id(tensor))
+                    yield f"{module_path}.{tensor_key}".lstrip("."), module_tensors, tensor_key

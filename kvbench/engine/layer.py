@@ -113,8 +113,12 @@ class RaggedLayer(CacheLayerMixin):
         key, value = self.take_pending()
         # Contiguous: every cell picks its entries from them.
         self.key = key.contiguous() if self.key is None else torch.cat([self.key, key], dim=-2)
-        old = self.value
-        self.value = value.contiguous() if old is None else torch.cat([old, value], dim=-2)
+        previous_value = self.value
+        self.value = (
+            value.contiguous()
+            if previous_value is None
+            else torch.cat([previous_value, value], dim=-2)
+        )
         return self.key, self.value
 
     def take_pending(self) -> tuple[Tensor, Tensor]:
@@ -127,8 +131,8 @@ class RaggedLayer(CacheLayerMixin):
         self,
         key: Tensor,
         value: Tensor,
-        keep: Tensor,
-        col: Tensor,
+        entry_mask: Tensor,
+        columns: Tensor,
         extras: Mapping[str | Need, Tensor],
         reserve: int | None = None,
     ) -> None:
@@ -137,112 +141,152 @@ class RaggedLayer(CacheLayerMixin):
         Args:
             key, value: `[B, H, n, d]`, or `[1, H, n, d]` if all sequences choose from the same;
                 keys have their channels in `order`.
-            keep: Entries to keep, bool `[B, H, n]`.
-            col: Logical columns, `[B, H, n]` or `[1, H, n]`, ascending along the last axis.
+            entry_mask: Entries to keep, bool `[B, H, n]`.
+            columns: Logical columns, `[B, H, n]` or `[1, H, n]`, ascending along the last axis.
             extras: Per-entry state, `[B, H, n, ...]` each.
             reserve: Free rows behind every segment; None derives a number from what is kept.
         """
-        self.batch, self.heads, n = keep.shape
-        flat = keep.reshape(-1, n)
-        self.length = flat.sum(-1).tolist()
-        chosen = flat.reshape(-1).nonzero().squeeze(-1)
-        target = self._layout(reserve)
+        self.batch, self.heads, column_count = entry_mask.shape
+        flat_mask = entry_mask.reshape(-1, column_count)
+        self.length = flat_mask.sum(-1).tolist()
+        kept_indices = flat_mask.reshape(-1).nonzero().squeeze(-1)
+        target_rows = self._layout(reserve)
         # One gather fills the free rows too, with any entry: that is faster than to leave them out.
-        index = torch.zeros(sum(self.room), dtype=torch.int64, device=key.device)
-        index[target] = chosen
-        of_shared = index % (self.heads * n) if len(key) < self.batch else index
-        self.key, self.value = gathered(key, of_shared), gathered(value, of_shared)
-        self.col = gathered(col[..., None].to(torch.int32), of_shared).squeeze(-1)
-        self.extras = {name: gathered(held, index) for name, held in extras.items()}
+        source_indices = torch.zeros(sum(self.room), dtype=torch.int64, device=key.device)
+        source_indices[target_rows] = kept_indices
+        shared_indices = (
+            source_indices % (self.heads * column_count)
+            if len(key) < self.batch
+            else source_indices
+        )
+        self.key, self.value = gathered(key, shared_indices), gathered(value, shared_indices)
+        self.col = gathered(columns[..., None].to(torch.int32), shared_indices).squeeze(-1)
+        self.extras = {
+            extra_name: gathered(extra, source_indices) for extra_name, extra in extras.items()
+        }
         self.packed = True
         if self.coding is not None:
             self.coding.pack(self)
 
-    def append(self, rank: Tensor, valid: Tensor | None, added: Sequence[int], first: int) -> None:
+    def append(
+        self,
+        token_ranks: Tensor,
+        token_mask: Tensor | None,
+        token_counts: Sequence[int],
+        first_column: int,
+    ) -> None:
         """Store the pending K and V behind every segment of a packed layer.
 
         Args:
-            rank: Index of every column among the new tokens of its sequence, int64 `[B, n]`.
-            valid: New columns that are tokens, bool `[B, n]`; None: all.
-            added: Number of new tokens of every sequence (on the CPU).
-            first: Logical column of the first new token.
+            token_ranks: Index of every column among the new tokens of its sequence, int64 `[B, n]`.
+            token_mask: New columns that are tokens, bool `[B, n]`; None: all.
+            token_counts: Number of new tokens of every sequence (on the CPU).
+            first_column: Logical column of the first new token.
         """
-        key, value = (x.detach() for x in self.take_pending())
+        key, value = (tensor.detach() for tensor in self.take_pending())
         key = reordered(key, self.order)
         assert self.key is not None and self.value is not None
-        n = key.shape[-2]
-        new = [added[s // self.heads] for s in range(len(self.length))]
-        self.make_room(new)
-        start, length = self.bounds()
-        target = (start + length + rank[:, None]).reshape(-1)
-        col = torch.arange(first, first + n, dtype=torch.int32, device=key.device)
-        col = col.expand(self.batch, self.heads, n).reshape(-1)
+        new_columns = key.shape[-2]
+        segment_counts = [
+            token_counts[segment // self.heads] for segment in range(len(self.length))
+        ]
+        self.make_room(segment_counts)
+        segment_starts, segment_lengths = self.bounds()
+        target_rows = (segment_starts + segment_lengths + token_ranks[:, None]).reshape(-1)
+        columns = torch.arange(
+            first_column, first_column + new_columns, dtype=torch.int32, device=key.device
+        )
+        columns = columns.expand(self.batch, self.heads, new_columns).reshape(-1)
         flat_key, flat_value = key.reshape(-1, self.dim), value.reshape(-1, self.dim)
-        if valid is not None:
-            chosen = valid[:, None].expand(-1, self.heads, -1).reshape(-1)
-            target, col = target[chosen], col[chosen]
-            flat_key, flat_value = flat_key[chosen], flat_value[chosen]
-        self._appended = (target, None if valid is None else chosen)
-        self.key[target] = flat_key
-        self.value[target] = flat_value
-        self.col[target] = col
-        for held in self.extras.values():
-            held[target] = 0
-        self.length = [a + m for a, m in zip(self.length, new, strict=True)]
-        self._bounds = (start, length + (n if valid is None else valid.sum(-1)[:, None, None]))
+        if token_mask is not None:
+            is_token = token_mask[:, None].expand(-1, self.heads, -1).reshape(-1)
+            target_rows, columns = target_rows[is_token], columns[is_token]
+            flat_key, flat_value = flat_key[is_token], flat_value[is_token]
+        self._appended = (target_rows, None if token_mask is None else is_token)
+        self.key[target_rows] = flat_key
+        self.value[target_rows] = flat_value
+        self.col[target_rows] = columns
+        for extra in self.extras.values():
+            extra[target_rows] = 0
+        self.length = [
+            old_length + added_length
+            for old_length, added_length in zip(self.length, segment_counts, strict=True)
+        ]
+        self._bounds = (
+            segment_starts,
+            segment_lengths
+            + (new_columns if token_mask is None else token_mask.sum(-1)[:, None, None]),
+        )
 
-    def evict(self, keep: Tensor, rows: Sequence[int] | None = None) -> None:
+    def evict(self, entry_mask: Tensor, sequence_indices: Sequence[int] | None = None) -> None:
         """Free entries of a packed layer.
 
         Args:
-            keep: Entries to keep, bool `[B, H, n]`, in the layout of `padded_rows`.
-            rows: Sequences to cut; None: all.
+            entry_mask: Entries to keep, bool `[B, H, n]`, in the layout of `padded_rows`.
+            sequence_indices: Sequences to cut; None: all.
         """
         assert self.key is not None and self.value is not None
-        held, live = self.padded_rows()
-        keep = keep & live
-        if rows is not None:
-            cut = torch.zeros(self.batch, 1, 1, dtype=torch.bool, device=keep.device)
-            cut[list(rows)] = True
-            keep = torch.where(cut, keep, live)
-        extras = {name: x[held] for name, x in self.extras.items()}
-        key, value, coded = self.key, self.value, self.coded
-        self.pack(key[held], value[held], keep, self.col[held], extras)
-        if self.coding is not None and rows is not None:  # only what was cut is encoded anew
-            others = [row for row in range(self.batch) if row not in rows]
-            for row in others:
-                own_heads = slice(row * self.heads, (row + 1) * self.heads)
-                self.coded[own_heads] = coded[own_heads]
-            moved, own = self.padded_rows()
-            source, target = held[others][live[others]], moved[others][own[others]]
-            self.coding.carry(self, key, value, source, target)
+        row_indices, live_mask = self.padded_rows()
+        entry_mask = entry_mask & live_mask
+        if sequence_indices is not None:
+            is_evicted = torch.zeros(self.batch, 1, 1, dtype=torch.bool, device=entry_mask.device)
+            is_evicted[list(sequence_indices)] = True
+            entry_mask = torch.where(is_evicted, entry_mask, live_mask)
+        extras = {extra_name: extra[row_indices] for extra_name, extra in self.extras.items()}
+        key, value, coded_counts = self.key, self.value, self.coded
+        self.pack(key[row_indices], value[row_indices], entry_mask, self.col[row_indices], extras)
+        if (
+            self.coding is not None and sequence_indices is not None
+        ):  # only what was cut is encoded anew
+            other_sequences = [
+                sequence_index
+                for sequence_index in range(self.batch)
+                if sequence_index not in sequence_indices
+            ]
+            for sequence_index in other_sequences:
+                segments = slice(sequence_index * self.heads, (sequence_index + 1) * self.heads)
+                self.coded[segments] = coded_counts[segments]
+            moved_rows, moved_live = self.padded_rows()
+            source_rows, target_rows = (
+                row_indices[other_sequences][live_mask[other_sequences]],
+                moved_rows[other_sequences][moved_live[other_sequences]],
+            )
+            self.coding.carry(self, key, value, source_rows, target_rows)
 
-    def overwrite(self, rows: Tensor, key: Tensor, value: Tensor) -> None:
+    def overwrite(self, row_indices: Tensor, key: Tensor, value: Tensor) -> None:
         """Replace K and V `[m, d]` of some rows, int64 `[m]` (for mergers); K is in `order`."""
         assert self.key is not None and self.value is not None
-        self.key[rows], self.value[rows] = key.detach(), value.detach()
+        self.key[row_indices], self.value[row_indices] = key.detach(), value.detach()
 
-    def read(self, at: Tensor, rows: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
+    def read(
+        self, row_indices: Tensor, sequence_indices: Sequence[int] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """K and V of a packed layer as the model knows them, `[B, H, n, d]` each.
 
         Args:
-            at: Rows, int64 `[B, H, n]`.
-            rows: The sequences they belong to; None: all.
+            row_indices: Rows, int64 `[B, H, n]`.
+            sequence_indices: The sequences they belong to; None: all.
         """
         assert self.key is not None and self.value is not None
-        return restored(self.key[at], self.order_of(rows)), self.value[at]
+        return restored(self.key[row_indices], self.order_of(sequence_indices)), self.value[
+            row_indices
+        ]
 
-    def order_of(self, rows: Sequence[int] | None) -> Tensor | None:
-        """The order of the channels of some sequences; None as `rows`: all."""
-        return self.order if self.order is None or rows is None else self.order[list(rows)]
+    def order_of(self, sequence_indices: Sequence[int] | None) -> Tensor | None:
+        """The order of the channels of some sequences; None as `sequence_indices`: all."""
+        return (
+            self.order
+            if self.order is None or sequence_indices is None
+            else self.order[list(sequence_indices)]
+        )
 
     def store_extras(self, extras: Mapping[str, Tensor]) -> None:
         """Store per-entry state, `[B, H, n, ...]` each, in the layout of `padded_rows`."""
-        width = max(self.length)
-        first = [s * width for s in range(len(self.length))]
-        source, target = runs(first, self.length, self.col.device), self.rows()
-        for name, held in extras.items():
-            self.extras[name][target] = held.detach().flatten(0, 2)[source]
+        longest = max(self.length)
+        first_indices = [segment * longest for segment in range(len(self.length))]
+        source_indices, target_rows = runs(first_indices, self.length, self.col.device), self.rows()
+        for extra_name, extra in extras.items():
+            self.extras[extra_name][target_rows] = extra.detach().flatten(0, 2)[source_indices]
 
     def bounds(self) -> tuple[Tensor, Tensor]:
         """Start and length of every segment on the layer's device, int64 `[B, H, 1]` each.
@@ -250,21 +294,21 @@ class RaggedLayer(CacheLayerMixin):
         They are kept from step to step, so that a decode step copies nothing from the CPU.
         """
         if self._bounds is None:
-            shape = (self.batch, self.heads, 1)
-            start = torch.tensor(self.start, dtype=torch.int64, device=self.col.device)
-            length = torch.tensor(self.length, dtype=torch.int64, device=self.col.device)
-            self._bounds = (start.view(shape), length.view(shape))
+            bounds_shape = (self.batch, self.heads, 1)
+            segment_starts = torch.tensor(self.start, dtype=torch.int64, device=self.col.device)
+            segment_lengths = torch.tensor(self.length, dtype=torch.int64, device=self.col.device)
+            self._bounds = (segment_starts.view(bounds_shape), segment_lengths.view(bounds_shape))
         return self._bounds
 
-    def accumulate(self, need: Need, received: Tensor) -> None:
+    def accumulate(self, need: Need, received_attention: Tensor) -> None:
         """Add the attention that live entries received, `[entries, G]` in the order of `rows()`."""
-        self.extras[need][self.rows()] += received
+        self.extras[need][self.rows()] += received_attention
 
     def write_new(self, need: Need, values: Tensor) -> None:
         """Store a number with every entry of the last append, `[B, H, n]`."""
-        target, chosen = self._appended
-        flat = values.detach().reshape(-1)
-        self.extras[need][target] = flat if chosen is None else flat[chosen]
+        target_rows, is_token = self._appended
+        flat_values = values.detach().reshape(-1)
+        self.extras[need][target_rows] = flat_values if is_token is None else flat_values[is_token]
 
     def forget_bounds(self) -> None:
         """Discard the device copy of start and length after they changed on the CPU."""
@@ -274,115 +318,146 @@ class RaggedLayer(CacheLayerMixin):
         """Rows of all live entries, segment by segment, int64 `[entries]`."""
         return runs(self.start, self.length, self.col.device)
 
-    def padded_rows(self, rows: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
+    def padded_rows(self, sequence_indices: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
         """Rows of the live entries as a rectangle.
 
         Args:
-            rows: Sequences to return; None: all.
+            sequence_indices: Sequences to return; None: all.
 
         Returns:
             Row indices int64 `[B, H, n]` (any valid row in place of a missing entry) and a mask of
             the live ones, bool `[B, H, n]`; `n` is the longest segment of these sequences.
         """
-        start, length = self.bounds()
+        segment_starts, segment_lengths = self.bounds()
         longest = max(self.length)
-        if rows is not None:
-            index = torch.tensor(rows, device=self.col.device)
-            start, length = start[index], length[index]
-            longest = max(max(self.length[r * self.heads : (r + 1) * self.heads]) for r in rows)
-        offset = torch.arange(longest, device=self.col.device)
-        live = offset < length
-        found = start + torch.where(live, offset, 0)
-        return found.clamp(max=max(len(self.col) - 1, 0)), live
+        if sequence_indices is not None:
+            selected = torch.tensor(sequence_indices, device=self.col.device)
+            segment_starts, segment_lengths = segment_starts[selected], segment_lengths[selected]
+            longest = max(
+                max(self.length[sequence_index * self.heads : (sequence_index + 1) * self.heads])
+                for sequence_index in sequence_indices
+            )
+        offsets = torch.arange(longest, device=self.col.device)
+        live_mask = offsets < segment_lengths
+        row_indices = segment_starts + torch.where(live_mask, offsets, 0)
+        return row_indices.clamp(max=max(len(self.col) - 1, 0)), live_mask
 
-    def _layout(self, reserve: int | list[int] | None) -> Tensor:
+    def _layout(self, reserved_rows: int | list[int] | None) -> Tensor:
         """Place the segments for the current lengths; return the row of every entry."""
-        if reserve is None:
-            mean = sum(self.length) // max(1, len(self.length))
-            reserve = min(64, max(8, mean // 8))
-        if isinstance(reserve, int):
-            reserve = [reserve] * len(self.length)
-        self.room = [a + r for a, r in zip(self.length, reserve, strict=True)]
+        if reserved_rows is None:
+            mean_length = sum(self.length) // max(1, len(self.length))
+            reserved_rows = min(64, max(8, mean_length // 8))
+        if isinstance(reserved_rows, int):
+            reserved_rows = [reserved_rows] * len(self.length)
+        self.room = [
+            length + reserved for length, reserved in zip(self.length, reserved_rows, strict=True)
+        ]
         self.start = starts(self.room)
         self._bounds = None
         return runs(self.start, self.length, self.device)
 
-    def make_room(self, new: Sequence[int]) -> None:
+    def make_room(self, new_counts: Sequence[int]) -> None:
         """Move everything if any segment has no room for its number of new entries."""
-        if any(a + m > r for a, m, r in zip(self.length, new, self.room, strict=True)):
-            self._grow(max(new))
+        if any(
+            length + new_count > capacity
+            for length, new_count, capacity in zip(self.length, new_counts, self.room, strict=True)
+        ):
+            self._grow(max(new_counts))
 
-    def _grow(self, n: int) -> None:
-        source = self.rows()
-        target = self._layout([max(n, 16, a // 8) for a in self.length])
-        total = sum(self.room)
+    def _grow(self, new_count: int) -> None:
+        source_rows = self.rows()
+        target_rows = self._layout([max(new_count, 16, length // 8) for length in self.length])
+        row_total = sum(self.room)
 
-        def moved(x: Tensor) -> Tensor:
+        def move_rows(tensor: Tensor) -> Tensor:
             with torch.inference_mode(False):
-                out = x.new_zeros(total, *x.shape[1:])
-            out[target] = x[source]
-            return out
+                moved_tensor = tensor.new_zeros(row_total, *tensor.shape[1:])
+            moved_tensor[target_rows] = tensor[source_rows]
+            return moved_tensor
 
         assert self.key is not None and self.value is not None
-        self.key, self.value, self.col = moved(self.key), moved(self.value), moved(self.col)
-        self.extras = {name: moved(x) for name, x in self.extras.items()}
+        self.key, self.value, self.col = (
+            move_rows(self.key),
+            move_rows(self.value),
+            move_rows(self.col),
+        )
+        self.extras = {extra_name: move_rows(extra) for extra_name, extra in self.extras.items()}
 
     # -- copies and sizes -------------------------------------------------------------------------
     def fork(self) -> RaggedLayer:
         """Return an independent layer; dense tensors are shared, packed ones copied."""
-        other = copy.copy(self)
-        other.start, other.length, other.room = [*self.start], [*self.length], [*self.room]
-        other.state = [dict(held) for held in self.state]
-        other.extras = dict(self.extras)
+        forked = copy.copy(self)
+        forked.start, forked.length, forked.room = [*self.start], [*self.length], [*self.room]
+        forked.state = [dict(merger_state) for merger_state in self.state]
+        forked.extras = dict(self.extras)
         if self.packed:
             assert self.key is not None and self.value is not None
-            other.key, other.value = self.key.clone(), self.value.clone()
-            other.col = self.col.clone()
-            other.extras = {name: x.clone() for name, x in self.extras.items()}
-        return other
+            forked.key, forked.value = self.key.clone(), self.value.clone()
+            forked.col = self.col.clone()
+            forked.extras = {extra_name: extra.clone() for extra_name, extra in self.extras.items()}
+        return forked
 
-    def sequence(self, row: int) -> RaggedLayer:
+    def sequence(self, sequence_index: int) -> RaggedLayer:
         """One sequence of a packed layer without per-entry state; it shares the memory."""
         assert self.key is not None and self.value is not None
-        out = copy.copy(self)
-        here = slice(row * self.heads, (row + 1) * self.heads)
-        first = self.start[here.start]
-        out.batch, out.length, out.room = 1, self.length[here], self.room[here]
-        out.start = [s - first for s in self.start[here]]
-        out.coded, out.order = self.coded[here], self.order_of([row])
-        rows = slice(first, first + sum(out.room))
-        out.key, out.value, out.col = self.key[rows], self.value[rows], self.col[rows]
-        out.extras, out.state = {}, []
-        out.forget_bounds()
-        return out
-
-    def among(self, rows: Sequence[int]) -> RaggedLayer:
-        """Some sequences of a packed layer without per-entry state; they share the memory."""
-        out = copy.copy(self)
-        own = [row * self.heads + head for row in rows for head in range(self.heads)]
-        out.start, out.length, out.room = (
-            [counts[s] for s in own] for counts in (self.start, self.length, self.room)
+        sequence_layer = copy.copy(self)
+        segments = slice(sequence_index * self.heads, (sequence_index + 1) * self.heads)
+        first_row = self.start[segments.start]
+        sequence_layer.batch, sequence_layer.length, sequence_layer.room = (
+            1,
+            self.length[segments],
+            self.room[segments],
         )
-        out.batch, out.extras, out.state = len(rows), {}, []
-        out.forget_bounds()
-        return out
+        sequence_layer.start = [segment_start - first_row for segment_start in self.start[segments]]
+        sequence_layer.coded, sequence_layer.order = (
+            self.coded[segments],
+            self.order_of([sequence_index]),
+        )
+        row_slice = slice(first_row, first_row + sum(sequence_layer.room))
+        sequence_layer.key, sequence_layer.value, sequence_layer.col = (
+            self.key[row_slice],
+            self.value[row_slice],
+            self.col[row_slice],
+        )
+        sequence_layer.extras, sequence_layer.state = {}, []
+        sequence_layer.forget_bounds()
+        return sequence_layer
 
-    def entries(self, row: int | None = None) -> int:
+    def among(self, sequence_indices: Sequence[int]) -> RaggedLayer:
+        """Some sequences of a packed layer without per-entry state; they share the memory."""
+        selection = copy.copy(self)
+        segments = [
+            sequence_index * self.heads + head_index
+            for sequence_index in sequence_indices
+            for head_index in range(self.heads)
+        ]
+        selection.start, selection.length, selection.room = (
+            [counts[segment] for segment in segments]
+            for counts in (self.start, self.length, self.room)
+        )
+        selection.batch, selection.extras, selection.state = len(sequence_indices), {}, []
+        selection.forget_bounds()
+        return selection
+
+    def entries(self, sequence_index: int | None = None) -> int:
         """Live entries of one sequence or of all; a dense layer counts its columns."""
         if not self.packed:
-            dense = 0 if self.key is None else self.heads * self.key.shape[-2]
-            return dense * (self.batch if row is None else 1)
-        if row is None:
+            dense_entries = 0 if self.key is None else self.heads * self.key.shape[-2]
+            return dense_entries * (self.batch if sequence_index is None else 1)
+        if sequence_index is None:
             return sum(self.length)
-        return sum(self.length[row * self.heads : (row + 1) * self.heads])
+        return sum(self.length[sequence_index * self.heads : (sequence_index + 1) * self.heads])
 
-    def entries_among(self, columns: Tensor, row: int) -> Tensor:
-        """Live entries of one sequence whose column is marked in `columns`, bool `[S]`."""
+    def entries_among(self, marked_columns: Tensor, sequence_index: int) -> Tensor:
+        """Live entries of one sequence whose column is marked in `marked_columns`, bool `[S]`."""
         if not self.packed:
-            return self.heads * columns.sum()
-        segments = range(row * self.heads, (row + 1) * self.heads)
-        held = [self.col[self.start[s] : self.start[s] + self.length[s]] for s in segments]
-        return columns.to(self.col.device)[torch.cat(held).long()].sum()
+            return self.heads * marked_columns.sum()
+        segments = range(sequence_index * self.heads, (sequence_index + 1) * self.heads)
+        segment_columns = [
+            self.col[self.start[segment] : self.start[segment] + self.length[segment]]
+            for segment in segments
+        ]
+        return marked_columns.to(self.col.device)[torch.cat(segment_columns).long()].sum()
 
     @property
     def number_bytes(self) -> int:
@@ -391,29 +466,42 @@ class RaggedLayer(CacheLayerMixin):
 
     def entry_bytes(self) -> int:
         """Bytes of one entry: K, V and extras."""
-        extras = sum(x.element_size() * x[0].numel() for x in self.extras.values() if len(x))
-        return 2 * self.dim * self.number_bytes + extras
+        extra_bytes = sum(
+            extra.element_size() * extra[0].numel() for extra in self.extras.values() if len(extra)
+        )
+        return 2 * self.dim * self.number_bytes + extra_bytes
 
-    def live_bytes(self, row: int | None = None) -> int:
+    def live_bytes(self, sequence_index: int | None = None) -> int:
         """Bytes of the live entries of one sequence or of all: K, V and extras."""
         if self.coding is None or not self.packed or self.key is None:
-            return self.entries(row) * self.entry_bytes()
-        size = self.number_bytes
-        extras = self.entries(row) * (self.entry_bytes() - 2 * self.dim * size)
-        here = slice(None) if row is None else slice(row * self.heads, (row + 1) * self.heads)
-        counts = self.length[here], self.coded[here]
-        return extras + self.coding.live_bytes(*counts, self.dim, size)
+            return self.entries(sequence_index) * self.entry_bytes()
+        number_bytes = self.number_bytes
+        extra_bytes = self.entries(sequence_index) * (
+            self.entry_bytes() - 2 * self.dim * number_bytes
+        )
+        segments = (
+            slice(None)
+            if sequence_index is None
+            else slice(sequence_index * self.heads, (sequence_index + 1) * self.heads)
+        )
+        entry_counts = self.length[segments], self.coded[segments]
+        return extra_bytes + self.coding.live_bytes(*entry_counts, self.dim, number_bytes)
 
-    def allocated_bytes(self, row: int | None = None) -> int:
+    def allocated_bytes(self, sequence_index: int | None = None) -> int:
         """Bytes that the layer owns for one sequence or for all, free room and columns included."""
-        if row is not None and self.packed:
-            rows = sum(self.room[row * self.heads : (row + 1) * self.heads])
+        if sequence_index is not None and self.packed:
+            owned_rows = sum(
+                self.room[sequence_index * self.heads : (sequence_index + 1) * self.heads]
+            )
             if self.coding is not None:
-                return self.allocated_bytes() * rows // max(1, len(self.col))
-            return rows * (self.entry_bytes() + self.col.element_size())
-        owned = [t for t in (self.key, self.value, self.order) if t is not None]
+                return self.allocated_bytes() * owned_rows // max(1, len(self.col))
+            return owned_rows * (self.entry_bytes() + self.col.element_size())
+        tensors = [tensor for tensor in (self.key, self.value, self.order) if tensor is not None]
         if self.packed:
-            owned += [self.col, *self.extras.values()]
+            tensors += [self.col, *self.extras.values()]
         return sum(
-            t.owned_bytes if isinstance(t, Coded) else t.numel() * t.element_size() for t in owned
+            tensor.owned_bytes
+            if isinstance(tensor, Coded)
+            else tensor.numel() * tensor.element_size()
+            for tensor in tensors
         )

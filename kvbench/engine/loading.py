@@ -38,8 +38,8 @@ def pick_device(device: str, device_map: object = None) -> torch.device:
         UserError: The device cannot be used here.
     """
     if isinstance(device_map, Mapping):
-        first = next(iter(device_map.values()))
-        device = f"cuda:{first}" if isinstance(first, int) else str(first)
+        first_device = next(iter(device_map.values()))
+        device = f"cuda:{first_device}" if isinstance(first_device, int) else str(first_device)
     if device != "auto":
         try:
             return torch.empty(0, device=device).device
@@ -61,38 +61,38 @@ def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
 # --- loading --------------------------------------------------------------------------------------
 
 
-def load_config(name: str, revision: str | None = None) -> Any:
+def load_config(model_name: str, revision: str | None = None) -> Any:
     """Load a model's configuration without its weights.
 
     Raises:
         UserError: It cannot be loaded; the message is one line.
     """
-    return read_model(AutoConfig, name, revision)
+    return read_model(AutoConfig, model_name, revision)
 
 
-def load_tokenizer(name: str, revision: str | None = None) -> Any:
+def load_tokenizer(model_name: str, revision: str | None = None) -> Any:
     """Load a tokenizer that pads on the left.
 
     Raises:
         UserError: The model has no tokenizer, or it cannot be loaded.
     """
-    tokenizer = read_model(AutoTokenizer, name, revision, padding_side="left")
+    tokenizer = read_model(AutoTokenizer, model_name, revision, padding_side="left")
     try:
-        tokens = tokenizer("The quick brown fox", add_special_tokens=False)["input_ids"]
+        token_ids = tokenizer("The quick brown fox", add_special_tokens=False)["input_ids"]
     except Exception as error:  # damaged settings, which are read at the first use only
         raise UserError(
-            f"model {name} cannot be loaded: its tokenizer: {_reason(error)}"
+            f"model {model_name} cannot be loaded: its tokenizer: {_reason(error)}"
         ) from error
-    if not tokens:
+    if not token_ids:
         raise UserError(
-            f"model {name} has no usable tokenizer: it turns text into no tokens; copy the "
+            f"model {model_name} has no usable tokenizer: it turns text into no tokens; copy the "
             "tokenizer's files (tokenizer.json) into the model's folder"
         )
     return tokenizer
 
 
 def load_model(
-    name: str,
+    model_name: str,
     revision: str | None,
     device: torch.device,
     dtype: torch.dtype,
@@ -103,7 +103,7 @@ def load_model(
     """Load a causal or vision-language model for inference.
 
     Args:
-        name: A named model, a folder, a GGUF file or a hub id.
+        model_name: A named model, a folder, a GGUF file or a hub id.
         revision: Revision of a hub model.
         device: The device to load it to, unless a device map is given.
         dtype: Dtype of everything that is not quantised, and of the cache.
@@ -114,53 +114,53 @@ def load_model(
     Raises:
         UserError: The model cannot be loaded, or its checkpoint is incomplete or damaged.
     """
-    more: dict[str, Any] = {}
-    config = load_config(name, revision)
-    quantised = check_quantization(name, config, quantization, device_map)
+    load_options: dict[str, Any] = {}
+    config = load_config(model_name, revision)
+    quantised = check_quantization(model_name, config, quantization, device_map)
     if quantised:
-        more["device_map"] = {"": device}  # quantised weights cannot always be moved
+        load_options["device_map"] = {"": device}  # quantised weights cannot always be moved
     else:
-        more["ignore_mismatched_sizes"] = True  # so that check_weights can name the tensors
+        load_options["ignore_mismatched_sizes"] = True  # so that check_weights can name the tensors
     if quantization is not None:
-        more["quantization_config"] = scheme_config(quantization, dtype)
+        load_options["quantization_config"] = scheme_config(quantization, dtype)
     if device_map is not None:
-        more["device_map"] = device_map if isinstance(device_map, str) else dict(device_map)
+        load_options["device_map"] = device_map if isinstance(device_map, str) else dict(device_map)
     model, report = read_model(
         AutoModelForImageTextToText if is_vision(config) else AutoModelForCausalLM,
-        name,
+        model_name,
         revision,
         dtype=dtype,
         use_safetensors=True,
         attn_implementation="sdpa",
         output_loading_info=True,
-        **more,
+        **load_options,
     )
-    check_weights(name, model, report, quantised)
-    if "device_map" not in more:
+    check_weights(model_name, model, report, quantised)
+    if "device_map" not in load_options:
         model = model.to(device)
-    _check_memory(name, model)
-    if is_gguf(source := resolve_model(name)) or is_vision(config):
+    _check_memory(model_name, model)
+    if is_gguf(source := resolve_model(model_name)) or is_vision(config):
         decoder_of(model).config._name_or_path = source  # gates and profiles are found by it
-    found: nn.Module = model.eval().requires_grad_(False)
-    return found
+    loaded_model: nn.Module = model.eval().requires_grad_(False)
+    return loaded_model
 
 
-def read_model(kind: Any, name: str, revision: str | None, **options: Any) -> Any:
+def read_model(auto_class: Any, model_name: str, revision: str | None, **options: Any) -> Any:
     """Call `from_pretrained` of a class of transformers on a model.
 
     Raises:
         UserError: It fails; the message is one line.
     """
-    source = _source(name, options.get("dtype"))
+    source = _source(model_name, options.get("dtype"))
     try:
-        return kind.from_pretrained(source, revision=revision, **options)
+        return auto_class.from_pretrained(source, revision=revision, **options)
     except Exception as error:  # damaged files raise whatever their reader raises
         if out_of_memory(error):
             raise
         reason = _reason(error)
         offline = os.environ.get("HF_HUB_OFFLINE") == "1" and not Path(source).is_dir()
         hint = " (HF_HUB_OFFLINE=1 is set and it is not in the local cache)" if offline else ""
-        raise UserError(f"model {name} cannot be loaded{hint}: {reason}") from error
+        raise UserError(f"model {model_name} cannot be loaded{hint}: {reason}") from error
 
 
 def _reason(error: Exception) -> str:
@@ -175,18 +175,22 @@ def _reason(error: Exception) -> str:
     return reason if len(reason) < 160 else f"{reason[:156]}..."
 
 
-def _source(name: str, dtype: torch.dtype | None) -> str:
+def _source(model_name: str, dtype: torch.dtype | None) -> str:
     """Where transformers finds a model: a folder or a hub id.
 
     Args:
-        name: The model as the user named it.
+        model_name: The model as the user named it.
         dtype: The dtype of its weights; None if only configuration and tokenizer are needed.
     """
-    source = resolve_model(name)
+    source = resolve_model(model_name)
     if not is_gguf(source):
         return source
-    file = Path(source)
-    return str(described(name, file) if dtype is None else converted(name, file, dtype))
+    gguf_path = Path(source)
+    return str(
+        described(model_name, gguf_path)
+        if dtype is None
+        else converted(model_name, gguf_path, dtype)
+    )
 
 
 def _check_memory(name: str, model: nn.Module) -> None:
@@ -195,10 +199,14 @@ def _check_memory(name: str, model: nn.Module) -> None:
     Raises:
         UserError: The model does not fit into the devices.
     """
-    away = {str(d) for d in getattr(model, "hf_device_map", {}).values() if d in ("cpu", "disk")}
-    if "disk" in away or any(device.type == "meta" for device in devices_of(model)):
+    offloaded = {
+        str(placement)
+        for placement in getattr(model, "hf_device_map", {}).values()
+        if placement in ("cpu", "disk")
+    }
+    if "disk" in offloaded or any(device.type == "meta" for device in devices_of(model)):
         raise UserError(
             f"model {name} does not fit into the memory of the devices; a part of it would be "
-            f"fetched from {' and '.join(sorted(away)) or 'disk'} at every step; use "
+            f"fetched from {' and '.join(sorted(offloaded)) or 'disk'} at every step; use "
             "--quantization bnb-4bit, a smaller model or more GPUs"
         )

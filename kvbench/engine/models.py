@@ -17,17 +17,17 @@ from kvbench.view import ModelInfo
 
 def decoder_of(model: nn.Module) -> Any:
     """The text decoder: the module that holds the layers, without vision towers."""
-    inner = model.model if hasattr(model, "model") else model
-    inner = inner.language_model if hasattr(inner, "language_model") else inner
-    if not hasattr(inner, "layers"):
+    decoder = model.model if hasattr(model, "model") else model
+    decoder = decoder.language_model if hasattr(decoder, "language_model") else decoder
+    if not hasattr(decoder, "layers"):
         raise UserError(f"kvbench cannot find the decoder layers of {type(model).__name__}")
-    return inner
+    return decoder
 
 
 def full_layer_ids(model: nn.Module) -> list[int]:
     """`layer_idx` of the full-attention layers, from which entries are evicted."""
     layers = DynamicCache(config=decoder_of(model).config).layers
-    return [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer]
+    return [layer_id for layer_id, layer in enumerate(layers) if type(layer) is DynamicLayer]
 
 
 def attention_modules(model: nn.Module) -> list[tuple[int, nn.Module]]:
@@ -37,14 +37,14 @@ def attention_modules(model: nn.Module) -> list[tuple[int, nn.Module]]:
         UserError: A layer has none where kvbench looks for it.
     """
     decoder, modules = decoder_of(model), []
-    for index, layer in enumerate(full_layer_ids(model)):
+    for layer_index, layer in enumerate(full_layer_ids(model)):
         module = getattr(decoder.layers[layer], "self_attn", None)
         if not isinstance(module, nn.Module):
             raise UserError(
                 f"kvbench cannot find the attention of {type(model).__name__}: layer {layer} has "
                 "no self_attn"
             )
-        modules.append((index, module))
+        modules.append((layer_index, module))
     return modules
 
 
@@ -60,29 +60,43 @@ def model_info(model: nn.Module) -> ModelInfo:
         raise UserError(
             f"{type(model).__name__} has only sliding-window layers: there is nothing to evict"
         )
-    computes = (p.dtype for p in decoder_of(model).parameters() if p.is_floating_point())
-    dtype = next(computes, torch.float32)
+    parameter_dtypes = (
+        parameter.dtype
+        for parameter in decoder_of(model).parameters()
+        if parameter.is_floating_point()
+    )
+    dtype = next(parameter_dtypes, torch.float32)
     query_heads = _size(model, "num_attention_heads")
     kv_heads, hidden_size = _size(model, "num_key_value_heads"), _size(model, "hidden_size")
-    dim = _size(model, "head_dim", default=hidden_size // query_heads)
+    head_dim = _size(model, "head_dim", default=hidden_size // query_heads)
     embedding: Any = getattr(decoder_of(model), "rotary_emb", None)
-    kinds: list[str] | None = None
+    layer_kinds: list[str] | None = None
     if embedding is not None and "layer_type" in inspect.signature(embedding.forward).parameters:
-        kinds = [config.layer_types[i] for i in full_layer_ids(model)]  # each kind has its own
+        layer_kinds = [
+            config.layer_types[layer_id] for layer_id in full_layer_ids(model)
+        ]  # each kind has its own
 
     def output_weight(layer: int) -> Tensor:
-        attention: Any = modules[layer]
-        weight = plain_weight(attention.o_proj, query_heads * int(dim), dtype)
+        attention_module: Any = modules[layer]
+        weight = plain_weight(attention_module.o_proj, query_heads * int(head_dim), dtype)
         # A copy: a policy that writes to it must not change the model.
-        return weight.clone().view(weight.shape[0], query_heads, int(dim)).permute(1, 2, 0)
+        return weight.clone().view(weight.shape[0], query_heads, int(head_dim)).permute(1, 2, 0)
 
     def project(layer: int, hidden: Tensor) -> Tensor:
-        attention: Any = modules[layer]
-        if hasattr(attention, "qkv_proj"):  # Phi-3
-            joint: Tensor = attention.qkv_proj(hidden)
+        attention_module: Any = modules[layer]
+        if hasattr(attention_module, "qkv_proj"):  # Phi-3
+            joint: Tensor = attention_module.qkv_proj(hidden)
             return joint
         return torch.cat(
-            [p(hidden) for p in (attention.q_proj, attention.k_proj, attention.v_proj)], -1
+            [
+                projection(hidden)
+                for projection in (
+                    attention_module.q_proj,
+                    attention_module.k_proj,
+                    attention_module.v_proj,
+                )
+            ],
+            -1,
         )
 
     def rotary(layer: int, position: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,26 +104,26 @@ def model_info(model: nn.Module) -> ModelInfo:
             raise UserError(
                 f"{type(model).__name__} has no rotary embedding, which the policy reads"
             )
-        like = torch.empty(0, device=position.device)
-        kind = () if kinds is None else (kinds[layer],)
-        cos, sin = embedding(like, position[None], *kind)
+        reference = torch.empty(0, device=position.device)
+        layer_kind = () if layer_kinds is None else (layer_kinds[layer],)
+        cos, sin = embedding(reference, position[None], *layer_kind)
         return cos[0].to(position.device), sin[0].to(position.device)
 
-    projects = _has(modules, "qkv_proj") or _has(modules, "q_proj", "k_proj", "v_proj")
+    has_projections = _has(modules, "qkv_proj") or _has(modules, "q_proj", "k_proj", "v_proj")
     return ModelInfo(
         name=str(getattr(config, "_name_or_path", "")) or type(model).__name__,
         layers=len(modules),
         kv_heads=kv_heads,
         query_heads=query_heads,
-        head_dim=int(dim),
+        head_dim=int(head_dim),
         hidden_size=hidden_size,
         output_weight=output_weight if _has(modules, "o_proj") else _without(model, "o_proj"),
-        project=project if projects else _without(model, "q_proj, k_proj and v_proj"),
+        project=project if has_projections else _without(model, "q_proj, k_proj and v_proj"),
         rotary=rotary,
     )
 
 
-def _size(model: nn.Module, name: str, default: int | None = None) -> int:
+def _size(model: nn.Module, field: str, default: int | None = None) -> int:
     """Read a size that all layers of a model share from its configuration.
 
     Raises:
@@ -117,19 +131,19 @@ def _size(model: nn.Module, name: str, default: int | None = None) -> int:
     """
     config: Any = decoder_of(model).config
     try:
-        size = getattr(config, name, None) or default
+        size = getattr(config, field, None) or default
     except Exception:  # transformers raises an error of its own where layers differ
         size = None
     if not isinstance(size, int) or size < 1:
         raise UserError(
-            f"{type(model).__name__} has no {name} that holds for all its layers, which kvbench "
+            f"{type(model).__name__} has no {field} that holds for all its layers, which kvbench "
             "needs"
         )
     return size
 
 
 def _has(modules: list[nn.Module], *names: str) -> bool:
-    return all(hasattr(module, name) for module in modules for name in names)
+    return all(hasattr(module, module_name) for module in modules for module_name in names)
 
 
 def _without(model: nn.Module, names: str) -> Callable[..., Any]:
@@ -145,19 +159,19 @@ def _without(model: nn.Module, names: str) -> Callable[..., Any]:
 
 def head_of(model: nn.Module) -> Callable[[Tensor], Tensor]:
     """Return the function that turns final hidden states into logits."""
-    get = getattr(model, "get_output_embeddings", None)
-    head = get() if get is not None else None
-    cap = getattr(decoder_of(model).config, "final_logit_softcapping", None)
+    get_head = getattr(model, "get_output_embeddings", None)
+    output_head = get_head() if get_head is not None else None
+    soft_cap = getattr(decoder_of(model).config, "final_logit_softcapping", None)
 
-    def logits(hidden: Tensor) -> Tensor:
-        if head is None:
+    def compute_logits(hidden: Tensor) -> Tensor:
+        if output_head is None:
             raise UserError(
                 f"{type(model).__name__} has no language-model head, which surprisal needs"
             )
-        found: Tensor = head(hidden)
-        return found if cap is None else cap * (found / cap).tanh()
+        head_logits: Tensor = output_head(hidden)
+        return head_logits if soft_cap is None else soft_cap * (head_logits / soft_cap).tanh()
 
-    return logits
+    return compute_logits
 
 
 def is_vision(config: Any) -> bool:
@@ -170,8 +184,12 @@ def visual_ids(model: nn.Module) -> tuple[int, ...]:
     config: Any = model.config
     if not is_vision(config):
         return ()
-    names = ("image_token_id", "video_token_id")
-    return tuple(int(i) for name in names if (i := getattr(config, name, None)) is not None)
+    field_names = ("image_token_id", "video_token_id")
+    return tuple(
+        int(token_id)
+        for field_name in field_names
+        if (token_id := getattr(config, field_name, None)) is not None
+    )
 
 
 def rotary_model(model: nn.Module) -> Any:
@@ -182,7 +200,7 @@ def rotary_model(model: nn.Module) -> Any:
 
 def devices_of(model: nn.Module) -> list[torch.device]:
     """The devices that hold a model, in the order of its layers."""
-    return list(dict.fromkeys(p.device for p in (*model.parameters(), *model.buffers())))
+    return list(dict.fromkeys(tensor.device for tensor in (*model.parameters(), *model.buffers())))
 
 
 def check_single(model: nn.Module, what: str) -> None:
@@ -191,9 +209,9 @@ def check_single(model: nn.Module, what: str) -> None:
     Raises:
         UserError: The model is on more than one device.
     """
-    found = devices_of(model)
-    if len(found) > 1:
+    devices = devices_of(model)
+    if len(devices) > 1:
         raise UserError(
-            f"{what} needs a model on one device, not spread over {', '.join(map(str, found))}; "
+            f"{what} needs a model on one device, not spread over {', '.join(map(str, devices))}; "
             "use --quantization bnb-4bit or another --device-map"
         )

@@ -41,7 +41,7 @@ def is_built_in(need: Need) -> bool:
     return isinstance(need, Queries | AttentionMass | Replay) or need.of_tokens
 
 
-def measured(need: PerToken, layer: int, *shown: Tensor, model: ModelInfo) -> Tensor:
+def measured(need: PerToken, layer: int, *observed: Tensor, model: ModelInfo) -> Tensor:
     """Let a need measure new tokens on copies: other cells see the same tensors.
 
     Args:
@@ -50,7 +50,7 @@ def measured(need: PerToken, layer: int, *shown: Tensor, model: ModelInfo) -> Te
         shown: Hidden states, keys and values; see `PerToken.measure`.
         model: The model.
     """
-    hidden, key, value = (x.clone() for x in shown)
+    hidden, key, value = (tensor.clone() for tensor in observed)
     return need.measure(layer, hidden, key, value, model)
 
 
@@ -73,9 +73,9 @@ class LayerObserver:
 
     def fork(self) -> Self:
         """Return an observer that can continue without changing this one."""
-        other = copy.copy(self)
-        other._held = dict(self._held)
-        return other
+        forked = copy.copy(self)
+        forked._held = dict(self._held)
+        return forked
 
 
 class QueryObserver(LayerObserver):
@@ -101,21 +101,21 @@ class QueryObserver(LayerObserver):
         scale: float,
     ) -> None:
         """Observe one forward of one layer; see `kvbench.plugin.Observer`."""
-        batch, heads, n, dim = q.shape
-        last = self._held.get(layer)
-        if last is None:
-            empty = q.new_zeros(batch, heads, self.window, dim)
-            last = _Last(empty, valid.new_zeros(batch, self.window))
+        batch, heads, new_tokens, head_dim = q.shape
+        last_queries = self._held.get(layer)
+        if last_queries is None:
+            no_queries = q.new_zeros(batch, heads, self.window, head_dim)
+            last_queries = _Last(no_queries, valid.new_zeros(batch, self.window))
         # There may be padding between old and new queries. A stable sort by existence moves the
         # queries that exist to the end and keeps their order.
-        seen = torch.cat([last.seen, valid[:, valid.shape[1] - n :]], 1)
-        order = seen.long().argsort(dim=-1, stable=True)[:, -self.window :]
-        seen = seen.gather(1, order)
-        index = order[:, None, :, None].expand(-1, heads, -1, dim)
-        old = last.query.gather(2, index.clamp(max=self.window - 1))
-        new = q.gather(2, (index - self.window).clamp(min=0))
-        query = torch.where(index < self.window, old, new)
-        self._held[layer] = _Last(query.masked_fill(~seen[:, None, :, None], 0.0), seen)
+        is_query = torch.cat([last_queries.seen, valid[:, valid.shape[1] - new_tokens :]], 1)
+        query_order = is_query.long().argsort(dim=-1, stable=True)[:, -self.window :]
+        is_query = is_query.gather(1, query_order)
+        gather_index = query_order[:, None, :, None].expand(-1, heads, -1, head_dim)
+        old_queries = last_queries.query.gather(2, gather_index.clamp(max=self.window - 1))
+        new_queries = q.gather(2, (gather_index - self.window).clamp(min=0))
+        queries = torch.where(gather_index < self.window, old_queries, new_queries)
+        self._held[layer] = _Last(queries.masked_fill(~is_query[:, None, :, None], 0.0), is_query)
 
     def read(self, layer: int) -> Tensor:
         """Return the last queries, `[B, H_q, window, d]`, newest last; missing ones are zero."""
@@ -123,20 +123,24 @@ class QueryObserver(LayerObserver):
 
     def sequence(self, row: int, tokens: int) -> Self:
         """The observer of one sequence; see `kvbench.plugin.Separable`."""
-        other, here = copy.copy(self), slice(row, row + 1)
-        other._held = {i: _Last(x.query[here], x.seen[here]) for i, x in self._held.items()}
-        return other
+        separated, sequence_slice = copy.copy(self), slice(row, row + 1)
+        separated._held = {
+            layer_index: _Last(layer_state.query[sequence_slice], layer_state.seen[sequence_slice])
+            for layer_index, layer_state in self._held.items()
+        }
+        return separated
 
     @classmethod
     def stack(cls, parts: Sequence[Self]) -> Self:
         """Join the sequences of several observers in one batch."""
-        out = cls(parts[0].window)
+        stacked = cls(parts[0].window)
         for layer in parts[0]._held:
-            held = [p._held[layer] for p in parts]
-            out._held[layer] = _Last(
-                torch.cat([x.query for x in held]), torch.cat([x.seen for x in held])
+            layer_states = [observer._held[layer] for observer in parts]
+            stacked._held[layer] = _Last(
+                torch.cat([layer_state.query for layer_state in layer_states]),
+                torch.cat([layer_state.seen for layer_state in layer_states]),
             )
-        return out
+        return stacked
 
 
 class _BesideEntries(LayerObserver):
@@ -147,10 +151,16 @@ class _BesideEntries(LayerObserver):
 
     def sequence(self, row: int, tokens: int) -> Self:
         """The observer of one sequence; see `kvbench.plugin.Separable`."""
-        other = copy.copy(self)
-        held = {i: x[row : row + 1, ..., -tokens:] for i, x in self._held.items()}
-        other._held = {i: x.contiguous() for i, x in held.items()}
-        return other
+        separated = copy.copy(self)
+        layer_states = {
+            layer_index: layer_state[row : row + 1, ..., -tokens:]
+            for layer_index, layer_state in self._held.items()
+        }
+        separated._held = {
+            layer_index: layer_state.contiguous()
+            for layer_index, layer_state in layer_states.items()
+        }
+        return separated
 
     @classmethod
     def stack(cls, parts: Sequence[Self]) -> Self:
@@ -184,37 +194,41 @@ class MassObserver(_BesideEntries):
         scale: float,
     ) -> None:
         """Observe one forward of one layer; see `kvbench.plugin.Observer`."""
-        position = (valid.long().cumsum(-1) - 1).masked_fill(~valid, -1)
+        key_positions = (valid.long().cumsum(-1) - 1).masked_fill(~valid, -1)
         if self._queries is not None:
             # The window has moved, and the contribution of the queries that left it is not known
             # separately. So the sum over the window is recomputed: `observe` rows, which is less
             # than the chunk's own attention costs.
             self._queries.update(layer, q, k, v, hidden, valid, scale)
-            last = self._queries._held[layer]
-            behind = torch.arange(last.seen.shape[1] - 1, -1, -1, device=q.device)
-            at = (valid.sum(-1)[:, None] - 1 - behind).masked_fill(~last.seen, -1)
-            self._held[layer] = column_sums(last.query, k, at, position, scale, self.power)
+            last_queries = self._queries._held[layer]
+            distances = torch.arange(last_queries.seen.shape[1] - 1, -1, -1, device=q.device)
+            query_positions = (valid.sum(-1)[:, None] - 1 - distances).masked_fill(
+                ~last_queries.seen, -1
+            )
+            self._held[layer] = column_sums(
+                last_queries.query, k, query_positions, key_positions, scale, self.power
+            )
             return
-        at = position[:, position.shape[1] - q.shape[2] :]
-        mass = column_sums(q, k, at, position, scale, self.power)
-        before = self._held.get(layer)
-        if before is not None:
-            mass[..., : before.shape[-1]] += before
-        self._held[layer] = mass
+        query_positions = key_positions[:, key_positions.shape[1] - q.shape[2] :]
+        attention_sums = column_sums(q, k, query_positions, key_positions, scale, self.power)
+        earlier_sums = self._held.get(layer)
+        if earlier_sums is not None:
+            attention_sums[..., : earlier_sums.shape[-1]] += earlier_sums
+        self._held[layer] = attention_sums
 
     def fork(self) -> Self:
         """Return an observer that can continue without changing this one."""
-        other = super().fork()
+        forked = super().fork()
         if self._queries is not None:
-            other._queries = self._queries.fork()
-        return other
+            forked._queries = self._queries.fork()
+        return forked
 
     def sequence(self, row: int, tokens: int) -> Self:
         """The observer of one sequence; see `kvbench.plugin.Separable`."""
-        other = super().sequence(row, tokens)
+        separated = super().sequence(row, tokens)
         if self._queries is not None:
-            other._queries = self._queries.sequence(row, tokens)
-        return other
+            separated._queries = self._queries.sequence(row, tokens)
+        return separated
 
     def read(self, layer: int) -> Tensor:
         """Return the attention that every column received, float32 `[B, H_q, S]`."""
@@ -245,11 +259,13 @@ class TokenObserver(_BesideEntries):
         scale: float,
     ) -> None:
         """Observe one forward of one layer; see `kvbench.plugin.Observer`."""
-        n = hidden.shape[1]
-        own = hidden, k[:, :, -n:], v[:, :, -n:]
-        new = measured(self.need, layer, *own, model=self.model)
-        old = self._held.get(layer)
-        self._held[layer] = new if old is None else torch.cat([old, new], -1)
+        new_tokens = hidden.shape[1]
+        new_inputs = hidden, k[:, :, -new_tokens:], v[:, :, -new_tokens:]
+        new_values = measured(self.need, layer, *new_inputs, model=self.model)
+        old_values = self._held.get(layer)
+        self._held[layer] = (
+            new_values if old_values is None else torch.cat([old_values, new_values], -1)
+        )
 
     def read(self, layer: int) -> Tensor:
         """Return the numbers of all tokens, float32 `[B, H, S]`."""
@@ -280,9 +296,9 @@ class ReplayObserver(_BesideEntries):
         """Forget an earlier replay: it was of a shorter context."""
         self._held = {}
 
-    def record(self, held: dict[int, Tensor]) -> None:
+    def record(self, layer_states: dict[int, Tensor]) -> None:
         """Keep the result of a replay, by layer, float32 `[B, H, S]`."""
-        self._held = held
+        self._held = layer_states
 
     def read(self, layer: int) -> Tensor:
         """Return what every entry received, float32 `[B, H, S]`."""
@@ -298,7 +314,11 @@ class SurprisalObserver:
 
     @torch.no_grad()
     def update(
-        self, ids: Tensor, hidden: Tensor, head: Callable[[Tensor], Tensor], valid: Tensor
+        self,
+        token_ids: Tensor,
+        hidden: Tensor,
+        output_head: Callable[[Tensor], Tensor],
+        valid: Tensor,
     ) -> None:
         """Observe one forward.
 
@@ -308,42 +328,48 @@ class SurprisalObserver:
             head: Turns hidden states into logits.
             valid: Which columns so far are tokens, bool `[B, S]`.
         """
-        batch, n = ids.shape
-        new = valid[:, valid.shape[1] - n :]
+        batch, new_tokens = token_ids.shape
+        is_token = valid[:, valid.shape[1] - new_tokens :]
         # A token is predicted by the hidden state of the last token before it, and padding may lie
         # between the two. Index 0 is the last token of all earlier forwards.
-        first = hidden.new_zeros(batch, 1, hidden.shape[-1]) if self._last is None else self._last
-        states = torch.cat([first, hidden], 1)
-        index = torch.where(new, torch.arange(1, n + 1, device=ids.device), 0)
-        running = index.cummax(-1).values
-        before = torch.cat([torch.zeros_like(running[:, :1]), running[:, :-1]], 1)
-        gather = before[..., None].expand(-1, -1, hidden.shape[-1])
-        source = states.gather(1, gather)
-        out = torch.empty(batch, n, device=ids.device)
-        vocabulary = head(source[:, :1]).shape[-1]
-        block = max(1, _BLOCK // (batch * vocabulary))
-        for start in range(0, n, block):
-            logits = head(source[:, start : start + block]).float()
-            target = ids[:, start : start + block, None].to(logits.device)
-            log = logits.logsumexp(-1) - logits.gather(-1, target)[..., 0]
-            out[:, start : start + block] = log.to(out.device)
+        earlier_state = (
+            hidden.new_zeros(batch, 1, hidden.shape[-1]) if self._last is None else self._last
+        )
+        all_states = torch.cat([earlier_state, hidden], 1)
+        state_index = torch.where(
+            is_token, torch.arange(1, new_tokens + 1, device=token_ids.device), 0
+        )
+        latest_index = state_index.cummax(-1).values
+        previous_index = torch.cat([torch.zeros_like(latest_index[:, :1]), latest_index[:, :-1]], 1)
+        gather_index = previous_index[..., None].expand(-1, -1, hidden.shape[-1])
+        source_states = all_states.gather(1, gather_index)
+        surprisal = torch.empty(batch, new_tokens, device=token_ids.device)
+        vocabulary_size = output_head(source_states[:, :1]).shape[-1]
+        block_size = max(1, _BLOCK // (batch * vocabulary_size))
+        for block_start in range(0, new_tokens, block_size):
+            logits = output_head(source_states[:, block_start : block_start + block_size]).float()
+            target = token_ids[:, block_start : block_start + block_size, None].to(logits.device)
+            neg_log_probs = logits.logsumexp(-1) - logits.gather(-1, target)[..., 0]
+            surprisal[:, block_start : block_start + block_size] = neg_log_probs.to(
+                surprisal.device
+            )
         if self._last is None:  # a sequence's first token has no prediction
-            out = out.masked_fill(before == 0, float("nan"))
+            surprisal = surprisal.masked_fill(previous_index == 0, float("nan"))
         else:
             # A sequence that has had nothing but padding so far starts here.
-            started = valid[:, : valid.shape[1] - n].any(-1, keepdim=True)
-            out = out.masked_fill((before == 0) & ~started, float("nan"))
-        end = running[:, -1:, None].expand(-1, -1, hidden.shape[-1])
-        self._last = states.gather(1, end)
-        old = self._surprisal
-        self._surprisal = out if old is None else torch.cat([old, out], 1)
+            has_started = valid[:, : valid.shape[1] - new_tokens].any(-1, keepdim=True)
+            surprisal = surprisal.masked_fill((previous_index == 0) & ~has_started, float("nan"))
+        end_index = latest_index[:, -1:, None].expand(-1, -1, hidden.shape[-1])
+        self._last = all_states.gather(1, end_index)
+        earlier = self._surprisal
+        self._surprisal = surprisal if earlier is None else torch.cat([earlier, surprisal], 1)
 
     def read(self, valid: Tensor) -> Tensor:
         """Return each column's surprisal, float32 `[B, S]`; a first token gets the largest one."""
         assert self._surprisal is not None
-        known = valid.to(self._surprisal.device) & ~self._surprisal.isnan()
-        most = self._surprisal.masked_fill(~known, 0.0).amax(-1, keepdim=True)
-        return torch.where(known, self._surprisal, most)
+        is_known = valid.to(self._surprisal.device) & ~self._surprisal.isnan()
+        largest = self._surprisal.masked_fill(~is_known, 0.0).amax(-1, keepdim=True)
+        return torch.where(is_known, self._surprisal, largest)
 
     def fork(self) -> Self:
         """Return an observer that can continue without changing this one."""
@@ -352,24 +378,39 @@ class SurprisalObserver:
     def sequence(self, row: int, tokens: int) -> Self:
         """The observer of one sequence; see `kvbench.plugin.Separable`."""
         assert self._surprisal is not None and self._last is not None
-        other, here = copy.copy(self), slice(row, row + 1)
-        other._surprisal, other._last = self._surprisal[here, -tokens:], self._last[here]
-        return other
+        separated, sequence_slice = copy.copy(self), slice(row, row + 1)
+        separated._surprisal, separated._last = (
+            self._surprisal[sequence_slice, -tokens:],
+            self._last[sequence_slice],
+        )
+        return separated
 
     @classmethod
     def stack(cls, parts: Sequence[Self]) -> Self:
         """Join sequences in one batch; shorter ones are padded on the left."""
-        out = cls()
-        held = [p._surprisal for p in parts if p._surprisal is not None]
-        width = max(x.shape[1] for x in held)
-        pad = torch.nn.functional.pad
-        out._surprisal = torch.cat([pad(x, (width - x.shape[1], 0)) for x in held])
-        out._last = torch.cat([p._last for p in parts if p._last is not None])
-        return out
+        stacked = cls()
+        surprisals = [observer._surprisal for observer in parts if observer._surprisal is not None]
+        column_count = max(surprisal.shape[1] for surprisal in surprisals)
+        pad_tensor = torch.nn.functional.pad
+        stacked._surprisal = torch.cat(
+            [
+                pad_tensor(surprisal, (column_count - surprisal.shape[1], 0))
+                for surprisal in surprisals
+            ]
+        )
+        stacked._last = torch.cat(
+            [observer._last for observer in parts if observer._last is not None]
+        )
+        return stacked
 
 
 def column_sums(
-    q: Tensor, k: Tensor, at: Tensor, position: Tensor, scale: float, power: int = 1
+    query: Tensor,
+    key: Tensor,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    scale: float,
+    power: int = 1,
 ) -> Tensor:
     """Sum causal softmax attention over queries, block of queries by block of queries.
 
@@ -377,36 +418,47 @@ def column_sums(
     `B * H_q * block * S` float32 weights. Cost: `H_q n S d` flops per sequence if `n = S`.
 
     Args:
-        q: Queries `[B, H_q, n, d]`, in the order of their tokens, the newest last.
-        k: Keys `[B, H, S, d]`.
-        at: Logical position of every query, int64 `[B, n]`; -1 if it does not exist.
-        position: Logical position of every key, int64 `[B, S]`; -1 if it does not exist.
+        query: Queries `[B, H_q, n, d]`, in the order of their tokens, the newest last.
+        key: Keys `[B, H, S, d]`.
+        query_positions: Logical position of every query, int64 `[B, n]`; -1 if it does not exist.
+        key_positions: Logical position of every key, int64 `[B, S]`; -1 if it does not exist.
         scale: Factor of the logits.
         power: Power of the weights before they are summed, 1 or 2.
 
     Returns:
         float32 `[B, H_q, S]`.
     """
-    batch, query_heads, n = q.shape[:3]
-    heads, columns = k.shape[1:3]
-    transposed = k.float().transpose(-1, -2)
-    total = torch.zeros(batch, heads, query_heads // heads, columns, device=q.device)
-    on_cpu = q.device.type == "cpu"
-    block = max(1, (_CPU_BLOCK if on_cpu else _BLOCK) // (query_heads * columns))
+    batch_size, query_heads, query_count = query.shape[:3]
+    kv_heads, column_count = key.shape[1:3]
+    transposed = key.float().transpose(-1, -2)
+    column_totals = torch.zeros(
+        batch_size, kv_heads, query_heads // kv_heads, column_count, device=query.device
+    )
+    on_cpu = query.device.type == "cpu"
+    block_size = max(1, (_CPU_BLOCK if on_cpu else _BLOCK) // (query_heads * column_count))
     # Without padding only the newest columns need a mask. A GPU would have to wait for the answer.
-    unpadded = on_cpu and bool((position >= 0).all()) and bool((at >= 0).all())
-    for start in range(0, n, block):
-        stop = min(start + block, n)
-        ahead = max(columns - (n - stop), 1)  # later columns belong to later tokens
-        masked = ahead - (stop - start) if unpadded else 0
-        rows = q[:, :, start:stop].float() * scale
-        mine, theirs = at[:, None, start:stop, None], position[:, None, None, masked:ahead]
-        hidden = ((theirs > mine) | (theirs < 0))[:, :, None]
-        logits = rows.unflatten(1, (heads, -1)).flatten(2, 3) @ transposed[..., :ahead]
-        logits = logits.view(batch, heads, -1, stop - start, ahead)
-        logits[..., masked:].masked_fill_(hidden, float("-inf"))
+    is_unpadded = on_cpu and bool((key_positions >= 0).all()) and bool((query_positions >= 0).all())
+    for block_start in range(0, query_count, block_size):
+        block_stop = min(block_start + block_size, query_count)
+        visible_end = max(
+            column_count - (query_count - block_stop), 1
+        )  # later columns belong to later tokens
+        masked_start = visible_end - (block_stop - block_start) if is_unpadded else 0
+        scaled_query = query[:, :, block_start:block_stop].float() * scale
+        row_positions, column_positions = (
+            query_positions[:, None, block_start:block_stop, None],
+            key_positions[:, None, None, masked_start:visible_end],
+        )
+        is_hidden = ((column_positions > row_positions) | (column_positions < 0))[:, :, None]
+        logits = (
+            scaled_query.unflatten(1, (kv_heads, -1)).flatten(2, 3) @ transposed[..., :visible_end]
+        )
+        logits = logits.view(batch_size, kv_heads, -1, block_stop - block_start, visible_end)
+        logits[..., masked_start:].masked_fill_(is_hidden, float("-inf"))
         weights = logits.softmax(-1)
-        if not unpadded:  # a query that does not exist sees no key, so its softmax is NaN
-            weights = weights.masked_fill_((mine < 0)[:, :, None], 0.0)
-        total[..., :ahead] += weights.sum(3) if power == 1 else weights.square_().sum(3)
-    return total.flatten(1, 2)
+        if not is_unpadded:  # a query that does not exist sees no key, so its softmax is NaN
+            weights = weights.masked_fill_((row_positions < 0)[:, :, None], 0.0)
+        column_totals[..., :visible_end] += (
+            weights.sum(3) if power == 1 else weights.square_().sum(3)
+        )
+    return column_totals.flatten(1, 2)

@@ -18,7 +18,16 @@ from kvbench.engine.clock import now
 from kvbench.engine.decode import Row
 from kvbench.engine.draw import choose
 from kvbench.engine.driver import forward, left_padded
-from kvbench.engine.refill import absorb, among, extended, picked, place, vacancies, vacant, vacate
+from kvbench.engine.refill import (
+    absorb,
+    among,
+    extended,
+    fill_rows,
+    picked,
+    vacancies,
+    vacant,
+    vacate,
+)
 
 _Owner = TypeVar("_Owner")
 
@@ -44,9 +53,9 @@ class Pooled(Generic[_Owner]):
     seconds: float = 0.0
 
 
-def least(counts: Sequence[int], wanted: int) -> int:
+def smallest_count(row_counts: Sequence[int], required: int) -> int:
     """The smallest of some ascending numbers of rows that is enough."""
-    return next(n for n in counts if n >= wanted)
+    return next(row_count for row_count in row_counts if row_count >= required)
 
 
 class Pool(Generic[_Owner]):
@@ -64,14 +73,14 @@ class Pool(Generic[_Owner]):
     def __init__(
         self,
         model: nn.Module,
-        counts: Sequence[int],
-        asking: Sequence[int],
-        width: int,
-        room: Callable[[int, list[RaggedCache]], bool],
+        row_counts: Sequence[int],
+        question_counts: Sequence[int],
+        question_width: int,
+        fits_memory: Callable[[int, list[RaggedCache]], bool],
     ) -> None:
         self.model = model
-        self.counts, self.asking, self.width = counts, asking, width
-        self.room = room
+        self.counts, self.asking, self.width = row_counts, question_counts, question_width
+        self.room = fits_memory
         self.device = next(model.parameters()).device
         self.waiting: list[Pooled[_Owner]] = []
         self.active: dict[int, Pooled[_Owner]] = {}
@@ -82,9 +91,9 @@ class Pool(Generic[_Owner]):
         """How many more responses have to wait before they enter the batch together."""
         return max(1, self.asking[-1] - len(self.waiting))
 
-    def add(self, item: Pooled[_Owner]) -> Iterator[Pooled[_Owner]]:
+    def add(self, response: Pooled[_Owner]) -> Iterator[Pooled[_Owner]]:
         """Queue a response; yield those that end before the pool can take the next one."""
-        self.waiting.append(item)
+        self.waiting.append(response)
         if len(self.waiting) == self.asking[-1] or not self._allows(len(self.waiting) + 1):
             yield from self._admit()
 
@@ -100,69 +109,79 @@ class Pool(Generic[_Owner]):
         """Move the waiting responses into free rows; decode until there are enough."""
         while self.active and not self._allows(len(self.active) + len(self.waiting)):
             yield from self._step()
-        items, self.waiting = self.waiting, []
-        caches = [item.cache for item in items if item.cache is not None]
-        rows = least(self.counts, len(self.active) + len(items))
+        responses, self.waiting = self.waiting, []
+        caches = [response.cache for response in responses if response.cache is not None]
+        row_count = smallest_count(self.counts, len(self.active) + len(responses))
         if self.cache is None:
-            self.cache = vacant(caches[0], rows)
-        elif self.cache.batch < rows:
-            self.cache = extended(self.cache, rows)
-        free = [slot for slot in range(self.cache.batch) if slot not in self.active]
-        slots = vacancies(self.cache, free, caches)
-        place(self.cache, slots, caches)
-        for slot, item in zip(slots, items, strict=True):
-            self.active[slot] = item
+            self.cache = vacant(caches[0], row_count)
+        elif self.cache.batch < row_count:
+            self.cache = extended(self.cache, row_count)
+        free_slots = [slot for slot in range(self.cache.batch) if slot not in self.active]
+        slots = vacancies(self.cache, free_slots, caches)
+        fill_rows(self.cache, slots, caches)
+        for slot, response in zip(slots, responses, strict=True):
+            self.active[slot] = response
         self._ask([slot for slot in slots if self.active[slot].logits is None])
-        first = torch.cat([item.logits for item in items if item.logits is not None])
-        for item in items:
-            item.cache = item.logits = None
-        yield from self._choose(slots, first)
+        first_logits = torch.cat(
+            [response.logits for response in responses if response.logits is not None]
+        )
+        for response in responses:
+            response.cache = response.logits = None
+        yield from self._choose(slots, first_logits)
 
-    def _allows(self, rows: int) -> bool:
-        held = [item.cache for item in self.waiting if item.cache is not None]
-        held += [] if self.cache is None else [self.cache]
-        return rows <= self.counts[-1] and self.room(rows, held)
+    def _allows(self, row_count: int) -> bool:
+        live_caches = [response.cache for response in self.waiting if response.cache is not None]
+        live_caches += [] if self.cache is None else [self.cache]
+        return row_count <= self.counts[-1] and self.room(row_count, live_caches)
 
     def _shrink(self) -> None:
         """Leave out vacant rows: nothing will take them."""
         assert self.cache is not None
-        rows = least(self.counts, len(self.active))
-        if rows < self.cache.batch:
+        row_count = smallest_count(self.counts, len(self.active))
+        if row_count < self.cache.batch:
             slots = sorted(self.active)
-            self.cache = extended(picked(self.cache, slots), rows)
-            self.active = {slots.index(slot): item for slot, item in self.active.items()}
+            self.cache = extended(picked(self.cache, slots), row_count)
+            self.active = {slots.index(slot): response for slot, response in self.active.items()}
 
     def _ask(self, slots: Sequence[int]) -> None:
         """Feed the questions in one forward; on a CPU their width is always the same."""
         if not slots:
             return
         assert self.cache is not None
-        began = now(self.device)
-        rows, width = [*slots], self.width
+        started = now(self.device)
+        batch_rows, column_count = [*slots], self.width
         if self.device.type == "cpu":  # rows that hold least wait beside them
-            others = set(range(self.cache.batch)) - set(slots)
-            spare = least(self.asking, len(rows)) - len(rows)
-            rows += sorted(others, key=lambda s: s in self.active)[:spare]
+            other_slots = set(range(self.cache.batch)) - set(slots)
+            spare_rows = smallest_count(self.asking, len(batch_rows)) - len(batch_rows)
+            batch_rows += sorted(other_slots, key=lambda other_slot: other_slot in self.active)[
+                :spare_rows
+            ]
         else:  # a GPU promises no bits
-            width = max(len(self.active[slot].question) for slot in slots)
-        asked = [self.active[slot].question for slot in slots]
-        asked += [()] * (len(rows) - len(slots))
-        ids, mask = left_padded(asked, width)
-        part = among(self.cache, rows, [*map(len, asked)])
-        logits = forward(self.model, part, ids.to(self.device), mask.to(self.device))
-        absorb(self.cache, rows, part)
-        seconds = now(self.device) - began
-        for i, slot in enumerate(slots):
-            self.active[slot].logits = logits[i : i + 1]
+            column_count = max(len(self.active[slot].question) for slot in slots)
+        questions = [self.active[slot].question for slot in slots]
+        questions += [()] * (len(batch_rows) - len(slots))
+        token_ids, token_mask = left_padded(questions, column_count)
+        question_cache = among(self.cache, batch_rows, [*map(len, questions)])
+        logits = forward(
+            self.model, question_cache, token_ids.to(self.device), token_mask.to(self.device)
+        )
+        absorb(self.cache, batch_rows, question_cache)
+        seconds = now(self.device) - started
+        for question_index, slot in enumerate(slots):
+            self.active[slot].logits = logits[question_index : question_index + 1]
             self.active[slot].seconds += seconds / len(slots)
 
     def _choose(self, slots: Sequence[int], logits: Tensor) -> Iterator[Pooled[_Owner]]:
         """Choose the next token of rows, `logits` `[rows, vocabulary]`; yield those that end."""
-        rows = [self.active[slot].row for slot in slots]
-        tokens = choose(logits, [row.draw for row in rows], [len(row.tokens) for row in rows])
-        for slot, row, token in zip(slots, rows, tokens, strict=True):
-            row.push(token)
-            if row.reason:
+        decode_rows = [self.active[slot].row for slot in slots]
+        next_tokens = choose(
+            logits,
+            [decode_row.draw for decode_row in decode_rows],
+            [len(decode_row.tokens) for decode_row in decode_rows],
+        )
+        for slot, decode_row, token_id in zip(slots, decode_rows, next_tokens, strict=True):
+            decode_row.push(token_id)
+            if decode_row.reason:
                 assert self.cache is not None
                 vacate(self.cache, slot)
                 yield self.active.pop(slot)
@@ -170,15 +189,15 @@ class Pool(Generic[_Owner]):
     def _step(self) -> Iterator[Pooled[_Owner]]:
         """Feed the last token of every row, and choose the next ones."""
         assert self.cache is not None
-        began = now(self.device)
+        started = now(self.device)
         slots = list(self.active)  # in the order in which they were queued
-        ids = torch.zeros(self.cache.batch, 1, dtype=torch.long)
-        alive = torch.zeros(self.cache.batch, 1, dtype=torch.bool)
+        token_ids = torch.zeros(self.cache.batch, 1, dtype=torch.long)
+        is_active = torch.zeros(self.cache.batch, 1, dtype=torch.bool)
         for slot in slots:
-            ids[slot], alive[slot] = self.active[slot].row.tokens[-1], True
-        mask = None if len(slots) == self.cache.batch else alive.to(self.device)
-        logits = forward(self.model, self.cache, ids.to(self.device), mask)
-        seconds = (now(self.device) - began) / len(slots)
-        for item in self.active.values():
-            item.seconds += seconds
+            token_ids[slot], is_active[slot] = self.active[slot].row.tokens[-1], True
+        active_mask = None if len(slots) == self.cache.batch else is_active.to(self.device)
+        logits = forward(self.model, self.cache, token_ids.to(self.device), active_mask)
+        seconds = (now(self.device) - started) / len(slots)
+        for response in self.active.values():
+            response.seconds += seconds
         yield from self._choose(slots, logits[slots])

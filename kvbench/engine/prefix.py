@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from kvbench.budget import Budget
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.clock import now
-from kvbench.engine.decide import Cut
+from kvbench.engine.decide import EvictionStep
 from kvbench.engine.draw import row_seeds
 from kvbench.engine.driver import forward, start_observers
-from kvbench.engine.evict import compress_cache, compress_together, start_upkeep
+from kvbench.engine.evict import compress_cache, compress_together, start_eviction_state
 from kvbench.engine.integrity import Ledger
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.models import decoder_of, model_info
@@ -47,16 +47,16 @@ class Compression:
         budget: How many it keeps.
         moment: When the cache is compressed.
         seed: Noise seed of the run.
-        whole: Tokens of the whole prompt, if the prefix is only its first chunk.
-        tail: Tokens of the prompt that come after the last cut; they count in the budget.
+        prompt_length: Tokens of the whole prompt, if the prefix is only its first chunk.
+        trailing_tokens: Tokens of the prompt that come after the last cut, counted in the budget.
     """
 
     policy: Policy
     budget: Budget
     moment: Moment
     seed: int
-    whole: int | None = None
-    tail: int = 0
+    prompt_length: int | None = None
+    trailing_tokens: int = 0
 
 
 class Prefix:
@@ -88,14 +88,14 @@ class Prefix:
         self._replays = 0.0
 
     @property
-    def spoiled(self) -> bool:
+    def modified_in_place(self) -> bool:
         """Whether a policy has changed the prefix in place."""
-        return self.cache.spoiled
+        return self.cache.modified_in_place
 
     def extend(
         self,
-        ids: Tensor,
-        mask: Tensor | None = None,
+        token_ids: Tensor,
+        token_mask: Tensor | None = None,
         pixels: Mapping[str, Tensor] | None = None,
         *,
         question: bool = False,
@@ -103,17 +103,17 @@ class Prefix:
         """Prefill more tokens `[B, n]`; return the logits after the last, `[B, vocabulary]`.
 
         Args:
-            ids: The tokens, padded on the left.
-            mask: Which of them are tokens, `[B, n]`; None: all.
+            token_ids: The tokens, padded on the left.
+            token_mask: Which of them are tokens, `[B, n]`; None: all.
             pixels: The media among them; see `kvbench.engine.vision.Vision`.
             question: Whether the tokens are the question about what is in the cache.
         """
-        self.cache.asked = ids.shape[1] if question else 0
-        begin = now(ids.device)
+        self.cache.asked = token_ids.shape[1] if question else 0
+        started = now(token_ids.device)
         with watching(self.model, self.cache.pruning if pixels else None) as self.cache.tower:
-            logits = forward(self.model, self.cache, ids, mask, pixels=pixels)
+            logits = forward(self.model, self.cache, token_ids, token_mask, pixels=pixels)
         self._forget()
-        self.seconds += now(ids.device) - begin
+        self.seconds += now(token_ids.device) - started
         return logits
 
     def fork(self) -> Prefix:
@@ -125,97 +125,108 @@ class Prefix:
         """Whether the batch can be split into its sequences: all observers must be separable."""
         return self.cache.separable
 
-    def sequence(self, row: int) -> Prefix:
+    def sequence(self, sequence_index: int) -> Prefix:
         """Return the prefix of one sequence of the batch, with its share of the seconds."""
-        cache, tokens = self.cache.sequence(row), self.cache.lengths()
-        return self._around(cache, self.seconds * float(tokens[row] / tokens.sum()))
+        cache, token_counts = self.cache.sequence(sequence_index), self.cache.lengths()
+        return self._around(
+            cache, self.seconds * float(token_counts[sequence_index] / token_counts.sum())
+        )
 
     def _around(self, cache: RaggedCache, seconds: float) -> Prefix:
         """A prefix with another cache."""
-        other = object.__new__(Prefix)
-        other.model, other.info, other.device = self.model, self.info, self.device
-        other.cache, other.seconds = cache, seconds
-        other._forget()
-        return other
+        new_prefix = object.__new__(Prefix)
+        new_prefix.model, new_prefix.info, new_prefix.device = self.model, self.info, self.device
+        new_prefix.cache, new_prefix.seconds = cache, seconds
+        new_prefix._forget()
+        return new_prefix
 
     def compress(
-        self, wanted: Sequence[Compression], reserve: int | None = None
+        self, compressions: Sequence[Compression], reserve: int | None = None
     ) -> list[RaggedCache]:
         """Make one packed cache per compression; `cache.seconds` is the time that it took.
 
         A score is computed once for all compressions, unless it reads the budget. Budgets of one
         policy are decided together, and what all of them keep is packed in one go. If a policy
-        fails, `spoiled` tells whether it has changed the prefix.
+        fails, `modified_in_place` tells whether it has changed the prefix.
 
         Args:
-            wanted: The compressions.
+            compressions: The compressions.
             reserve: Free rows behind every segment, for tokens that will be appended.
 
         Raises:
             BudgetError: A policy did not keep exactly its budget, or changed what it was shown.
         """
-        made: dict[int, RaggedCache] = {}
+        packed_caches: dict[int, RaggedCache] = {}
         try:
-            for groups in self._packings(wanted):
-                caches = self._compress([[wanted[i] for i in group] for group in groups], reserve)
-                made.update(zip(chain.from_iterable(groups), caches, strict=True))
+            for groups in self._packings(compressions):
+                caches = self._compress(
+                    [[compressions[cell_index] for cell_index in group] for group in groups],
+                    reserve,
+                )
+                packed_caches.update(zip(chain.from_iterable(groups), caches, strict=True))
         except (Exception, SystemExit) as error:
-            self._check_shared(wanted, error)
+            self._check_shared(compressions, error)
             raise
-        self._check_shared(wanted)
-        return [made[i] for i in range(len(wanted))]
+        self._check_shared(compressions)
+        return [packed_caches[cell_index] for cell_index in range(len(compressions))]
 
     def _check_shared(
-        self, wanted: Sequence[Compression], error: BaseException | None = None
+        self, compressions: Sequence[Compression], error: BaseException | None = None
     ) -> None:
         """Check that what the cells share is as it was.
 
         Args:
-            wanted: The compressions since the last check.
+            compressions: The compressions since the last check.
             error: What they have raised; a change is the more helpful reason.
 
         Raises:
             BudgetError: A policy changed it.
         """
-        if name := self._ledger.changed():
-            self.cache.spoiled = True
+        if changed_name := self._ledger.changed():
+            self.cache.modified_in_place = True
             if error is None or not out_of_memory(error):
-                policies = " or ".join(dict.fromkeys(str(one.policy) for one in wanted))
-                text = f"{policies} changed {name} in place; change a copy instead"
-                raise BudgetError(text) from error
+                policies = " or ".join(
+                    dict.fromkeys(str(compression.policy) for compression in compressions)
+                )
+                message = f"{policies} changed {changed_name} in place; change a copy instead"
+                raise BudgetError(message) from error
 
-    def _packings(self, wanted: Sequence[Compression]) -> list[list[list[int]]]:
+    def _packings(self, compressions: Sequence[Compression]) -> list[list[list[int]]]:
         """Group compressions that are packed together; groups of them are decided together.
 
         Returns:
             For every packing, for every decision, the indices of its compressions.
         """
-        alone: list[list[list[int]]] = []
-        groups: dict[Hashable, list[int]] = {}
-        for i, one in enumerate(wanted):
-            if self._plain(one):
-                groups.setdefault(replace(one, budget=_ANY), []).append(i)
+        single_packings: list[list[list[int]]] = []
+        decision_groups: dict[Hashable, list[int]] = {}
+        for cell_index, compression in enumerate(compressions):
+            if self._plain(compression):
+                decision_groups.setdefault(replace(compression, budget=_ANY), []).append(cell_index)
             else:
-                alone.append([[i]])
+                single_packings.append([[cell_index]])
         packings: list[list[list[int]]] = []
-        room = 0
-        for indices in groups.values():
-            policy = wanted[indices[0]].policy
-            most = self._at_once(policy)
-            for start in range(0, len(indices), most):
-                group = indices[start : start + most]
-                if not packings or len(group) > room:
+        free_groups = 0
+        for indices in decision_groups.values():
+            policy = compressions[indices[0]].policy
+            group_size = self._at_once(policy)
+            for group_start in range(0, len(indices), group_size):
+                group = indices[group_start : group_start + group_size]
+                if not packings or len(group) > free_groups:
                     packings.append([])
-                    room = max(1, _PACKED // (self._entries * self.info.layers))
+                    free_groups = max(1, _PACKED // (self._entries * self.info.layers))
                 packings[-1].append(group)
-                room -= len(group)
-        return [*alone, *packings]
+                free_groups -= len(group)
+        return [*single_packings, *packings]
 
-    def _plain(self, one: Compression) -> bool:
+    def _plain(self, compression: Compression) -> bool:
         """Whether a compression leaves a choice of the entries as they are, and nothing else."""
-        policy = one.policy
-        changes = policy.merge is not None or policy.recodes or policy.read is not None
-        return self.cache.batch == 1 and not changes and not goes_on(policy, one.moment)
+        policy = compression.policy
+        changes_entries = policy.merge is not None or policy.recodes or policy.read is not None
+        return (
+            self.cache.batch == 1
+            and not changes_entries
+            and not goes_on(policy, compression.moment)
+        )
 
     @property
     def _entries(self) -> int:
@@ -226,64 +237,85 @@ class Prefix:
         """For how many budgets a policy may decide together: each needs scores of its own."""
         if not policy.evicts:
             return 1
-        scored = self.info.layers if policy.allocate.scope == "model" else 1
-        return max(1, _TOGETHER // (self._entries * scored))
+        scored_layers = self.info.layers if policy.allocate.scope == "model" else 1
+        return max(1, _TOGETHER // (self._entries * scored_layers))
 
     def _compress(
         self, groups: Sequence[Sequence[Compression]], reserve: int | None
     ) -> list[RaggedCache]:
         """Carry out compressions that are packed together; those of a group differ in budget."""
         replays = [self._replay(group[0].policy) for group in groups]
-        began = now(self.device)
+        started = now(self.device)
         # Read once for all cells: reading a length makes a GPU wait.
-        sizes = [*zip(self.cache.lengths().tolist(), self.cache.visual_tokens(), strict=True)]
-        cuts = [self._cut(group, sizes) for group in groups]
-        made = self.cache.fork()
-        for layer in made.ragged:
+        token_sizes = [*zip(self.cache.lengths().tolist(), self.cache.visual_tokens(), strict=True)]
+        eviction_steps = [self._cut(group, token_sizes) for group in groups]
+        packed_cache = self.cache.fork()
+        for layer in packed_cache.ragged:
             layer.reset()
-        decided = [0.0] * len(cuts)
-        if len(cuts) == 1:
-            compress_cache(cuts[0], made, reserve)
+        decide_seconds = [0.0] * len(eviction_steps)
+        if len(eviction_steps) == 1:
+            compress_cache(eviction_steps[0], packed_cache, reserve)
         else:
-            decided = compress_together(cuts, made, reserve)
-        caches = self._split(made) if sum(map(len, groups)) > 1 else [made]
-        left = iter(caches)
-        for cut, group in zip(cuts, groups, strict=True):
-            for one in group:
-                start_upkeep(cut, next(left), _later(one, sizes))
-        packing = (now(self.device) - began - sum(decided)) / len(caches)
-        left = iter(caches)
-        for cut, group, seconds, replay in zip(cuts, groups, decided, replays, strict=True):
-            shared = cut.shared_seconds + cut.saved + replay
+            decide_seconds = compress_together(eviction_steps, packed_cache, reserve)
+        caches = self._split(packed_cache) if sum(map(len, groups)) > 1 else [packed_cache]
+        cache_iterator = iter(caches)
+        for eviction_step, group in zip(eviction_steps, groups, strict=True):
+            for compression in group:
+                start_eviction_state(
+                    eviction_step, next(cache_iterator), _later(compression, token_sizes)
+                )
+        packing = (now(self.device) - started - sum(decide_seconds)) / len(caches)
+        cache_iterator = iter(caches)
+        for eviction_step, group, seconds, replay in zip(
+            eviction_steps, groups, decide_seconds, replays, strict=True
+        ):
+            shared_seconds = eviction_step.shared_seconds + eviction_step.saved + replay
             for _ in group:
-                own = (seconds - cut.shared_seconds) / len(group)
-                next(left).seconds = own + packing + shared
+                cell_seconds = (seconds - eviction_step.shared_seconds) / len(group)
+                next(cache_iterator).seconds = cell_seconds + packing + shared_seconds
         return caches
 
-    def _cut(self, group: Sequence[Compression], sizes: Sequence[tuple[int, int]]) -> Cut:
+    def _cut(
+        self, group: Sequence[Compression], token_sizes: Sequence[tuple[int, int]]
+    ) -> EvictionStep:
         """The decision about compressions that differ in their budget only.
 
         Args:
             group: The compressions.
-            sizes: Tokens and visual tokens of every sequence.
+            token_sizes: Tokens and visual tokens of every sequence.
         """
-        one = group[0]
-        final = one.whole is None or one.whole - one.tail <= min(n for n, _ in sizes)
-        coming = one.tail if final else 0
-        return Cut(
-            one.policy,
+        compression = group[0]
+        is_last_chunk = (
+            compression.prompt_length is None
+            or compression.prompt_length - compression.trailing_tokens
+            <= min(token_count for token_count, _ in token_sizes)
+        )
+        reserved_tokens = compression.trailing_tokens if is_last_chunk else 0
+        return EvictionStep(
+            compression.policy,
             self.cache,
             self.info,
-            one.moment,
+            compression.moment,
             [
-                first_budget(one.policy, each.budget, one.moment, n, one.whole, coming, v)
-                for each in group
-                for n, v in sizes
+                first_budget(
+                    compression.policy,
+                    group_member.budget,
+                    compression.moment,
+                    token_count,
+                    compression.prompt_length,
+                    reserved_tokens,
+                    visual_count,
+                )
+                for group_member in group
+                for token_count, visual_count in token_sizes
             ],
-            self._row_seeds(one.seed),
-            self._shared.setdefault((one.seed, one.moment, final, coming), Shared(self._ledger)),
-            final=final,
-            coming=coming,
+            self._row_seeds(compression.seed),
+            self._shared.setdefault(
+                (compression.seed, compression.moment, is_last_chunk, reserved_tokens),
+                Shared(self._ledger),
+            ),
+            final=is_last_chunk,
+            coming=reserved_tokens,
         )
 
     def _replay(self, policy: Policy) -> float:
@@ -293,21 +325,26 @@ class Prefix:
         """
         if not any(isinstance(need, Replay) for need in policy.needs):
             return 0.0
-        began = now(self.device)
+        started = now(self.device)
         if observe_replays(self.model, self.cache, self.info):
-            self._replays += now(self.device) - began
+            self._replays += now(self.device) - started
         return self._replays
 
-    def _split(self, made: RaggedCache) -> list[RaggedCache]:
+    def _split(self, packed_cache: RaggedCache) -> list[RaggedCache]:
         """Part a cache with a row for every budget; the parts share its memory."""
         caches = []
-        counts = zip(made.budget_entries or (), made.held_entries or (), strict=True)
-        for row, (budget, held) in enumerate(counts):
-            one = self.cache.fork()
-            packed = iter([layer.sequence(row) for layer in made.ragged])
-            one.layers = [next(packed) if isinstance(x, RaggedLayer) else x for x in one.layers]
-            one.budget_entries, one.held_entries = [budget], [held]
-            caches.append(one)
+        entry_counts = zip(
+            packed_cache.budget_entries or (), packed_cache.held_entries or (), strict=True
+        )
+        for budget_index, (entry_budget, entry_count) in enumerate(entry_counts):
+            budget_cache = self.cache.fork()
+            packed_layers = iter([layer.sequence(budget_index) for layer in packed_cache.ragged])
+            budget_cache.layers = [
+                next(packed_layers) if isinstance(cache_layer, RaggedLayer) else cache_layer
+                for cache_layer in budget_cache.layers
+            ]
+            budget_cache.budget_entries, budget_cache.held_entries = [entry_budget], [entry_count]
+            caches.append(budget_cache)
         return caches
 
     def _row_seeds(self, seed: int) -> Tensor:
@@ -318,14 +355,17 @@ class Prefix:
         return self._seeds[seed]
 
 
-def _later(one: Compression, sizes: Sequence[tuple[int, int]]) -> list[int]:
+def _later(compression: Compression, token_sizes: Sequence[tuple[int, int]]) -> list[int]:
     """Mean entries per (layer, head) that cuts after the first one leave every sequence.
 
     Args:
-        one: The compression.
-        sizes: Tokens and visual tokens of every sequence.
+        compression: The compression.
+        token_sizes: Tokens and visual tokens of every sequence.
     """
-    fixed = one.moment == "decode" or one.policy.read is not None
-    if fixed and one.budget.absolute is not None:
-        return [one.budget.absolute] * len(sizes)
-    return [one.budget.per_head(one.whole or n, v) for n, v in sizes]
+    is_fixed = compression.moment == "decode" or compression.policy.read is not None
+    if is_fixed and compression.budget.absolute is not None:
+        return [compression.budget.absolute] * len(token_sizes)
+    return [
+        compression.budget.per_head(compression.prompt_length or token_count, visual_count)
+        for token_count, visual_count in token_sizes
+    ]

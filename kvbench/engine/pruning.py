@@ -49,9 +49,9 @@ class Pruning:
 
     def keep(self, length: int, visual_tokens: int) -> int:
         """How many visual tokens of a prompt stay."""
-        text = length - visual_tokens
-        left = self.budget.per_head(length, visual_tokens) - text
-        return max(1, min(left, visual_tokens))
+        text_tokens = length - visual_tokens
+        visual_budget = self.budget.per_head(length, visual_tokens) - text_tokens
+        return max(1, min(visual_budget, visual_tokens))
 
 
 def prunes(policy: Policy) -> bool:
@@ -78,48 +78,57 @@ def depth_problem(score: Score, depth: int) -> str:
 
 
 def prune_embeddings(
-    pruning: Pruning, embeddings: Tensor, visual: Tensor, valid: Tensor, tower: TowerFacts | None
+    pruning: Pruning,
+    embeddings: Tensor,
+    visual_mask: Tensor,
+    token_mask: Tensor,
+    tower_facts: TowerFacts | None,
 ) -> tuple[Tensor, Tensor]:
     """Prune before the language model.
 
     Args:
         pruning: What to prune.
         embeddings: Embeddings of the prompt, `[B, S, D]`.
-        visual: Which columns are visual tokens, bool `[B, S]`.
-        valid: Which columns are tokens, bool `[B, S]`.
-        tower: What the vision tower has seen; None if it was not watched.
+        visual_mask: Which columns are visual tokens, bool `[B, S]`.
+        token_mask: Which columns are tokens, bool `[B, S]`.
+        tower_facts: What the vision tower has seen; None if it was not watched.
 
     Returns:
         The embeddings, which merging can have changed, and the pruned columns, bool `[B, S]`.
     """
-    pruned = torch.zeros_like(visual)
-    changed = embeddings
-    total = int(visual.sum())
-    seen = None if tower is None else tower.tokens(total)
-    first = 0
-    for row in range(len(visual)):
-        own, count = visual[row], int(visual[row].sum())
-        here = slice(first, first + count)
-        first += count
-        if not count:
+    pruned = torch.zeros_like(visual_mask)
+    merged_embeddings = embeddings
+    visual_total = int(visual_mask.sum())
+    seen = None if tower_facts is None else tower_facts.tokens(visual_total)
+    first_visual = 0
+    for sequence_index in range(len(visual_mask)):
+        row_visual, visual_count = (
+            visual_mask[sequence_index],
+            int(visual_mask[sequence_index].sum()),
+        )
+        visual_slice = slice(first_visual, first_visual + visual_count)
+        first_visual += visual_count
+        if not visual_count:
             continue
-        facts: dict[str, Tensor] = {"image": _runs(own)}
+        facts: dict[str, Tensor] = {"image": _runs(row_visual)}
         if seen is not None:
-            facts = {name: fact[here] for name, fact in seen.items()}
+            facts = {name: fact[visual_slice] for name, fact in seen.items()}
             facts["image"] = facts["image"] - facts["image"][0]
-        shown = VisualTokens(
-            keep=pruning.keep(int(valid[row].sum()), count),
-            feature=embeddings[row, own],
-            text=embeddings[row, valid[row] & ~own],
+        visual_tokens = VisualTokens(
+            keep=pruning.keep(int(token_mask[sequence_index].sum()), visual_count),
+            feature=embeddings[sequence_index, row_visual],
+            text=embeddings[sequence_index, token_mask[sequence_index] & ~row_visual],
             **facts,
         )
-        found = _checked(pruning, shown)
-        pruned[row, own] = ~found.keep
-        if found.feature is not None:
-            if changed is embeddings:
-                changed = embeddings.clone()
-            changed[row, own] = found.feature.to(embeddings.dtype)
-    return changed, pruned
+        pruned_tokens = _checked(pruning, visual_tokens)
+        pruned[sequence_index, row_visual] = ~pruned_tokens.keep
+        if pruned_tokens.feature is not None:
+            if merged_embeddings is embeddings:
+                merged_embeddings = embeddings.clone()
+            merged_embeddings[sequence_index, row_visual] = pruned_tokens.feature.to(
+                embeddings.dtype
+            )
+    return merged_embeddings, pruned
 
 
 def prune_inside(
@@ -129,8 +138,8 @@ def prune_inside(
     hidden: Tensor,
     output: Tensor,
     scale: float,
-    visual: Tensor,
-    valid: Tensor,
+    visual_mask: Tensor,
+    token_mask: Tensor,
 ) -> Tensor:
     """Prune inside the language model, from what the layer before has seen and put out.
 
@@ -141,52 +150,60 @@ def prune_inside(
         hidden: Hidden states that enter the attention, `[B, S, D]`.
         output: What the layer puts out, after the final norm, `[B, S, D]`.
         scale: Factor of the attention logits.
-        visual: Which columns are visual tokens, bool `[B, S]`.
-        valid: Which columns are tokens, bool `[B, S]`.
+        visual_mask: Which columns are visual tokens, bool `[B, S]`.
+        token_mask: Which columns are tokens, bool `[B, S]`.
 
     Returns:
         The pruned columns, bool `[B, S]`.
     """
-    pruned = torch.zeros_like(visual)
-    group = query.shape[1] // key.shape[1]
-    shared = key.repeat_interleave(group, 1)
-    logits = (query[:, :, -1:].float() @ shared.float().transpose(-1, -2)) * scale
-    weights = logits.masked_fill(~valid[:, None, None], -torch.inf).softmax(-1)[:, :, 0].mean(1)
-    flat = key.transpose(1, 2).flatten(2)
-    for row in range(len(visual)):
-        own, text = visual[row], valid[row] & ~visual[row]
-        if not bool(own.any()):
-            continue
-        shown = VisualTokens(
-            keep=pruning.keep(int(valid[row].sum()), int(own.sum())),
-            feature=hidden[row, own],
-            text=hidden[row, text],
-            image=_runs(own),
-            attention=weights[row, own],
-            key=flat[row, own],
-            text_key=flat[row, text],
-            output=output[row, own],
-            text_output=output[row, text],
-            follows=text.nonzero().flatten() > own.nonzero().max(),
+    pruned = torch.zeros_like(visual_mask)
+    group_size = query.shape[1] // key.shape[1]
+    repeated_key = key.repeat_interleave(group_size, 1)
+    logits = (query[:, :, -1:].float() @ repeated_key.float().transpose(-1, -2)) * scale
+    weights = (
+        logits.masked_fill(~token_mask[:, None, None], -torch.inf).softmax(-1)[:, :, 0].mean(1)
+    )
+    flat_key = key.transpose(1, 2).flatten(2)
+    for sequence_index in range(len(visual_mask)):
+        row_visual, row_text = (
+            visual_mask[sequence_index],
+            token_mask[sequence_index] & ~visual_mask[sequence_index],
         )
-        pruned[row, own] = ~_checked(pruning, shown).keep
+        if not bool(row_visual.any()):
+            continue
+        visual_tokens = VisualTokens(
+            keep=pruning.keep(int(token_mask[sequence_index].sum()), int(row_visual.sum())),
+            feature=hidden[sequence_index, row_visual],
+            text=hidden[sequence_index, row_text],
+            image=_runs(row_visual),
+            attention=weights[sequence_index, row_visual],
+            key=flat_key[sequence_index, row_visual],
+            text_key=flat_key[sequence_index, row_text],
+            output=output[sequence_index, row_visual],
+            text_output=output[sequence_index, row_text],
+            follows=row_text.nonzero().flatten() > row_visual.nonzero().max(),
+        )
+        pruned[sequence_index, row_visual] = ~_checked(pruning, visual_tokens).keep
     return pruned
 
 
-def _checked(pruning: Pruning, shown: VisualTokens) -> Pruned:
-    found = pruning.score.prune(shown)
-    if found.keep.shape != shown.image.shape or int(found.keep.sum()) != shown.keep:
+def _checked(pruning: Pruning, visual_tokens: VisualTokens) -> Pruned:
+    pruned_tokens = pruning.score.prune(visual_tokens)
+    if (
+        pruned_tokens.keep.shape != visual_tokens.image.shape
+        or int(pruned_tokens.keep.sum()) != visual_tokens.keep
+    ):
         raise PluginError(
-            f"{pruning.score.name} keeps {int(found.keep.sum())} visual tokens instead of "
-            f"{shown.keep}"
+            f"{pruning.score.name} keeps {int(pruned_tokens.keep.sum())} visual tokens instead of "
+            f"{visual_tokens.keep}"
         )
-    return found
+    return pruned_tokens
 
 
-def _runs(visual: Tensor) -> Tensor:
+def _runs(visual_mask: Tensor) -> Tensor:
     """The number of the image of each visual token: neighbouring tokens are of one image."""
-    begins = visual & ~torch.nn.functional.pad(visual, (1, 0))[:-1]
-    return (begins.long().cumsum(-1) - 1)[visual]
+    starts_image = visual_mask & ~torch.nn.functional.pad(visual_mask, (1, 0))[:-1]
+    return (starts_image.long().cumsum(-1) - 1)[visual_mask]
 
 
 # --- the vision tower -----------------------------------------------------------------------------
@@ -225,19 +242,19 @@ class TowerFacts:
         (useful, last), self.calls = self.calls, ([], [])
         rows: dict[str, list[Tensor]] = {}
         for query, key, scale in _images(useful):
-            flat = key.transpose(0, 1).flatten(1)
+            flat_key = key.transpose(0, 1).flatten(1)
             weights = (self._asking(query) @ key.transpose(-1, -2) * scale).softmax(-1).mean((0, 1))
-            self._add(rows, salience=weights, patch_key=flat, head_key=key.mean(0))
+            self._add(rows, salience=weights, patch_key=flat_key, head_key=key.mean(0))
             image = rows.setdefault("image", [])
             image.append(torch.full_like(rows["salience"][-1], len(image), dtype=torch.int64))
         for query, key, _ in _images(last):
-            flat, asking = key.transpose(0, 1).flatten(1), query.transpose(0, 1).flatten(1)
-            logits = self._asking(asking) @ flat.T * flat.shape[-1] ** -0.5
-            self._add(rows, last_salience=logits.softmax(-1).mean(0), last_key=flat)
-        made = sum(map(len, rows.get("salience", [])))
-        if made != count:
+            flat_key, asking = key.transpose(0, 1).flatten(1), query.transpose(0, 1).flatten(1)
+            logits = self._asking(asking) @ flat_key.T * flat_key.shape[-1] ** -0.5
+            self._add(rows, last_salience=logits.softmax(-1).mean(0), last_key=flat_key)
+        total = sum(map(len, rows.get("salience", [])))
+        if total != count:
             raise UserError(
-                f"the vision tower makes {made} tokens and the prompt has {count}: a policy that "
+                f"the vision tower makes {total} tokens and the prompt has {count}: a policy that "
                 "reads its attention does not know this model; use divprune, fastv or dart"
             )
         return {name: torch.cat(parts) for name, parts in rows.items()}
@@ -293,34 +310,38 @@ def watching(model: nn.Module, pruning: Pruning | None) -> Iterator[TowerFacts |
     if pruning is None or not pruning.score.reads_tower or not visual_ids(model):
         yield None
         return
-    inner: Any = getattr(model, "model", model)
+    inner_model: Any = getattr(model, "model", model)
     config: Any = model.config
-    tower = getattr(inner, "visual", None)
+    tower = getattr(inner_model, "visual", None)
     if config.model_type == "qwen2_5_vl":
         raise UserError(
             "a policy that reads the attention of the vision tower does not know Qwen2.5-VL's "
             "windows; use divprune, fastv or dart"
         )
-    merge, which = 1, -1
+    merged_patches, layer_index = 1, -1
     if tower is None:
-        tower = inner.vision_tower
-        which = config.vision_feature_layer
-        which = which if isinstance(which, int) else which[-1]
+        tower = inner_model.vision_tower
+        layer_index = config.vision_feature_layer
+        layer_index = layer_index if isinstance(layer_index, int) else layer_index[-1]
     else:
-        merge = config.vision_config.spatial_merge_size**2
-    attentions = [
+        merged_patches = config.vision_config.spatial_merge_size**2
+    attention_layers = [
         module
         for module in tower.modules()
         if type(module).__name__.endswith("Attention")
         and not isinstance(module, nn.MultiheadAttention)
     ]
-    classed = any(name.endswith("class_embedding") for name, _ in tower.named_parameters())
-    facts = TowerFacts((attentions[which], attentions[-1]), classed, merge)
-    before = tower.config._attn_implementation
+    has_class_token = any(
+        parameter_name.endswith("class_embedding") for parameter_name, _ in tower.named_parameters()
+    )
+    facts = TowerFacts(
+        (attention_layers[layer_index], attention_layers[-1]), has_class_token, merged_patches
+    )
+    previous_attention = tower.config._attn_implementation
     tower.set_attn_implementation(TOWER)
     _WATCHED.append(facts)
     try:
         yield facts
     finally:
         _WATCHED.remove(facts)
-        tower.set_attn_implementation(before)
+        tower.set_attn_implementation(previous_attention)

@@ -18,20 +18,22 @@ from kvbench.errors import UserError, reason_of
 
 def method_of(config: Any) -> str:
     """How a model's weights are quantised on disk, such as `gptq`; "" if they are not."""
-    for part in (config, config.get_text_config()):
-        found = getattr(part, "quantization_config", None)
-        if found:
-            get = found.get if isinstance(found, Mapping) else vars(found).get
-            method = get("quant_method") or "unknown"
+    for config_part in (config, config.get_text_config()):
+        weight_config = getattr(config_part, "quantization_config", None)
+        if weight_config:
+            get_field = (
+                weight_config.get if isinstance(weight_config, Mapping) else vars(weight_config).get
+            )
+            method = get_field("quant_method") or "unknown"
             return str(getattr(method, "value", method))
     return ""
 
 
-def check_quantization(name: str, config: Any, scheme: str | None, device_map: object) -> str:
+def check_quantization(model_name: str, config: Any, scheme: str | None, device_map: object) -> str:
     """Check, before anything is computed, that a model can be loaded with these options.
 
     Args:
-        name: The model.
+        model_name: The model.
         config: Its configuration.
         scheme: The scheme that quantises it while it is loaded; None: no scheme.
         device_map: How it is spread over devices; None: it is not.
@@ -45,16 +47,20 @@ def check_quantization(name: str, config: Any, scheme: str | None, device_map: o
     method = method_of(config)
     if scheme and method:
         raise UserError(
-            f"model {name} is quantised already ({method}); leave out --quantization {scheme}"
+            f"model {model_name} is quantised already ({method}); leave out --quantization {scheme}"
         )
-    flag = f"--quantization {scheme}" if scheme else "--device-map"
+    option_text = f"--quantization {scheme}" if scheme else "--device-map"
     if method and not scheme and device_map is None:
-        flag = f"model {name} ({method})"
-    wanted = [PACKAGES[scheme]] if scheme else []
-    wanted += ["accelerate"] if scheme or method or device_map is not None else []
-    missing = [package for package in wanted if importlib.util.find_spec(package) is None]
+        option_text = f"model {model_name} ({method})"
+    required_packages = [PACKAGES[scheme]] if scheme else []
+    required_packages += ["accelerate"] if scheme or method or device_map is not None else []
+    missing = [
+        package for package in required_packages if importlib.util.find_spec(package) is None
+    ]
     if missing:
-        raise UserError(f"{flag} needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+        raise UserError(
+            f"{option_text} needs {' and '.join(missing)}: pip install {' '.join(missing)}"
+        )
     return scheme or method
 
 
@@ -82,7 +88,7 @@ def scheme_config(scheme: str, dtype: torch.dtype) -> Any:
 
 
 @torch.no_grad()
-def plain_weight(module: nn.Module, width: int, dtype: torch.dtype) -> Tensor:
+def plain_weight(module: nn.Module, input_count: int, dtype: torch.dtype) -> Tensor:
     """The matrix that a linear layer multiplies by, in a floating dtype.
 
     A plain weight is returned as it is. The weights of bitsandbytes, torchao and quanto are
@@ -91,7 +97,7 @@ def plain_weight(module: nn.Module, width: int, dtype: torch.dtype) -> Tensor:
 
     Args:
         module: A linear layer.
-        width: Its number of inputs.
+        input_count: Its number of inputs.
         dtype: The dtype that it computes in.
 
     Returns:
@@ -100,36 +106,40 @@ def plain_weight(module: nn.Module, width: int, dtype: torch.dtype) -> Tensor:
     Raises:
         UserError: The layer cannot be dequantised.
     """
-    weight: Any = getattr(module, "weight", None)
-    kind = type(weight)
-    found: Tensor
-    if kind in (Tensor, nn.Parameter):
+    stored_weight: Any = getattr(module, "weight", None)
+    weight_type = type(stored_weight)
+    matrix: Tensor
+    if weight_type in (Tensor, nn.Parameter):
         # Float8 and packed weights have separate scales.
-        if weight.is_floating_point() and weight.element_size() > 1 and weight.dim() == 2:
-            found = weight
-            return found
-    elif kind.__name__ in ("Params4bit", "Int8Params"):
+        if (
+            stored_weight.is_floating_point()
+            and stored_weight.element_size() > 1
+            and stored_weight.dim() == 2
+        ):
+            matrix = stored_weight
+            return matrix
+    elif weight_type.__name__ in ("Params4bit", "Int8Params"):
         from transformers.integrations.bitsandbytes import dequantize_bnb_weight
 
-        found = dequantize_bnb_weight(weight, getattr(module, "state", None))
-        return found.to(dtype)
-    elif isinstance(weight, Tensor) and weight.dim() == 2:
-        found = weight.dequantize()
-        return found.to(dtype)
-    return _probed(module, width, dtype)
+        matrix = dequantize_bnb_weight(stored_weight, getattr(module, "state", None))
+        return matrix.to(dtype)
+    elif isinstance(stored_weight, Tensor) and stored_weight.dim() == 2:
+        matrix = stored_weight.dequantize()
+        return matrix.to(dtype)
+    return _probed(module, input_count, dtype)
 
 
-def _probed(module: nn.Module, width: int, dtype: torch.dtype) -> Tensor:
-    device = next((x.device for x in (*module.parameters(), *module.buffers())), None)
+def _probed(module: nn.Module, input_count: int, dtype: torch.dtype) -> Tensor:
+    device = next((tensor.device for tensor in (*module.parameters(), *module.buffers())), None)
     try:
-        out: Tensor = module(torch.eye(width, dtype=dtype, device=device)[None])[0]
+        matrix: Tensor = module(torch.eye(input_count, dtype=dtype, device=device)[None])[0]
         bias = getattr(module, "bias", None)
         if isinstance(bias, Tensor):
-            out = out - bias
+            matrix = matrix - bias
     except Exception as error:
         reason = reason_of(error)
         raise UserError(
             f"the weights of {type(module).__name__} cannot be dequantised ({reason}); policies "
             "that need the output projection cannot run on this model"
         ) from error
-    return out.transpose(0, 1)
+    return matrix.transpose(0, 1)

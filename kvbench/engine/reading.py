@@ -44,81 +44,91 @@ class Reading:
         """Entries that a query reads over all layers and KV heads."""
         return self.entries * self.info.layers * self.info.kv_heads
 
-    def is_dense(self, index: int) -> bool:
+    def is_dense(self, layer_index: int) -> bool:
         """Whether queries read everything in a layer, by its index among full-attention layers."""
-        return index < self.reader.dense_layers
+        return layer_index < self.reader.dense_layers
 
-    def check(self, held: int) -> None:
+    def check(self, count: int) -> None:
         """Check that the budget is enough for a query that sees so many entries of every head.
 
         Raises:
             BudgetRefused: Dense layers leave less than an entry per head to one of the others.
         """
         dense = min(self.reader.dense_layers, self.info.layers)
-        others, total = self.info.layers - dense, self.entries * self.info.layers
-        needed = dense * held + others
-        if dense and held > self.entries and needed > total:
+        sparse, limit = self.info.layers - dense, self.entries * self.info.layers
+        required = dense * count + sparse
+        if dense and count > self.entries and required > limit:
             raise BudgetRefused(
-                f"{self.reader.name}:dense_layers={self.reader.dense_layers} reads {dense * held} "
-                f"entries per KV head in its dense layers and at least {others} in the others, but "
-                f"the budget allows {total}; use a budget of {-(-needed // self.info.layers)} "
+                f"{self.reader.name}:dense_layers={self.reader.dense_layers} reads {dense * count} "
+                f"entries per KV head in its dense layers and at least {sparse} in the others, but "
+                f"the budget allows {limit}; use a budget of {-(-required // self.info.layers)} "
                 "entries per head or more"
             )
 
-    def shares(self, index: int, seen: Tensor) -> Tensor:
+    def shares(self, layer_index: int, visible_counts: Tensor) -> Tensor:
         """Entries that queries read of each KV head of a layer, int64 `[n]`.
 
         Args:
-            index: Index of the layer among the full-attention layers.
-            seen: Entries that each query may read, int64 `[n]`.
+            layer_index: Index of the layer among the full-attention layers.
+            visible_counts: Entries that each query may read, int64 `[n]`.
         """
-        dense = self.reader.dense_layers
-        if self.is_dense(index):
-            return seen
-        if not dense:
-            return seen.clamp(max=self.entries)
-        left = self.entries * self.info.layers - dense * seen
-        others = self.info.layers - dense
-        share = left // others + (left % others > index - dense)
-        return torch.where(seen > self.entries, share, seen)
+        dense_layers = self.reader.dense_layers
+        if self.is_dense(layer_index):
+            return visible_counts
+        if not dense_layers:
+            return visible_counts.clamp(max=self.entries)
+        remaining = self.entries * self.info.layers - dense_layers * visible_counts
+        sparse_layers = self.info.layers - dense_layers
+        layer_budgets = remaining // sparse_layers + (
+            remaining % sparse_layers > layer_index - dense_layers
+        )
+        return torch.where(visible_counts > self.entries, layer_budgets, visible_counts)
 
-    def summary_bytes(self, index: int, lengths: Sequence[int], number: int) -> int:
+    def summary_bytes(self, layer_index: int, lengths: Sequence[int], number_bytes: int) -> int:
         """Bytes of the summaries of complete blocks; dense layers need none.
 
         Args:
-            index: Index of the layer among the full-attention layers.
+            layer_index: Index of the layer among the full-attention layers.
             lengths: Entries that each head of the layer holds.
-            number: Bytes of one number.
+            number_bytes: Bytes of one number.
         """
-        if not any(lengths) or self.is_dense(index):
+        if not any(lengths) or self.is_dense(layer_index):
             return 0
-        return sum(n // self.block for n in lengths) * self.reader.summary(self.info) * number
+        return (
+            sum(entry_count // self.block for entry_count in lengths)
+            * self.reader.summary(self.info)
+            * number_bytes
+        )
 
 
-def readings(policy: Policy, info: ModelInfo, entries: Sequence[int]) -> list[Reading]:
+def readings(policy: Policy, info: ModelInfo, entry_counts: Sequence[int]) -> list[Reading]:
     """How sequences are read that may read so many entries each; empty without a reader."""
-    return [] if policy.read is None else [Reading(policy.read, info, n) for n in entries]
+    return (
+        []
+        if policy.read is None
+        else [Reading(policy.read, info, entry_count) for entry_count in entry_counts]
+    )
 
 
 def attend_few(
     query: Tensor,
     layer: RaggedLayer,
-    index: int,
-    first: int,
+    layer_index: int,
+    first_column: int,
     scale: float,
-    how: Sequence[Reading],
-    added: Sequence[int],
+    row_readings: Sequence[Reading],
+    token_counts: Sequence[int],
 ) -> tuple[Tensor, list[Tensor]]:
     """Attention of new queries over the entries that they read.
 
     Args:
         query: `[B, H_q, n, d]`.
         layer: A packed layer whose heads hold all entries, those of the new queries included.
-        index: Its index among the full-attention layers.
-        first: Logical column of the first new query.
+        layer_index: Its index among the full-attention layers.
+        first_column: Logical column of the first new query.
         scale: Factor of the logits.
-        how: What the queries of every sequence read.
-        added: New tokens of every sequence; one without any reads nothing.
+        row_readings: What the queries of every sequence read.
+        token_counts: New tokens of every sequence; one without any reads nothing.
 
     Returns:
         The output `[B, H_q, n, d]`, and for every sequence which of its `m` entries are read, bool
@@ -127,100 +137,167 @@ def attend_few(
     Raises:
         BudgetError: A rating has another shape than `Reader.rate` promises.
     """
-    out, masks = torch.zeros_like(query), []
-    for row, one in enumerate(how):
-        mask = query.new_zeros(layer.heads, query.shape[2], 0, dtype=torch.bool)
-        if added[row]:
-            out[row], mask = _attend_row(query[row], layer, index, row, first, scale, one)
-        masks.append(mask)
-    return out, masks
+    output, read_masks = torch.zeros_like(query), []
+    for sequence_index, reading in enumerate(row_readings):
+        read_mask = query.new_zeros(layer.heads, query.shape[2], 0, dtype=torch.bool)
+        if token_counts[sequence_index]:
+            output[sequence_index], read_mask = _attend_row(
+                query[sequence_index],
+                layer,
+                layer_index,
+                sequence_index,
+                first_column,
+                scale,
+                reading,
+            )
+        read_masks.append(read_mask)
+    return output, read_masks
 
 
 def _attend_row(
-    query: Tensor, layer: RaggedLayer, index: int, row: int, first: int, scale: float, how: Reading
+    query: Tensor,
+    layer: RaggedLayer,
+    layer_index: int,
+    sequence_index: int,
+    first_column: int,
+    scale: float,
+    reading: Reading,
 ) -> tuple[Tensor, Tensor]:
     """`attend_few` for one sequence, `[H_q, n, d]`."""
-    heads, (_, n, d) = layer.heads, query.shape
-    here = slice(row * heads, (row + 1) * heads)
-    held = layer.length[here.start]  # nothing is evicted, so that all heads hold as much
+    kv_heads, (_, query_count, head_dim) = layer.heads, query.shape
+    segments = slice(sequence_index * kv_heads, (sequence_index + 1) * kv_heads)
+    entry_count = layer.length[segments.start]  # nothing is evicted, so that all heads hold as much
     assert layer.key is not None and layer.value is not None
-    rows = torch.tensor(layer.start[here], device=layer.col.device)[:, None]
-    rows = rows + torch.arange(held, device=rows.device)
-    col = layer.col[rows[0]]
-    column = torch.arange(first, first + n, dtype=torch.int32, device=col.device)
-    seen = (col <= column[:, None]).sum(-1)  # entries that each query may read
-    grouped = query.reshape(heads, -1, n, d)
-    how.check(held)
-    if held <= how.entries or how.is_dense(index):
-        mask = (torch.arange(held, device=col.device) < seen[:, None]).expand(heads, -1, -1)
+    row_indices = torch.tensor(layer.start[segments], device=layer.col.device)[:, None]
+    row_indices = row_indices + torch.arange(entry_count, device=row_indices.device)
+    entry_columns = layer.col[row_indices[0]]
+    query_columns = torch.arange(
+        first_column, first_column + query_count, dtype=torch.int32, device=entry_columns.device
+    )
+    visible_counts = (entry_columns <= query_columns[:, None]).sum(
+        -1
+    )  # entries that each query may read
+    grouped_query = query.reshape(kv_heads, -1, query_count, head_dim)
+    reading.check(entry_count)
+    if entry_count <= reading.entries or reading.is_dense(layer_index):
+        read_mask = (
+            torch.arange(entry_count, device=entry_columns.device) < visible_counts[:, None]
+        ).expand(kv_heads, -1, -1)
     else:
         # Copies: attention goes on with the queries, and with the keys that the layer holds.
-        rating = _rated(how, index, grouped.clone(), layer.key[rows], seen)
-        mask = read_entries(rating, seen, how.block, how.shares(index, seen), held)
-    if n == 1:  # every head reads equally many entries, so that they can be gathered
-        rows, seen_mask = rows.gather(1, mask[:, 0].nonzero()[:, 1].view(heads, -1)), None
+        ratings = _rated(
+            reading, layer_index, grouped_query.clone(), layer.key[row_indices], visible_counts
+        )
+        read_mask = read_entries(
+            ratings,
+            visible_counts,
+            reading.block,
+            reading.shares(layer_index, visible_counts),
+            entry_count,
+        )
+    if query_count == 1:  # every head reads equally many entries, so that they can be gathered
+        row_indices, attention_mask = (
+            row_indices.gather(1, read_mask[:, 0].nonzero()[:, 1].view(kv_heads, -1)),
+            None,
+        )
     else:  # padding precedes every entry of an empty row; it sees everything, and is never read
-        blind = (seen == 0)[:, None]
-        seen_mask = (mask | blind).unsqueeze(1).expand(-1, grouped.shape[1], -1, -1).flatten(1, 2)
-        seen_mask = seen_mask[None]
-    key, value = layer.key[rows], layer.value[rows]
-    out = F.scaled_dot_product_attention(
-        grouped.reshape(1, heads, -1, d), key[None], value[None], attn_mask=seen_mask, scale=scale
+        sees_nothing = (visible_counts == 0)[:, None]
+        attention_mask = (
+            (read_mask | sees_nothing)
+            .unsqueeze(1)
+            .expand(-1, grouped_query.shape[1], -1, -1)
+            .flatten(1, 2)
+        )
+        attention_mask = attention_mask[None]
+    key, value = layer.key[row_indices], layer.value[row_indices]
+    output = F.scaled_dot_product_attention(
+        grouped_query.reshape(1, kv_heads, -1, head_dim),
+        key[None],
+        value[None],
+        attn_mask=attention_mask,
+        scale=scale,
     )
-    return out[0].view(-1, n, d), mask
+    return output[0].view(-1, query_count, head_dim), read_mask
 
 
-def read_entries(rating: Tensor, seen: Tensor, block: int, entries: Tensor, held: int) -> Tensor:
+def read_entries(
+    ratings: Tensor,
+    visible_counts: Tensor,
+    block_size: int,
+    entry_budgets: Tensor,
+    entry_count: int,
+) -> Tensor:
     """Choose the entries that queries read.
 
     Args:
-        rating: Ratings of the complete blocks, float32 `[H, n, K]`.
-        seen: Entries that each query may read, which are the first of all, int64 `[n]`.
-        block: Entries of a block.
-        entries: How many of them it reads, int64 `[n]`.
-        held: Entries that are held, `m`.
+        ratings: Ratings of the complete blocks, float32 `[H, n, K]`.
+        visible_counts: Entries that each query may read, which are the first of all, int64 `[n]`.
+        block_size: Entries of a block.
+        entry_budgets: How many of them it reads, int64 `[n]`.
+        entry_count: Entries that are held, `m`.
 
     Returns:
         Bool `[H, n, m]`.
     """
-    last = -(-held // block)
-    first = torch.arange(last, device=seen.device) * block
-    length = (seen[:, None] - first).clamp(0, block)  # [n, blocks]
-    newest = first // block == ((seen - 1).clamp(min=0) // block)[:, None]
-    value = F.pad(rating, (0, last - rating.shape[-1]))
-    value = value.masked_fill(newest, float("inf")).masked_fill(length == 0, float("-inf"))
+    block_count = -(-entry_count // block_size)
+    block_starts = torch.arange(block_count, device=visible_counts.device) * block_size
+    block_lengths = (visible_counts[:, None] - block_starts).clamp(0, block_size)  # [n, blocks]
+    is_newest = (
+        block_starts // block_size == ((visible_counts - 1).clamp(min=0) // block_size)[:, None]
+    )
+    rank_keys = F.pad(ratings, (0, block_count - ratings.shape[-1]))
+    rank_keys = rank_keys.masked_fill(is_newest, float("inf")).masked_fill(
+        block_lengths == 0, float("-inf")
+    )
     # Flipped, so that a stable sort leaves the newer of two equal blocks in front.
-    order = last - 1 - value.flip(-1).sort(dim=-1, descending=True, stable=True).indices
-    sorted_length = length.expand_as(value).gather(-1, order)
-    left = (entries[:, None] - sorted_length.cumsum(-1) + sorted_length).clamp(min=0)
-    share = torch.empty_like(order).scatter_(-1, order, sorted_length.minimum(left))
-    entry = torch.arange(held, device=seen.device)
-    place, own = entry % block, entry // block
-    end = length[:, own]
-    return (place < end) & (place >= end - share[..., own])
+    block_order = (
+        block_count - 1 - rank_keys.flip(-1).sort(dim=-1, descending=True, stable=True).indices
+    )
+    sorted_lengths = block_lengths.expand_as(rank_keys).gather(-1, block_order)
+    remaining = (entry_budgets[:, None] - sorted_lengths.cumsum(-1) + sorted_lengths).clamp(min=0)
+    block_shares = torch.empty_like(block_order).scatter_(
+        -1, block_order, sorted_lengths.minimum(remaining)
+    )
+    entry_indices = torch.arange(entry_count, device=visible_counts.device)
+    block_offsets, block_indices = entry_indices % block_size, entry_indices // block_size
+    block_ends = block_lengths[:, block_indices]
+    return (block_offsets < block_ends) & (
+        block_offsets >= block_ends - block_shares[..., block_indices]
+    )
 
 
-def _rated(how: Reading, index: int, query: Tensor, key: Tensor, seen: Tensor) -> Tensor:
+def _rated(
+    how: Reading, layer_index: int, query: Tensor, key: Tensor, visible_counts: Tensor
+) -> Tensor:
     """The reader's ratings of the complete blocks."""
-    heads, held, d = key.shape
-    size = how.block
-    complete = held // size
-    shape = (heads, query.shape[2], complete)
-    if not complete:
+    kv_heads, entry_count, head_dim = key.shape
+    block_size = how.block
+    block_count = entry_count // block_size
+    shape = (kv_heads, query.shape[2], block_count)
+    if not block_count:
         return query.new_zeros(shape, dtype=torch.float32)
-    position = torch.arange(complete * size, device=key.device).view(complete, size)
-    blocks = key[:, : complete * size].view(heads, complete, size, d)
-    shown = Blocks(index, query, (seen - 1).clamp(min=0), blocks, position, how.info)
-    inputs = (shown.query, shown.query_position, shown.key, shown.position)
-    marks = versions(*inputs)
-    rating = how.reader.rate(shown)
-    if versions(*inputs) != marks:
+    positions = torch.arange(block_count * block_size, device=key.device).view(
+        block_count, block_size
+    )
+    blocks = key[:, : block_count * block_size].view(kv_heads, block_count, block_size, head_dim)
+    reader_blocks = Blocks(
+        layer_index, query, (visible_counts - 1).clamp(min=0), blocks, positions, how.info
+    )
+    inputs = (
+        reader_blocks.query,
+        reader_blocks.query_position,
+        reader_blocks.key,
+        reader_blocks.position,
+    )
+    versions_before = versions(*inputs)
+    ratings = how.reader.rate(reader_blocks)
+    if versions(*inputs) != versions_before:
         raise BudgetError(
             f"reader {how.reader.name} changed what it was shown in place; change a copy instead"
         )
-    check_floating(f"reader {how.reader.name}", rating)
-    if rating.shape != shape:
+    check_floating(f"reader {how.reader.name}", ratings)
+    if ratings.shape != shape:
         raise BudgetError(
-            f"reader {how.reader.name} returned shape {list(rating.shape)}; return {list(shape)}"
+            f"reader {how.reader.name} returned shape {list(ratings.shape)}; return {list(shape)}"
         )
-    return rating.float()
+    return ratings.float()

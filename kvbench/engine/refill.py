@@ -1,7 +1,7 @@
 """Rows of a packed batch that come and go: sequences are placed where others have left.
 
 A row keeps its memory when its sequence leaves, and gets more only if a larger one needs it. No
-function here handles per-entry state or sliding windows: caches must be settled.
+function here handles per-entry state or sliding windows: call `detach_state` on caches first.
 """
 
 from __future__ import annotations
@@ -19,226 +19,308 @@ from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.segments import starts
 
 
-def vacant(like: RaggedCache, rows: int) -> RaggedCache:
+def vacant(reference: RaggedCache, row_count: int) -> RaggedCache:
     """A packed cache of rows that hold nothing and own no memory, for the same model."""
-    assert like.valid is not None
-    out = _derived(like, lambda layer: _vacant(layer, rows))
-    out.valid = torch.zeros(rows, 0, dtype=torch.bool, device=like.valid.device)
-    out.shift = torch.zeros(rows, dtype=torch.int64, device=like.valid.device)
-    return out
+    assert reference.valid is not None
+    vacant_cache = _derived(reference, lambda layer: _vacant(layer, row_count))
+    vacant_cache.valid = torch.zeros(row_count, 0, dtype=torch.bool, device=reference.valid.device)
+    vacant_cache.shift = torch.zeros(row_count, dtype=torch.int64, device=reference.valid.device)
+    return vacant_cache
 
 
-def extended(cache: RaggedCache, rows: int) -> RaggedCache:
+def extended(cache: RaggedCache, row_count: int) -> RaggedCache:
     """The same packed cache with vacant rows behind its own, which own no memory."""
     assert cache.valid is not None and cache.shift is not None
-    more = rows - cache.batch
-    out = _derived(cache, lambda layer: _extended(layer, more))
-    out.valid, out.shift = pad(cache.valid, (0, 0, 0, more)), pad(cache.shift, (0, more))
-    out.padded = out.padded or more > 0
-    return out
+    added_rows = row_count - cache.batch
+    extended_cache = _derived(cache, lambda layer: _extended(layer, added_rows))
+    extended_cache.valid, extended_cache.shift = (
+        pad(cache.valid, (0, 0, 0, added_rows)),
+        pad(cache.shift, (0, added_rows)),
+    )
+    extended_cache.padded = extended_cache.padded or added_rows > 0
+    return extended_cache
 
 
-def picked(cache: RaggedCache, rows: Sequence[int]) -> RaggedCache:
+def picked(cache: RaggedCache, row_indices: Sequence[int]) -> RaggedCache:
     """Some sequences of a packed cache, in ascending order; what the others own is freed."""
     assert cache.valid is not None and cache.shift is not None
-    out = _derived(cache, lambda layer: _picked(layer, rows))
-    out.valid, out.shift = cache.valid[list(rows)], cache.shift[list(rows)]
-    return out
+    picked_cache = _derived(cache, lambda layer: _picked(layer, row_indices))
+    picked_cache.valid, picked_cache.shift = (
+        cache.valid[list(row_indices)],
+        cache.shift[list(row_indices)],
+    )
+    return picked_cache
 
 
-def among(cache: RaggedCache, rows: Sequence[int], new: Sequence[int]) -> RaggedCache:
+def among(
+    cache: RaggedCache, row_indices: Sequence[int], token_counts: Sequence[int]
+) -> RaggedCache:
     """Some sequences of a packed cache, which share its memory, to feed tokens to them alone.
 
     Nothing else may use the cache until `absorb` has taken the tokens over.
 
     Args:
         cache: The cache.
-        rows: The sequences.
-        new: Tokens that each of them will be fed.
+        row_indices: The sequences.
+        token_counts: Tokens that each of them will be fed.
     """
     assert cache.valid is not None and cache.shift is not None
-    coming = [0] * cache.batch
-    for row, count in zip(rows, new, strict=True):
-        coming[row] = count
+    new_tokens = [0] * cache.batch
+    for row_index, token_count in zip(row_indices, token_counts, strict=True):
+        new_tokens[row_index] = token_count
     for layer in cache.ragged:
-        layer.make_room([count for count in coming for _ in range(layer.heads)])
-    out = _derived(cache, lambda layer: layer.among(rows))
-    out.valid, out.shift = cache.valid[list(rows)], cache.shift[list(rows)]
-    return out
+        layer.make_room([token_count for token_count in new_tokens for _ in range(layer.heads)])
+    selection = _derived(cache, lambda layer: layer.among(row_indices))
+    selection.valid, selection.shift = (
+        cache.valid[list(row_indices)],
+        cache.shift[list(row_indices)],
+    )
+    return selection
 
 
-def absorb(cache: RaggedCache, rows: Sequence[int], fed: RaggedCache) -> None:
+def absorb(cache: RaggedCache, row_indices: Sequence[int], fed_cache: RaggedCache) -> None:
     """Take over the tokens that `among` was fed; the columns of the other sequences move."""
-    assert cache.valid is not None and fed.valid is not None
-    added = fed.get_seq_length() - cache.get_seq_length()
-    cache.valid = pad(cache.valid, (added, 0))
-    cache.valid[list(rows)] = fed.valid
+    assert cache.valid is not None and fed_cache.valid is not None
+    added_columns = fed_cache.get_seq_length() - cache.get_seq_length()
+    cache.valid = pad(cache.valid, (added_columns, 0))
+    cache.valid[list(row_indices)] = fed_cache.valid
     cache.padded = not bool(cache.valid.all())
-    others = sorted(set(range(cache.batch)) - set(rows))
-    for layer, other in zip(cache.ragged, fed.ragged, strict=True):
-        layer.seen = other.seen
-        first = [*layer.start[:: layer.heads], len(layer.col)]
-        for row in others:
-            layer.col[first[row] : first[row + 1]] += added
-        for i, row in enumerate(rows):
-            own = slice(i * layer.heads, (i + 1) * layer.heads)
-            layer.length[row * layer.heads : (row + 1) * layer.heads] = other.length[own]
+    other_rows = sorted(set(range(cache.batch)) - set(row_indices))
+    for layer, fed_layer in zip(cache.ragged, fed_cache.ragged, strict=True):
+        layer.seen = fed_layer.seen
+        first_entries = [*layer.start[:: layer.heads], len(layer.col)]
+        for row_index in other_rows:
+            layer.col[first_entries[row_index] : first_entries[row_index + 1]] += added_columns
+        for fed_index, row_index in enumerate(row_indices):
+            fed_segments = slice(fed_index * layer.heads, (fed_index + 1) * layer.heads)
+            layer.length[row_index * layer.heads : (row_index + 1) * layer.heads] = (
+                fed_layer.length[fed_segments]
+            )
         layer.forget_bounds()
 
 
-def vacate(cache: RaggedCache, row: int) -> None:
+def vacate(cache: RaggedCache, row_index: int) -> None:
     """Forget one sequence; its memory waits for another."""
     assert cache.valid is not None
-    cache.valid[row] = False
+    cache.valid[row_index] = False
     for layer in cache.ragged:
-        layer.length[row * layer.heads : (row + 1) * layer.heads] = [0] * layer.heads
+        layer.length[row_index * layer.heads : (row_index + 1) * layer.heads] = [0] * layer.heads
         layer.forget_bounds()
 
 
-def vacancies(cache: RaggedCache, free: Sequence[int], caches: Sequence[RaggedCache]) -> list[int]:
+def vacancies(
+    cache: RaggedCache, free_rows: Sequence[int], caches: Sequence[RaggedCache]
+) -> list[int]:
     """Choose a vacant row for each cache: one that owns enough memory, if there is one.
 
     Args:
         cache: Where the rows are.
-        free: The vacant rows, at least as many as caches.
+        free_rows: The vacant rows, at least as many as caches.
         caches: Packed caches of one sequence each.
     """
-    owned = _owned(cache.ragged[0])
-    left = set(free)
-    rows = [-1] * len(caches)
-    needs = [sum(other.ragged[0].room) for other in caches]
-    for i in sorted(range(len(caches)), key=lambda i: -needs[i]):  # the largest cache first
-        fitting = [row for row in left if owned[row] >= needs[i]]
-        if fitting:
-            rows[i] = min(fitting, key=lambda row: (owned[row], row))
+    capacities = _owned(cache.ragged[0])
+    remaining = set(free_rows)
+    selected_rows = [-1] * len(caches)
+    required = [sum(source_cache.ragged[0].room) for source_cache in caches]
+    for cache_index in sorted(
+        range(len(caches)), key=lambda cache_index: -required[cache_index]
+    ):  # the largest cache first
+        fitting_rows = [
+            row_index for row_index in remaining if capacities[row_index] >= required[cache_index]
+        ]
+        if fitting_rows:
+            selected_rows[cache_index] = min(
+                fitting_rows, key=lambda row_index: (capacities[row_index], row_index)
+            )
         else:
-            rows[i] = max(left, key=lambda row: (owned[row], -row))
-        left.remove(rows[i])
-    return rows
+            selected_rows[cache_index] = max(
+                remaining, key=lambda row_index: (capacities[row_index], -row_index)
+            )
+        remaining.remove(selected_rows[cache_index])
+    return selected_rows
 
 
-def place(cache: RaggedCache, rows: Sequence[int], caches: Sequence[RaggedCache]) -> None:
+def fill_rows(
+    cache: RaggedCache, row_indices: Sequence[int], caches: Sequence[RaggedCache]
+) -> None:
     """Copy sequences into vacant rows; the columns of all move so that they end together.
 
     Args:
         cache: Receives them.
-        rows: The rows; `vacate` or `vacant` made them free.
+        row_indices: The rows; `vacate` or `vacant` made them free.
         caches: Packed caches of one sequence each.
     """
-    own, new = _live(cache), [_live(c) for c in caches]
-    width = max(v.shape[1] for v in (own, *new))
-    valid = pad(own, (width - own.shape[1], 0))
-    for row, v in zip(rows, new, strict=True):
-        valid[row] = pad(v[0], (width - v.shape[1], 0))
-    shift, *shifts = [width - c.get_seq_length() for c in (cache, *caches)]
-    cache.valid, cache.padded = valid, not bool(valid.all())
+    token_mask, new_masks = _live(cache), [_live(source_cache) for source_cache in caches]
+    column_count = max(new_mask.shape[1] for new_mask in (token_mask, *new_masks))
+    placed_mask = pad(token_mask, (column_count - token_mask.shape[1], 0))
+    for row_index, new_mask in zip(row_indices, new_masks, strict=True):
+        placed_mask[row_index] = pad(new_mask[0], (column_count - new_mask.shape[1], 0))
+    column_shift, *column_shifts = [
+        column_count - source_cache.get_seq_length() for source_cache in (cache, *caches)
+    ]
+    cache.valid, cache.padded = placed_mask, not bool(placed_mask.all())
     assert cache.shift is not None
     cache.shift = cache.shift.clone()
-    cache.shift[list(rows)] = torch.cat([c.shift for c in caches if c.shift is not None])
-    parts = zip(*(c.ragged for c in caches), strict=True)
-    for layer, others in zip(cache.ragged, parts, strict=True):
-        layer.seen = width
-        layer.col += shift
-        _place(layer, rows, others, shifts)
+    cache.shift[list(row_indices)] = torch.cat(
+        [source_cache.shift for source_cache in caches if source_cache.shift is not None]
+    )
+    layer_groups = zip(*(source_cache.ragged for source_cache in caches), strict=True)
+    for layer, source_layers in zip(cache.ragged, layer_groups, strict=True):
+        layer.seen = column_count
+        layer.col += column_shift
+        _fill_rows(layer, row_indices, source_layers, column_shifts)
 
 
-def _derived(cache: RaggedCache, change: Callable[[RaggedLayer], RaggedLayer]) -> RaggedCache:
+def _derived(cache: RaggedCache, change_layer: Callable[[RaggedLayer], RaggedLayer]) -> RaggedCache:
     """A cache of the same model with other layers."""
-    out = copy.copy(cache)
-    out.layers = [change(layer) for layer in cache.ragged]
-    assert len(out.layers) == len(cache.layers)
-    out.visual = None
-    out.ids, out.turns, out.budget_entries, out.held_entries = None, [], None, None
-    out.settle()
-    return out
+    derived_cache = copy.copy(cache)
+    derived_cache.layers = [change_layer(layer) for layer in cache.ragged]
+    assert len(derived_cache.layers) == len(cache.layers)
+    derived_cache.visual = None
+    (
+        derived_cache.ids,
+        derived_cache.turns,
+        derived_cache.budget_entries,
+        derived_cache.held_entries,
+    ) = None, [], None, None
+    derived_cache.detach_state()
+    return derived_cache
 
 
 def _live(cache: RaggedCache) -> Tensor:
     """`valid` without the columns before the first token of any sequence; a copy."""
     assert cache.valid is not None
-    any_token = cache.valid.any(0)
-    first = int(any_token.long().argmax()) if bool(any_token.any()) else len(any_token)
-    return cache.valid[:, first:].clone()
+    has_token = cache.valid.any(0)
+    first_column = int(has_token.long().argmax()) if bool(has_token.any()) else len(has_token)
+    return cache.valid[:, first_column:].clone()
 
 
-def _vacant(layer: RaggedLayer, rows: int) -> RaggedLayer:
+def _vacant(layer: RaggedLayer, row_count: int) -> RaggedLayer:
     assert layer.key is not None and layer.value is not None
-    out = copy.copy(layer)
-    out.batch, out.seen = rows, 0
-    out.key, out.value, out.col = layer.key[:0], layer.value[:0], layer.col[:0]
-    out.start, out.length, out.room = ([0] * (rows * layer.heads) for _ in range(3))
-    out.forget_bounds()
-    return out
+    vacant_layer = copy.copy(layer)
+    vacant_layer.batch, vacant_layer.seen = row_count, 0
+    vacant_layer.key, vacant_layer.value, vacant_layer.col = (
+        layer.key[:0],
+        layer.value[:0],
+        layer.col[:0],
+    )
+    vacant_layer.start, vacant_layer.length, vacant_layer.room = (
+        [0] * (row_count * layer.heads) for _ in range(3)
+    )
+    vacant_layer.forget_bounds()
+    return vacant_layer
 
 
-def _extended(layer: RaggedLayer, more: int) -> RaggedLayer:
-    out = copy.copy(layer)
-    empty = [0] * (more * layer.heads)
-    out.batch = layer.batch + more
-    out.start = [*layer.start, *[len(layer.col)] * len(empty)]
-    out.length, out.room = [*layer.length, *empty], [*layer.room, *empty]
-    out.forget_bounds()
-    return out
+def _extended(layer: RaggedLayer, added_rows: int) -> RaggedLayer:
+    extended_layer = copy.copy(layer)
+    empty_segments = [0] * (added_rows * layer.heads)
+    extended_layer.batch = layer.batch + added_rows
+    extended_layer.start = [*layer.start, *[len(layer.col)] * len(empty_segments)]
+    extended_layer.length, extended_layer.room = (
+        [*layer.length, *empty_segments],
+        [*layer.room, *empty_segments],
+    )
+    extended_layer.forget_bounds()
+    return extended_layer
 
 
-def _picked(layer: RaggedLayer, rows: Sequence[int]) -> RaggedLayer:
-    first, owned = layer.start[:: layer.heads], _owned(layer)
-    begin = starts([owned[row] for row in rows])
-    out = layer.among(rows)
-    out.start = [
-        s - first[rows[i // layer.heads]] + begin[i // layer.heads] for i, s in enumerate(out.start)
+def _picked(layer: RaggedLayer, row_indices: Sequence[int]) -> RaggedLayer:
+    first_entries, capacities = layer.start[:: layer.heads], _owned(layer)
+    row_starts = starts([capacities[row_index] for row_index in row_indices])
+    picked_layer = layer.among(row_indices)
+    picked_layer.start = [
+        segment_start
+        - first_entries[row_indices[segment_index // layer.heads]]
+        + row_starts[segment_index // layer.heads]
+        for segment_index, segment_start in enumerate(picked_layer.start)
     ]
 
-    def moved(x: Tensor) -> Tensor:
+    def move_rows(tensor: Tensor) -> Tensor:
         with torch.inference_mode(False):  # later forwards write to it in any mode
-            out = x.new_empty(sum(owned[row] for row in rows), *x.shape[1:])
-        return torch.cat([x[first[row] : first[row] + owned[row]] for row in rows], out=out)
+            moved_tensor = tensor.new_empty(
+                sum(capacities[row_index] for row_index in row_indices), *tensor.shape[1:]
+            )
+        return torch.cat(
+            [
+                tensor[first_entries[row_index] : first_entries[row_index] + capacities[row_index]]
+                for row_index in row_indices
+            ],
+            out=moved_tensor,
+        )
 
     assert layer.key is not None and layer.value is not None
-    out.key, out.value, out.col = moved(layer.key), moved(layer.value), moved(layer.col)
-    return out
+    picked_layer.key, picked_layer.value, picked_layer.col = (
+        move_rows(layer.key),
+        move_rows(layer.value),
+        move_rows(layer.col),
+    )
+    return picked_layer
 
 
-def _place(
-    layer: RaggedLayer, rows: Sequence[int], others: Sequence[RaggedLayer], shifts: Sequence[int]
+def _fill_rows(
+    layer: RaggedLayer,
+    row_indices: Sequence[int],
+    source_layers: Sequence[RaggedLayer],
+    shifts: Sequence[int],
 ) -> None:
     """Copy layers of one sequence each into vacant rows; `shifts` are added to their columns."""
-    _widen(layer, {row: sum(other.room) for row, other in zip(rows, others, strict=True)})
+    _widen(
+        layer,
+        {
+            row_index: sum(source_layer.room)
+            for row_index, source_layer in zip(row_indices, source_layers, strict=True)
+        },
+    )
     assert layer.key is not None and layer.value is not None
-    for row, other, shift in zip(rows, others, shifts, strict=True):
-        assert other.key is not None and other.value is not None
-        here = slice(row * layer.heads, (row + 1) * layer.heads)
-        first = layer.start[here.start]
-        into = slice(first, first + len(other.col))
-        layer.key[into], layer.value[into] = other.key, other.value
-        layer.col[into] = other.col + shift
-        layer.start[here] = [first + s for s in other.start]
-        layer.length[here], layer.room[here] = other.length, other.room
+    for row_index, source_layer, column_shift in zip(
+        row_indices, source_layers, shifts, strict=True
+    ):
+        assert source_layer.key is not None and source_layer.value is not None
+        segments = slice(row_index * layer.heads, (row_index + 1) * layer.heads)
+        first_entry = layer.start[segments.start]
+        target_rows = slice(first_entry, first_entry + len(source_layer.col))
+        layer.key[target_rows], layer.value[target_rows] = source_layer.key, source_layer.value
+        layer.col[target_rows] = source_layer.col + column_shift
+        layer.start[segments] = [
+            first_entry + segment_start for segment_start in source_layer.start
+        ]
+        layer.length[segments], layer.room[segments] = source_layer.length, source_layer.room
     layer.forget_bounds()
 
 
-def _widen(layer: RaggedLayer, need: Mapping[int, int]) -> None:
+def _widen(layer: RaggedLayer, required: Mapping[int, int]) -> None:
     """Give rows at least so much memory; everything moves if one has too little."""
-    first, owned = layer.start[:: layer.heads], _owned(layer)
-    wanted = [max(n, need.get(row, 0)) for row, n in enumerate(owned)]
-    if wanted == owned:
+    first_entries, capacities = layer.start[:: layer.heads], _owned(layer)
+    new_capacities = [
+        max(capacity, required.get(row_index, 0)) for row_index, capacity in enumerate(capacities)
+    ]
+    if new_capacities == capacities:
         return
-    begin = starts(wanted)
+    row_starts = starts(new_capacities)
 
-    def moved(x: Tensor) -> Tensor:
+    def move_rows(tensor: Tensor) -> Tensor:
         with torch.inference_mode(False):  # later forwards write to it in any mode
-            out = x.new_empty(sum(wanted), *x.shape[1:])
-        for part, at in zip(x.split(owned), begin, strict=True):
-            out[at : at + len(part)] = part
-        return out
+            moved_tensor = tensor.new_empty(sum(new_capacities), *tensor.shape[1:])
+        for row_entries, row_start in zip(tensor.split(capacities), row_starts, strict=True):
+            moved_tensor[row_start : row_start + len(row_entries)] = row_entries
+        return moved_tensor
 
     assert layer.key is not None and layer.value is not None
-    layer.key, layer.value, layer.col = moved(layer.key), moved(layer.value), moved(layer.col)
-    for s, at in enumerate(layer.start):
-        row = s // layer.heads
-        layer.start[s] = at - first[row] + begin[row]
+    layer.key, layer.value, layer.col = (
+        move_rows(layer.key),
+        move_rows(layer.value),
+        move_rows(layer.col),
+    )
+    for segment_index, segment_start in enumerate(layer.start):
+        row_index = segment_index // layer.heads
+        layer.start[segment_index] = (
+            segment_start - first_entries[row_index] + row_starts[row_index]
+        )
 
 
 def _owned(layer: RaggedLayer) -> list[int]:
     """Entries that the memory of every sequence can hold."""
-    return [b - a for a, b in pairwise([*layer.start[:: layer.heads], len(layer.col)])]
+    return [
+        row_end - row_start
+        for row_start, row_end in pairwise([*layer.start[:: layer.heads], len(layer.col)])
+    ]

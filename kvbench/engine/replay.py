@@ -42,12 +42,12 @@ def observe_replays(model: nn.Module, cache: RaggedCache, info: ModelInfo) -> bo
     Raises:
         UserError: The token ids of the context are unknown, or it has images.
     """
-    made = False
+    was_replayed = False
     for need, observer in cache.observers.items():
         if isinstance(need, Replay) and isinstance(observer, ReplayObserver) and observer.stale:
             observer.record(_replayed(model, cache, info, need))
-            made = True
-    return made
+            was_replayed = True
+    return was_replayed
 
 
 def _replayed(
@@ -59,44 +59,53 @@ def _replayed(
         raise UserError("a replay needs token ids; the forward was given embeddings")
     if cache.visual is not None and bool(cache.visual.any()):
         raise UserError("a replay reads text alone; the context has images")
-    ids = torch.cat(cache.ids, 1)
-    found = {
-        i: torch.zeros(*layer.key.shape[:3], device=layer.key.device)
-        for i, layer in enumerate(cache.ragged)
+    token_ids = torch.cat(cache.ids, 1)
+    replay_values = {
+        layer_index: torch.zeros(*layer.key.shape[:3], device=layer.key.device)
+        for layer_index, layer in enumerate(cache.ragged)
         if layer.key is not None
     }
-    for row, tokens in enumerate(cache.lengths().tolist()):
-        own = _sequence(model, cache, row, tokens)
-        first = cache.valid.shape[1] - tokens
-        for start, end in _chunks(tokens, need.chunk):
-            watch = _Watch(need, info, start, end)
-            one = own.fork()
-            one.observers[need] = watch
-            again = ids[row : row + 1, first + max(0, start - LEAD) : first + end]
-            forward(model, one, again)
-            for i, whole in found.items():
-                whole[row, :, first + start : first + end] = watch.read(i)[0]
-    return found
+    for sequence_index, token_count in enumerate(cache.lengths().tolist()):
+        sequence_cache = _sequence(model, cache, sequence_index, token_count)
+        first_column = cache.valid.shape[1] - token_count
+        for chunk_start, chunk_end in _chunks(token_count, need.chunk):
+            chunk_observer = _ChunkObserver(need, info, chunk_start, chunk_end)
+            chunk_cache = sequence_cache.fork()
+            chunk_cache.observers[need] = chunk_observer
+            replayed_ids = token_ids[
+                sequence_index : sequence_index + 1,
+                first_column + max(0, chunk_start - LEAD) : first_column + chunk_end,
+            ]
+            forward(model, chunk_cache, replayed_ids)
+            for layer_index, layer_values in replay_values.items():
+                layer_values[
+                    sequence_index, :, first_column + chunk_start : first_column + chunk_end
+                ] = chunk_observer.read(layer_index)[0]
+    return replay_values
 
 
-def _chunks(tokens: int, size: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, tokens, size):
-        yield start, min(start + size, tokens)
+def _chunks(token_count: int, chunk_size: int) -> Iterator[tuple[int, int]]:
+    for chunk_start in range(0, token_count, chunk_size):
+        yield chunk_start, min(chunk_start + chunk_size, token_count)
 
 
-def _sequence(model: nn.Module, cache: RaggedCache, row: int, tokens: int) -> ReplayCache:
+def _sequence(
+    model: nn.Module, cache: RaggedCache, sequence_index: int, token_count: int
+) -> ReplayCache:
     """One sequence of a dense cache without its padding, and without what observes it."""
-    out = ReplayCache(decoder_of(model).config)
+    sequence_cache = ReplayCache(decoder_of(model).config)
     assert cache.valid is not None
-    out.valid = cache.valid[row : row + 1, -tokens:]
-    out.shift = None if cache.shift is None else cache.shift[row : row + 1]
-    out.layers, out.ids = cache.layers_of(row, tokens), None
-    for layer in out.ragged:
+    sequence_cache.valid = cache.valid[sequence_index : sequence_index + 1, -token_count:]
+    sequence_cache.shift = (
+        None if cache.shift is None else cache.shift[sequence_index : sequence_index + 1]
+    )
+    sequence_cache.layers, sequence_cache.ids = cache.layers_of(sequence_index, token_count), None
+    for layer in sequence_cache.ragged:
         layer.closed = False
-    return out
+    return sequence_cache
 
 
-class _Watch(ReplayObserver):
+class _ChunkObserver(ReplayObserver):
     """Largest attention that the entries of one chunk receive from its replay.
 
     The softmax is over the sinks, the chunk and the replayed tokens so far, as in the authors'
@@ -105,12 +114,12 @@ class _Watch(ReplayObserver):
     Args:
         need: What is observed.
         info: The model.
-        start, end: The chunk.
+        chunk_start, chunk_end: The chunk.
     """
 
-    def __init__(self, need: Replay, info: ModelInfo, start: int, end: int) -> None:
+    def __init__(self, need: Replay, info: ModelInfo, chunk_start: int, chunk_end: int) -> None:
         super().__init__()
-        self.need, self.info, self.start, self.end = need, info, start, end
+        self.need, self.info, self.start, self.end = need, info, chunk_start, chunk_end
 
     def update(
         self,
@@ -123,30 +132,40 @@ class _Watch(ReplayObserver):
         scale: float,
     ) -> None:
         """Observe one forward of one layer; see `kvbench.plugin.Observer`."""
-        heads, m = k.shape[1], q.shape[2]
-        sinks, chunk = min(self.need.sinks, self.start), slice(self.start, self.end)
-        keys = torch.cat([k[:, :, :sinks], k[:, :, chunk], k[:, :, -m:]], 2).float()
-        columns = keys.shape[2]
-        place = torch.arange(columns, device=q.device) - (columns - m)
-        worth = self._value_norm(layer, v[:, :, chunk]) if self.need.norm else None
-        best = torch.zeros(1, heads, self.end - self.start, device=q.device)
-        step = max(1, _BLOCK // (q.shape[1] * columns))
-        for first in range(0, m, step):
-            rows = q[:, :, first : first + step].float() * scale
-            n = rows.shape[2]
-            logits = rows.unflatten(1, (heads, -1)).flatten(2, 3) @ keys.transpose(-1, -2)
-            own = torch.arange(first, first + n, device=q.device)
-            logits = logits.view(1, heads, -1, n, columns)
-            weights = logits.masked_fill_(place > own[:, None], float("-inf")).softmax(-1)
-            received = weights[..., sinks : sinks + self.end - self.start]
-            if worth is not None:
-                length = hidden[:, first : first + n].float().norm(dim=-1)
-                received = received * worth[:, :, :, None] / length[:, None, None, :, None]
-            best = torch.maximum(best, received.amax((2, 3)))
-        self._held[layer] = best
+        kv_heads, query_count = k.shape[1], q.shape[2]
+        sink_count, chunk = min(self.need.sinks, self.start), slice(self.start, self.end)
+        keys = torch.cat([k[:, :, :sink_count], k[:, :, chunk], k[:, :, -query_count:]], 2).float()
+        column_count = keys.shape[2]
+        key_columns = torch.arange(column_count, device=q.device) - (column_count - query_count)
+        value_norms = self._value_norm(layer, v[:, :, chunk]) if self.need.norm else None
+        largest = torch.zeros(1, kv_heads, self.end - self.start, device=q.device)
+        block_size = max(1, _BLOCK // (q.shape[1] * column_count))
+        for block_start in range(0, query_count, block_size):
+            scaled_query = q[:, :, block_start : block_start + block_size].float() * scale
+            block_rows = scaled_query.shape[2]
+            logits = scaled_query.unflatten(1, (kv_heads, -1)).flatten(2, 3) @ keys.transpose(
+                -1, -2
+            )
+            query_columns = torch.arange(block_start, block_start + block_rows, device=q.device)
+            logits = logits.view(1, kv_heads, -1, block_rows, column_count)
+            weights = logits.masked_fill_(
+                key_columns > query_columns[:, None], float("-inf")
+            ).softmax(-1)
+            received = weights[..., sink_count : sink_count + self.end - self.start]
+            if value_norms is not None:
+                hidden_norms = (
+                    hidden[:, block_start : block_start + block_rows].float().norm(dim=-1)
+                )
+                received = (
+                    received * value_norms[:, :, :, None] / hidden_norms[:, None, None, :, None]
+                )
+            largest = torch.maximum(largest, received.amax((2, 3)))
+        self._held[layer] = largest
 
     def _value_norm(self, layer: int, value: Tensor) -> Tensor:
         """`||v W_O||` of every query head's slice of the output projection, `[1, H, G, n]`."""
-        weight = self.info.output_weight(layer).float().unflatten(0, (value.shape[1], -1))
-        parts = [(value.float() @ w).norm(dim=-1) for w in weight.unbind(1)]
-        return torch.stack(parts, 2)
+        head_weights = self.info.output_weight(layer).float().unflatten(0, (value.shape[1], -1))
+        norm_parts = [
+            (value.float() @ head_weight).norm(dim=-1) for head_weight in head_weights.unbind(1)
+        ]
+        return torch.stack(norm_parts, 2)

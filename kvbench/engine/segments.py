@@ -9,23 +9,27 @@ import torch
 from torch import Tensor
 
 
-def gathered(x: Tensor, index: Tensor) -> Tensor:
-    """Rows of `x`, `[B, H, n, ...]`, by their index among `B * H * n`."""
+def gathered(tensor: Tensor, row_indices: Tensor) -> Tensor:
+    """Rows of `tensor`, `[B, H, n, ...]`, by their index among `B * H * n`."""
     with torch.inference_mode(False):  # later forwards write to them in any mode
-        out = torch.empty(len(index), *x.shape[3:], dtype=x.dtype, device=x.device)
-    return torch.index_select(x.detach().flatten(0, 2), 0, index, out=out)
+        gathered_rows = torch.empty(
+            len(row_indices), *tensor.shape[3:], dtype=tensor.dtype, device=tensor.device
+        )
+    return torch.index_select(tensor.detach().flatten(0, 2), 0, row_indices, out=gathered_rows)
 
 
-def starts(room: Sequence[int]) -> list[int]:
+def starts(capacities: Sequence[int]) -> list[int]:
     """First row of every segment if the segments are adjacent."""
-    return [0, *accumulate(room)][: len(room)]
+    return [0, *accumulate(capacities)][: len(capacities)]
 
 
-def runs(start: Sequence[int], length: Sequence[int], device: torch.device) -> Tensor:
+def runs(range_starts: Sequence[int], range_lengths: Sequence[int], device: torch.device) -> Tensor:
     """Concatenate the ranges `start[s] .. start[s] + length[s]`, int64."""
-    total = sum(length)
-    count = torch.tensor(length, dtype=torch.int64, device=device)
-    first = torch.tensor(start, dtype=torch.int64, device=device)
-    before = count.cumsum(0) - count
-    shift = torch.repeat_interleave(first - before, count, output_size=total)
-    return torch.arange(total, device=device) + shift
+    total_length = sum(range_lengths)
+    length_tensor = torch.tensor(range_lengths, dtype=torch.int64, device=device)
+    start_tensor = torch.tensor(range_starts, dtype=torch.int64, device=device)
+    preceding = length_tensor.cumsum(0) - length_tensor
+    offsets = torch.repeat_interleave(
+        start_tensor - preceding, length_tensor, output_size=total_length
+    )
+    return torch.arange(total_length, device=device) + offsets

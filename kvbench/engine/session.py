@@ -14,7 +14,7 @@ from kvbench.budget import Budget
 from kvbench.engine.attachment import Forward, Step
 from kvbench.engine.block_quantizers import check_quantizer
 from kvbench.engine.cache import RaggedCache
-from kvbench.engine.decide import Cut
+from kvbench.engine.decide import EvictionStep
 from kvbench.engine.draw import row_seeds
 from kvbench.engine.driver import Driver, Watch, forward, start_observers
 from kvbench.engine.evict import (
@@ -23,7 +23,7 @@ from kvbench.engine.evict import (
     read_few,
     record_counts,
     restore,
-    start_upkeep,
+    start_eviction_state,
 )
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.models import decoder_of, model_info, visual_ids
@@ -69,7 +69,7 @@ class AttachedCache(RaggedCache):
         start_observers(self, self.policy.needs, self.info)
         self.pruning = pruning_of(self.policy, self.budget)
         self.upkeep = None
-        self.first_cut: Cut | None = None
+        self.first_cut: EvictionStep | None = None
         self.compressing = self.in_forward = False
 
     def reset(self) -> None:
@@ -97,17 +97,22 @@ class AttachedCache(RaggedCache):
             compress_cache(self.prefill_cut(), self)
             self.end_prefill()
         else:
-            allowed = self._allowed()
-            read_few(self, self.policy, self.info, allowed)
+            head_budgets = self._allowed()
+            read_few(self, self.policy, self.info, head_budgets)
             if self.upkeep is not None:
-                self.upkeep.budget = allowed
+                self.upkeep.budget = head_budgets
                 restore(self, range(self.batch))
-        self.turns = [[*row, self.get_seq_length()] for row in self.turns or [[]] * self.batch]
+        self.turns = [
+            [*turn_starts, self.get_seq_length()] for turn_starts in self.turns or [[]] * self.batch
+        ]
 
     def _allowed(self) -> list[int]:
         """Mean entries per (layer, head) that the budget allows of the tokens seen so far."""
-        seen = zip(self.lengths().tolist(), self.visual_tokens(), strict=True)
-        return [self.budget.per_head(n, v) for n, v in seen]
+        token_sizes = zip(self.lengths().tolist(), self.visual_tokens(), strict=True)
+        return [
+            self.budget.per_head(token_count, visual_count)
+            for token_count, visual_count in token_sizes
+        ]
 
     def close(self) -> None:
         """Make the cache unusable."""
@@ -120,26 +125,34 @@ class AttachedCache(RaggedCache):
         if self.in_forward:
             raise ValueError("an earlier forward on this cache failed; call cache.reset()")
 
-    def prefill_cut(self) -> Cut:
+    def prefill_cut(self) -> EvictionStep:
         """The compression of the prefill."""
         if self.first_cut is None:
             lengths = self.lengths().tolist()
             # Between turns `compress` is only called when there is something to cut.
             moment = "context" if self.moment == "turns" else self.moment
-            budget = [
-                first_budget(self.policy, self.budget, moment, n, visual_tokens=v)
-                for n, v in zip(lengths, self.visual_tokens(), strict=True)
+            head_budgets = [
+                first_budget(
+                    self.policy, self.budget, moment, token_count, visual_tokens=visual_count
+                )
+                for token_count, visual_count in zip(lengths, self.visual_tokens(), strict=True)
             ]
             seeds = row_seeds(self, self.seed)
-            self.first_cut = Cut(self.policy, self, self.info, self.moment, budget, seeds)
+            self.first_cut = EvictionStep(
+                self.policy, self, self.info, self.moment, head_budgets, seeds
+            )
         return self.first_cut
 
     def end_prefill(self) -> None:
         """Free what only the prefill needed, and start the state between cuts."""
-        cut, limit = self.prefill_cut(), self.budget.absolute
+        eviction_step, absolute_budget = self.prefill_cut(), self.budget.absolute
         self.first_cut = self.ids = None
-        share = self._allowed() if self.policy.read is not None else cut.budget
-        start_upkeep(cut, self, share if limit is None else [limit] * self.batch)
+        head_budgets = self._allowed() if self.policy.read is not None else eviction_step.budget
+        start_eviction_state(
+            eviction_step,
+            self,
+            head_budgets if absolute_budget is None else [absolute_budget] * self.batch,
+        )
 
 
 class _AttachDriver(Driver):
@@ -161,20 +174,20 @@ class _AttachDriver(Driver):
         if cache is not self.cache:
             raise ValueError("use the cache that this kvbench.attach(...) block yields")
         self.cache.in_forward = True
-        packed = any(layer.packed for layer in cache.ragged)
-        self.cache.compressing = self.cache.auto and not packed
+        is_packed = any(layer.packed for layer in cache.ragged)
+        self.cache.compressing = self.cache.auto and not is_packed
         super().before(cache, forward)
 
     def dense_layer(self, cache: RaggedCache, layer: RaggedLayer, step: Step) -> None:
         """Compress a layer as soon as it can be decided."""
         if not self.cache.compressing:
             return
-        cut, pruning = self.cache.prefill_cut(), self.cache.pruning
+        eviction_step, pruning = self.cache.prefill_cut(), self.cache.pruning
         if pruning is not None and pruning.layer:
             return  # the first layers are seen before it is known which tokens are pruned
-        if cut.at_once and not cut.keeps_all:
-            decision = cut.layer(cut.view(layer, step.index))
-            pack_layer(cut, step.index, layer, layer, decision)
+        if eviction_step.at_once and not eviction_step.keeps_all:
+            decision = eviction_step.layer(eviction_step.view(layer, step.index))
+            pack_layer(eviction_step, step.index, layer, layer, decision)
 
     def after(self, cache: RaggedCache, forward: Forward) -> None:
         """Compress the cache if this forward was its prefill."""
@@ -182,12 +195,12 @@ class _AttachDriver(Driver):
         if isinstance(cache, ReplayCache):
             return
         if self.cache.compressing:
-            cut = self.cache.prefill_cut()
+            eviction_step = self.cache.prefill_cut()
             if cache.packed:
-                record_counts([cut], cache)
+                record_counts([eviction_step], cache)
             else:
-                observe_replays(self.model, cache, cut.info)
-                compress_cache(cut, cache)
+                observe_replays(self.model, cache, eviction_step.info)
+                compress_cache(eviction_step, cache)
             self.cache.end_prefill()
         self.cache.in_forward = False
 
@@ -232,16 +245,16 @@ def attach(
     """
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise UserError(f"seed {seed!r} is not an integer")
-    chosen, limit = make_policy(policy), Budget.parse(budget)
-    with _attached(model, chosen, limit, moment, compress, seed) as cache:
+    parsed_policy, parsed_budget = make_policy(policy), Budget.parse(budget)
+    with _attached(model, parsed_policy, parsed_budget, moment, compress, seed) as cache:
         yield cache
 
 
 @contextmanager
 def _attached(
     model: nn.Module,
-    chosen: Policy,
-    limit: Budget,
+    parsed_policy: Policy,
+    parsed_budget: Budget,
     moment: Moment = "context",
     compress: Literal["auto", "manual"] = "auto",
     seed: int = 0,
@@ -252,11 +265,17 @@ def _attached(
         raise UserError(f"unknown moment {moment!r}; attach takes context, {', '.join(LATER)}")
     if compress not in ("auto", "manual"):
         raise UserError(f"unknown compress={compress!r}; use auto or manual")
-    if moment in ("decode", "chunked") and limit.absolute is None and chosen.has_budget:
-        raise UserError(f"moment {moment} needs a budget in tokens such as 512, not {limit}")
-    check_quantizer(chosen)
-    auto = compress == "auto" and moment != "turns"
-    cache = AttachedCache(model, chosen, limit, moment, auto, seed)
+    if (
+        moment in ("decode", "chunked")
+        and parsed_budget.absolute is None
+        and parsed_policy.has_budget
+    ):
+        raise UserError(
+            f"moment {moment} needs a budget in tokens such as 512, not {parsed_budget}"
+        )
+    check_quantizer(parsed_policy)
+    is_automatic = compress == "auto" and moment != "turns"
+    cache = AttachedCache(model, parsed_policy, parsed_budget, moment, is_automatic, seed)
     try:
         with (
             watching(model, cache.pruning) as cache.tower,
@@ -314,7 +333,10 @@ def kept(
         else:
             arguments: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
             decoder_of(model)(input_ids=input_ids, attention_mask=attention_mask, **arguments)
-        return [None if m is None else m.to(input_ids.device) for m in cache.kept()]
+        return [
+            None if layer_mask is None else layer_mask.to(input_ids.device)
+            for layer_mask in cache.kept()
+        ]
 
 
 @torch.no_grad()
@@ -344,23 +366,34 @@ def entries_read(
     Raises:
         ValueError: As `attach`, or the policy has no reader.
     """
-    chosen = make_policy(policy)
-    if chosen.read is None:
-        raise UserError(f"{chosen} reads all that it holds; use kvbench.kept to see what that is")
+    parsed_policy = make_policy(policy)
+    if parsed_policy.read is None:
+        raise UserError(
+            f"{parsed_policy} reads all that it holds; use kvbench.kept to see what that is"
+        )
     _check_ids(input_ids)
-    masks: dict[int, Tensor] = {}
+    layer_masks: dict[int, Tensor] = {}
 
-    def watch(forward: Forward, layer: RaggedLayer, step: Step) -> None:
+    def record_masks(forward: Forward, layer: RaggedLayer, step: Step) -> None:
         if step.read:
-            rows = [F.pad(m[:, 0], (forward.first + 1 - m.shape[-1], 0)) for m in step.read]
-            masks[step.index] = torch.stack(rows).to(input_ids.device)
+            padded_masks = [
+                F.pad(read_mask[:, 0], (forward.first_column + 1 - read_mask.shape[-1], 0))
+                for read_mask in step.read
+            ]
+            layer_masks[step.index] = torch.stack(padded_masks).to(input_ids.device)
 
-    with _attached(model, chosen, Budget.parse(budget), seed=seed, watch=watch) as cache:
-        ids, mask = input_ids, attention_mask
+    with _attached(
+        model, parsed_policy, Budget.parse(budget), seed=seed, watch=record_masks
+    ) as cache:
+        token_ids, token_mask = input_ids, attention_mask
         for _ in range(2):  # the context, then the first token of the answer
             arguments: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
-            logits = model(input_ids=ids, attention_mask=mask, logits_to_keep=1, **arguments).logits
-            ids = logits[:, -1:].argmax(-1)
-            mask = None if mask is None else F.pad(mask, (0, 1), value=1)
-    found = iter([masks[index] for index in sorted(masks)])
-    return [next(found) if isinstance(x, RaggedLayer) else None for x in cache.layers]
+            logits = model(
+                input_ids=token_ids, attention_mask=token_mask, logits_to_keep=1, **arguments
+            ).logits
+            token_ids = logits[:, -1:].argmax(-1)
+            token_mask = None if token_mask is None else F.pad(token_mask, (0, 1), value=1)
+    mask_iterator = iter([layer_masks[layer_index] for layer_index in sorted(layer_masks)])
+    return [
+        next(mask_iterator) if isinstance(layer, RaggedLayer) else None for layer in cache.layers
+    ]

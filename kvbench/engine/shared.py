@@ -41,7 +41,7 @@ class Shared:
 
 def versions(*tensors: Tensor) -> tuple[int, ...]:
     """How often tensors were written to; 0 (unknown) for tensors of inference mode."""
-    return tuple(0 if x.is_inference() else x._version for x in tensors)
+    return tuple(0 if tensor.is_inference() else tensor._version for tensor in tensors)
 
 
 class Changes:
@@ -50,10 +50,10 @@ class Changes:
     def __init__(self) -> None:
         self._shown: list[tuple[object, Tensor, int]] = []
 
-    def show(self, name: object, tensor: Tensor) -> None:
+    def show(self, tensor_name: object, tensor: Tensor) -> None:
         """Note a tensor before the policy sees it."""
         if not tensor.is_inference():  # such a tensor has no version
-            self._shown.append((name, tensor, tensor._version))
+            self._shown.append((tensor_name, tensor, tensor._version))
 
     def forget(self) -> None:
         """Forget all tensors."""
@@ -61,4 +61,11 @@ class Changes:
 
     def first(self) -> str:
         """The name of the first changed tensor, or an empty string."""
-        return next((str(name) for name, x, was in self._shown if x._version != was), "")
+        return next(
+            (
+                str(tensor_name)
+                for tensor_name, tensor, first_version in self._shown
+                if tensor._version != first_version
+            ),
+            "",
+        )

@@ -16,7 +16,7 @@ from kvbench.engine.shared import Changes, Shared
 from kvbench.errors import BudgetError
 from kvbench.plugin import CHANNEL_QUERIES, ModelInfo, Moment, Need, Policy, Surprisal, View
 
-_OWN: tuple[object, ...] = ("budget", Surprisal())
+_PER_POLICY: tuple[object, ...] = ("budget", Surprisal())
 """Tensors of a view that are made for every policy anew."""
 
 
@@ -65,30 +65,40 @@ class Showing:
             self.length = self.length.expand(len(self.budget))
         self.mean = torch.tensor(self.budget, device=self.length.device)
         self._changes = Changes()
-        weight = partial(_noted, self.info.output_weight, self._changes)
-        self._shown_model = replace(self.info, output_weight=weight)
+        noted_weight = partial(_noted, self.info.output_weight, self._changes)
+        self._shown_model = replace(self.info, output_weight=noted_weight)
 
-    def _fixed(self, name: str, make: Callable[[], Tensor], *key: Hashable) -> Tensor:
+    def _fixed(
+        self, field_name: str, make_tensor: Callable[[], Tensor], *field_key: Hashable
+    ) -> Tensor:
         """Make a field of the views, once for all cells if they share what they are shown."""
-        return make() if self.shared is None else self.shared.ledger.once((name, *key), name, make)
+        return (
+            make_tensor()
+            if self.shared is None
+            else self.shared.ledger.once((field_name, *field_key), field_name, make_tensor)
+        )
 
-    def _own(self, x: Tensor) -> Tensor:
+    def _own(self, tensor: Tensor) -> Tensor:
         """Select the sequences of this cut."""
-        return x if self._index is None else x[self._index.to(x.device)]
+        return tensor if self._index is None else tensor[self._index.to(tensor.device)]
 
-    def _marked(self, columns: Tensor | None, col: Tensor) -> Tensor:
+    def _marked(self, marked_columns: Tensor | None, entry_columns: Tensor) -> Tensor:
         """Which entries are in marked columns (bool `[B, S]`; None: none is), `[B, H, n]`."""
-        if columns is None:
-            return torch.zeros_like(col, dtype=torch.bool)
-        own = self._own(columns).to(col.device)
-        return own[:, None].expand(-1, col.shape[1], -1).gather(-1, col)
+        if marked_columns is None:
+            return torch.zeros_like(entry_columns, dtype=torch.bool)
+        sequence_columns = self._own(marked_columns).to(entry_columns.device)
+        return (
+            sequence_columns[:, None]
+            .expand(-1, entry_columns.shape[1], -1)
+            .gather(-1, entry_columns)
+        )
 
-    def view(self, layer: RaggedLayer, index: int) -> View:
+    def view(self, layer: RaggedLayer, layer_index: int) -> View:
         """Make the view of one layer as it is now.
 
         Args:
             layer: A dense or packed layer.
-            index: Its index among the full-attention layers.
+            layer_index: Its index among the full-attention layers.
 
         Raises:
             Exception: An observer that the policy needs has failed.
@@ -97,62 +107,80 @@ class Showing:
         score = self.policy.score
         extras: dict[str, Tensor] = {}
         if layer.packed:
-            rows, valid = layer.padded_rows(self.rows)
-            key, value = layer.read(rows, self.rows)
-            col = layer.col[rows].long()
-            extras = {n: held[rows] for n, held in layer.extras.items() if isinstance(n, str)}
+            row_indices, entry_mask = layer.padded_rows(self.rows)
+            key, value = layer.read(row_indices, self.rows)
+            entry_columns = layer.col[row_indices].long()
+            extras = {
+                extra_name: extra[row_indices]
+                for extra_name, extra in layer.extras.items()
+                if isinstance(extra_name, str)
+            }
         else:
-            rows = None
-            dense_key, dense_value, tokens = layer.key, layer.value, self.cache.valid
-            key = self._fixed("key", lambda: self._own(dense_key), index)
-            value = self._fixed("value", lambda: self._own(dense_value), index)
-            where, shape = key.device, key.shape[:3]
-            col = self._fixed(
-                "col", lambda: torch.arange(shape[2], device=where).expand(shape), where, shape
+            row_indices = None
+            dense_key, dense_value, token_mask = layer.key, layer.value, self.cache.valid
+            key = self._fixed("key", lambda: self._own(dense_key), layer_index)
+            value = self._fixed("value", lambda: self._own(dense_value), layer_index)
+            device, entry_shape = key.device, key.shape[:3]
+            entry_columns = self._fixed(
+                "col",
+                lambda: torch.arange(entry_shape[2], device=device).expand(entry_shape),
+                device,
+                entry_shape,
             )
-            valid = self._fixed(
-                "valid", lambda: self._own(tokens).to(where)[:, None].expand(shape), where, shape
+            entry_mask = self._fixed(
+                "valid",
+                lambda: self._own(token_mask).to(device)[:, None].expand(entry_shape),
+                device,
+                entry_shape,
             )
-            for name, dtype in ({} if score is None else score.extras).items():
-                extras[name] = torch.zeros(key.shape[:3], dtype=dtype, device=key.device)
-        obs: dict[Need, Tensor] = {}
+            for field_name, dtype in ({} if score is None else score.extras).items():
+                extras[field_name] = torch.zeros(key.shape[:3], dtype=dtype, device=key.device)
+        observations: dict[Need, Tensor] = {}
         for need in self.policy.needs:
-            found = self._observed(need, layer, index, col, rows)
-            if found is not None:
-                obs[need] = found
-        entry = (col.device, col.shape)
-        fixed = (lambda name, make: make()) if layer.packed else partial(self._each, entry)
+            observation = self._observed(need, layer, layer_index, entry_columns, row_indices)
+            if observation is not None:
+                observations[need] = observation
+        entry_key = (entry_columns.device, entry_columns.shape)
+        make_field = (
+            (lambda field_name, make_tensor: make_tensor())
+            if layer.packed
+            else partial(self._each, entry_key)
+        )
         view = View(
-            layer=index,
+            layer=layer_index,
             moment=self.moment,
             length=self.length[: len(key)].to(key.device),
-            col=col,
-            position=fixed("position", lambda: self.cache.positions(col, self._index)),
-            valid=valid,
+            col=entry_columns,
+            position=make_field(
+                "position", lambda: self.cache.positions(entry_columns, self._index)
+            ),
+            valid=entry_mask,
             key=key,
             value=value,
-            obs=obs,
+            obs=observations,
             extras=extras,
             model=self._shown_model,
             scale=layer.scale,
             seed=self._own(self.seeds).to(key.device),
             budget=self.mean[: len(key)].to(key.device),
-            turns_ago=fixed("turns_ago", lambda: self._turns_ago(col)),
-            visual=fixed("visual", lambda: self._marked(self.cache.visual, col)),
-            pruned=fixed("pruned", lambda: self._marked(self.cache.pruned, col)),
+            turns_ago=make_field("turns_ago", lambda: self._turns_ago(entry_columns)),
+            visual=make_field("visual", lambda: self._marked(self.cache.visual, entry_columns)),
+            pruned=make_field("pruned", lambda: self._marked(self.cache.pruned, entry_columns)),
             final=self.final,
             coming=self.coming,
             asked=0 if layer.packed else self.cache.asked,
-            share=None if layer.packed or self.shared is None else partial(self._once, index),
+            share=None if layer.packed or self.shared is None else partial(self._once, layer_index),
         )
-        for field, x in view.tensors():
-            if self.shared is None or field in _OWN:  # the ledger watches the others
-                self._changes.show(field, x)
+        for field_label, tensor in view.tensors():
+            if self.shared is None or field_label in _PER_POLICY:  # the ledger watches the others
+                self._changes.show(field_label, tensor)
         return view
 
-    def _each(self, entries: Hashable, name: str, make: Callable[[], Tensor]) -> Tensor:
+    def _each(
+        self, entry_key: Hashable, field_name: str, make_tensor: Callable[[], Tensor]
+    ) -> Tensor:
         """`_fixed` for a field that is the same in all layers with the same entries."""
-        return self._fixed(name, make, entries)
+        return self._fixed(field_name, make_tensor, entry_key)
 
     def untouched(self) -> None:
         """Check that the policy left its inputs alone: other cells see the same tensors.
@@ -160,64 +188,85 @@ class Showing:
         Raises:
             BudgetError: The policy changed a tensor of the view in place.
         """
-        if name := self._changes.first():
-            raise BudgetError(f"{self.policy} changed {name} in place; change a copy instead")
+        if changed_name := self._changes.first():
+            raise BudgetError(
+                f"{self.policy} changed {changed_name} in place; change a copy instead"
+            )
         self._changes.forget()
 
-    def channel_queries(self, index: int) -> Tensor:
+    def channel_queries(self, layer_index: int) -> Tensor:
         """The queries that choose key channels in a layer, `[B, H_q, w, d]`."""
-        return self._own(self.cache.observers[CHANNEL_QUERIES].read(index))
+        return self._own(self.cache.observers[CHANNEL_QUERIES].read(layer_index))
 
-    def _once(self, layer: int, name: Hashable, make: Callable[[], Tensor]) -> Tensor:
+    def _once(
+        self, layer_index: int, tensor_name: Hashable, make_tensor: Callable[[], Tensor]
+    ) -> Tensor:
         """See `View.once`."""
         assert self.shared is not None
-        known = self.shared.made.get((layer, name))
-        if known is None:
-            begin = now(self.length.device)
-            known = make(), now(self.length.device) - begin
-            self.shared.made[layer, name] = known
-            self.shared.ledger.add(str(name), known[0])
-            self.shared_seconds += known[1]
+        cached = self.shared.made.get((layer_index, tensor_name))
+        if cached is None:
+            started = now(self.length.device)
+            cached = make_tensor(), now(self.length.device) - started
+            self.shared.made[layer_index, tensor_name] = cached
+            self.shared.ledger.add(str(tensor_name), cached[0])
+            self.shared_seconds += cached[1]
         else:
-            self.saved += known[1]
-        self._changes.show(str(name), known[0])
-        return known[0]
+            self.saved += cached[1]
+        self._changes.show(str(tensor_name), cached[0])
+        return cached[0]
 
     def _observed(
-        self, need: Need, layer: RaggedLayer, index: int, col: Tensor, rows: Tensor | None
+        self,
+        need: Need,
+        layer: RaggedLayer,
+        layer_index: int,
+        entry_columns: Tensor,
+        row_indices: Tensor | None,
     ) -> Tensor | None:
         """The observation of a need; None if it was only observed during the prefill."""
         if need in self.cache.broken:
             raise self.cache.broken[need]
         if need.of_tokens:
             assert self.cache.valid is not None
-            found = self._own(self.cache.token_observers[need].read(self.cache.valid))
-            found = found.to(col.device)
-            return found[:, None].expand(-1, col.shape[1], -1).gather(-1, col)
-        if rows is not None and need.per_entry:
+            surprisal = self._own(self.cache.token_observers[need].read(self.cache.valid))
+            surprisal = surprisal.to(entry_columns.device)
+            return (
+                surprisal[:, None].expand(-1, entry_columns.shape[1], -1).gather(-1, entry_columns)
+            )
+        if row_indices is not None and need.per_entry:
             if need not in layer.extras:
                 return None
-            held = layer.extras[need][rows]
-            return held if held.dim() == 3 else held.transpose(2, 3).flatten(1, 2)
-        observed = self.cache.observers[need]
-        name = "obs" if self.shared is None else f"obs[{need}]"
-        return self._fixed(name, lambda: self._own(observed.read(index)), index)
+            extra_rows = layer.extras[need][row_indices]
+            return extra_rows if extra_rows.dim() == 3 else extra_rows.transpose(2, 3).flatten(1, 2)
+        observer = self.cache.observers[need]
+        field_name = "obs" if self.shared is None else f"obs[{need}]"
+        return self._fixed(field_name, lambda: self._own(observer.read(layer_index)), layer_index)
 
-    def _turns_ago(self, col: Tensor) -> Tensor:
+    def _turns_ago(self, entry_columns: Tensor) -> Tensor:
         """How many turns before the newest one each entry was added; 0 outside dialogues."""
-        starts = self.cache.turns
-        if not any(starts):
-            return torch.zeros_like(col)
-        own = starts if self.rows is None else [starts[row] for row in self.rows]
-        ago = torch.zeros_like(col)
-        for n in range(max(len(row) for row in own)):
-            first = torch.tensor([row[n] if n < len(row) else 0 for row in own], device=col.device)
-            ago += col < first[:, None, None]
-        return ago
+        turn_starts = self.cache.turns
+        if not any(turn_starts):
+            return torch.zeros_like(entry_columns)
+        sequence_turns = (
+            turn_starts
+            if self.rows is None
+            else [turn_starts[sequence_row] for sequence_row in self.rows]
+        )
+        turn_ages = torch.zeros_like(entry_columns)
+        for turn_index in range(max(len(sequence_row) for sequence_row in sequence_turns)):
+            first_columns = torch.tensor(
+                [
+                    sequence_row[turn_index] if turn_index < len(sequence_row) else 0
+                    for sequence_row in sequence_turns
+                ],
+                device=entry_columns.device,
+            )
+            turn_ages += entry_columns < first_columns[:, None, None]
+        return turn_ages
 
 
-def _noted(weight: Callable[[int], Tensor], changes: Changes, layer: int) -> Tensor:
+def _noted(read_weight: Callable[[int], Tensor], changes: Changes, layer_index: int) -> Tensor:
     """The output projection of a layer, a copy; whether the policy writes to it is noticed."""
-    copied = weight(layer)
-    changes.show("model.output_weight", copied)
-    return copied
+    weight_copy = read_weight(layer_index)
+    changes.show("model.output_weight", weight_copy)
+    return weight_copy

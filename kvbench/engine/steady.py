@@ -28,51 +28,55 @@ class Steady:
 
     def __init__(self, model: nn.Module) -> None:
         decoder = decoder_of(model)
-        get = getattr(model, "get_output_embeddings", None)
-        head = get() if callable(get) else None
+        get_head = getattr(model, "get_output_embeddings", None)
+        output_head = get_head() if callable(get_head) else None
         self._layers = _distinct(decoder)
-        self._head = _distinct(head) if isinstance(head, nn.Module) else {}
-        self._plain = all(map(_is_plain, (decoder, *([head] if head is not None else []))))
+        self._head = _distinct(output_head) if isinstance(output_head, nn.Module) else {}
+        self._plain = all(
+            map(_is_plain, (decoder, *([output_head] if output_head is not None else [])))
+        )
         self._known: dict[tuple[int, bool], bool] = {}
 
-    def at(self, rows: int, head: bool = False) -> bool:
+    def at(self, row_count: int, with_head: bool = False) -> bool:
         """Whether products of so many rows give a row the bits that it has among `LEAST`.
 
         Args:
-            rows: Rows of the products: sequences times tokens.
-            head: Whether the output embedding is compared as well.
+            row_count: Rows of the products: sequences times tokens.
+            with_head: Whether the output embedding is compared as well.
         """
-        if not self._plain or rows < LEAST:
+        if not self._plain or row_count < LEAST:
             return False
-        if (rows, head) not in self._known:
-            layers = [*self._layers.values(), *(self._head.values() if head else ())]
-            self._known[rows, head] = all(_same(layer, rows) for layer in layers)
-        return self._known[rows, head]
+        if (row_count, with_head) not in self._known:
+            layers = [*self._layers.values(), *(self._head.values() if with_head else ())]
+            self._known[row_count, with_head] = all(_same(layer, row_count) for layer in layers)
+        return self._known[row_count, with_head]
 
 
 def _distinct(module: nn.Module) -> dict[tuple[object, ...], nn.Linear]:
     """The linear layers, one of each shape."""
     return {
-        (*m.weight.shape, m.weight.dtype, m.bias is None): m
-        for m in module.modules()
-        if isinstance(m, nn.Linear)
+        (*submodule.weight.shape, submodule.weight.dtype, submodule.bias is None): submodule
+        for submodule in module.modules()
+        if isinstance(submodule, nn.Linear)
     }
 
 
 def _is_plain(module: nn.Module) -> bool:
     """Whether all matrices of a module belong to linear layers and embeddings."""
     return all(
-        type(m) is nn.Linear
-        or isinstance(m, nn.Embedding)
-        or all(p.ndim < 2 for p in m.parameters(False))
-        for m in module.modules()
+        type(submodule) is nn.Linear
+        or isinstance(submodule, nn.Embedding)
+        or all(parameter.ndim < 2 for parameter in submodule.parameters(False))
+        for submodule in module.modules()
     )
 
 
 @torch.no_grad()
-def _same(layer: nn.Linear, rows: int) -> bool:
-    draw = torch.Generator().manual_seed(0)
-    x = torch.randn(rows, layer.in_features, generator=draw).to(layer.weight.dtype)
-    found = layer(x)
-    ends = (slice(0, LEAST), slice(rows - LEAST, rows))
-    return all(torch.equal(found[end], layer(x[end])) for end in ends)
+def _same(layer: nn.Linear, row_count: int) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(row_count, layer.in_features, generator=generator).to(layer.weight.dtype)
+    outputs = layer(inputs)
+    end_slices = (slice(0, LEAST), slice(row_count - LEAST, row_count))
+    return all(
+        torch.equal(outputs[end_slice], layer(inputs[end_slice])) for end_slice in end_slices
+    )

@@ -44,28 +44,30 @@ def _quota() -> float:
 
 def pick_threads(model: nn.Module) -> int:
     """Threads for a model on the CPU: one for a small model, otherwise one per available core."""
-    size = sum(parameter.numel() for parameter in model.parameters())
-    return 1 if size < SMALL else available_cores()
+    parameter_count = sum(parameter.numel() for parameter in model.parameters())
+    return 1 if parameter_count < SMALL else available_cores()
 
 
 @contextmanager
-def thread_budget(model: nn.Module, say: Callable[[str], None]) -> Iterator[None]:
+def thread_budget(model: nn.Module, report_line: Callable[[str], None]) -> Iterator[None]:
     """Run a model on the CPU with as many threads as it gains from.
 
     `OMP_NUM_THREADS` takes precedence: if it is set, nothing changes.
 
     Args:
         model: The model.
-        say: Receives a line if the number of threads differs from torch's own choice.
+        report_line: Receives a line if the number of threads differs from torch's own choice.
     """
-    before = torch.get_num_threads()
-    wanted = before
+    default = torch.get_num_threads()
+    threads = default
     if "OMP_NUM_THREADS" not in os.environ and next(model.parameters()).device.type == "cpu":
-        wanted = min(before, pick_threads(model))
-    if wanted != before:
-        say(f"using {wanted} of {before} CPU threads (set OMP_NUM_THREADS to change this)")
-        torch.set_num_threads(wanted)
+        threads = min(default, pick_threads(model))
+    if threads != default:
+        report_line(
+            f"using {threads} of {default} CPU threads (set OMP_NUM_THREADS to change this)"
+        )
+        torch.set_num_threads(threads)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(default)

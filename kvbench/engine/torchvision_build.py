@@ -38,8 +38,10 @@ class _Retry(Loader):
             if not _MISSING.search(str(error)):
                 raise
             self._declare()
-            for name in [name for name in sys.modules if name.startswith("torchvision.")]:
-                del sys.modules[name]
+            for module_name in [
+                module_name for module_name in sys.modules if module_name.startswith("torchvision.")
+            ]:
+                del sys.modules[module_name]
             self._loader.exec_module(module)
 
     @classmethod
@@ -48,10 +50,10 @@ class _Retry(Loader):
 
         # A fragment: what was imported before kvbench can have declared some of them already.
         cls._library = torch.library.Library("torchvision", "FRAGMENT")
-        for name in _OPERATORS:
-            if not hasattr(torch.ops.torchvision, name):
+        for operator_name in _OPERATORS:
+            if not hasattr(torch.ops.torchvision, operator_name):
                 cls._library.define(
-                    f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+                    f"{operator_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
                 )
 
 

@@ -25,30 +25,30 @@ def goes_on(policy: Policy, moment: Moment) -> bool:
     return moment in LATER and policy.evicts
 
 
-def spare(policy: Policy, moment: Moment) -> int:
+def spare_entries(policy: Policy, moment: Moment) -> int:
     """Entries beyond the budget, per (layer, head) on average, at which a sequence is cut."""
     return max(1, policy.buffer) if moment == "decode" else 1
 
 
-def tail_of(policy: Policy, budget: Budget, tokens: int) -> int:
+def tail_of(policy: Policy, budget: Budget, token_count: int) -> int:
     """Tokens of a prompt that a chunked prefill takes in after its last cut; see `Score.tail`.
 
     A prompt that fits in the budget is never cut and has no tail. Otherwise the tail leaves at
     least one entry per (layer, head) to the tokens before it.
     """
-    allowed = budget.per_head(tokens)
-    if policy.score is None or tokens <= allowed:
+    head_budget = budget.per_head(token_count)
+    if policy.score is None or token_count <= head_budget:
         return 0
-    return min(policy.score.tail, allowed - 1)
+    return min(policy.score.tail, head_budget - 1)
 
 
 def first_budget(
     policy: Policy,
     budget: Budget,
     moment: Moment,
-    tokens: int,
-    whole: int | None = None,
-    coming: int = 0,
+    token_count: int,
+    prompt_length: int | None = None,
+    reserved_tokens: int = 0,
     visual_tokens: int = 0,
 ) -> int:
     """Mean entries per (layer, head) that the first compression leaves of a sequence.
@@ -57,19 +57,23 @@ def first_budget(
         policy: The policy.
         budget: Its budget.
         moment: When the cache is compressed.
-        tokens: Tokens that the sequence has seen.
-        whole: Tokens of the whole prompt, if those seen are only its first chunk.
-        coming: Tokens that come after the last cut, if this is the last cut.
+        token_count: Tokens that the sequence has seen.
+        prompt_length: Tokens of the whole prompt, if those seen are only its first chunk.
+        reserved_tokens: Tokens that come after the last cut, if this is the last cut.
         visual_tokens: How many of the tokens are of images and videos.
     """
     if not policy.evicts or moment == "turns":
-        return tokens
-    allowed = budget.per_head(whole or tokens, visual_tokens) - coming
-    return min(allowed, tokens) if tokens >= allowed + spare(policy, moment) else tokens
+        return token_count
+    head_budget = budget.per_head(prompt_length or token_count, visual_tokens) - reserved_tokens
+    return (
+        min(head_budget, token_count)
+        if token_count >= head_budget + spare_entries(policy, moment)
+        else token_count
+    )
 
 
 @dataclass
-class Upkeep:
+class EvictionState:
     """The state of a cache between its cuts; all its sequences have one policy.
 
     Attributes:
@@ -107,19 +111,19 @@ class Upkeep:
 
     def fork(self) -> Self:
         """Return a copy that can continue on its own."""
-        other = copy.copy(self)
-        other.budget, other.peak = [*self.budget], [*self.peak]
-        other.live, other.room = [*self.live], [*self.room]
-        return other
+        forked = copy.copy(self)
+        forked.budget, forked.peak = [*self.budget], [*self.peak]
+        forked.live, forked.room = [*self.live], [*self.room]
+        return forked
 
     @classmethod
-    def stack(cls, parts: Sequence[Upkeep]) -> Upkeep:
+    def stack(cls, states: Sequence[EvictionState]) -> EvictionState:
         """Join the sequences of several; they have one policy and one moment."""
-        out = copy.copy(parts[0])
-        out.budget = [b for p in parts for b in p.budget]
-        out.peak = [n for p in parts for n in p.peak]
-        out.live = [n for p in parts for n in p.live]
-        out.room = []
-        out.seeds = torch.cat([p.seeds for p in parts])
-        out.seconds = 0.0
-        return out
+        stacked = copy.copy(states[0])
+        stacked.budget = [head_budget for state in states for head_budget in state.budget]
+        stacked.peak = [sequence_peak for state in states for sequence_peak in state.peak]
+        stacked.live = [sequence_peak for state in states for sequence_peak in state.live]
+        stacked.room = []
+        stacked.seeds = torch.cat([state.seeds for state in states])
+        stacked.seconds = 0.0
+        return stacked

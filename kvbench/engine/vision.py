@@ -26,13 +26,13 @@ _TILED = ("LlavaOnevision", "LlavaNext")
 # --- processors -----------------------------------------------------------------------------------
 
 
-def load_processor(name: str, revision: str | None, family: str, tokenizer: Any) -> Any:
+def load_processor(model_name: str, revision: str | None, family: str, tokenizer: Any) -> Any:
     """Load the processor of a vision-language model.
 
     Without torchvision the processors of the Qwen-VL families read images, but no videos.
 
     Args:
-        name: A named model, a folder or a hub id.
+        model_name: A named model, a folder or a hub id.
         revision: Revision of a hub model.
         family: The `model_type` of its configuration.
         tokenizer: The tokenizer that it uses.
@@ -44,13 +44,13 @@ def load_processor(name: str, revision: str | None, family: str, tokenizer: Any)
     from transformers import AutoImageProcessor, AutoProcessor
 
     try:
-        processor = read_model(AutoProcessor, name, revision)
+        processor = read_model(AutoProcessor, model_name, revision)
         processor.tokenizer = tokenizer
         return processor
     except UserError as error:
         if family not in _QWEN or "orchvision" not in str(error):
             raise
-    return images_only(family, read_model(AutoImageProcessor, name, revision), tokenizer)
+    return images_only(family, read_model(AutoImageProcessor, model_name, revision), tokenizer)
 
 
 def images_only(family: str, image_processor: Any, tokenizer: Any) -> Any:
@@ -58,15 +58,19 @@ def images_only(family: str, image_processor: Any, tokenizer: Any) -> Any:
     from transformers import Qwen2VLProcessor, Qwen3VLProcessor
     from transformers.processing_utils import ProcessorMixin
 
-    base: Any = Qwen3VLProcessor if family == "qwen3_vl" else Qwen2VLProcessor
+    processor_class: Any = Qwen3VLProcessor if family == "qwen3_vl" else Qwen2VLProcessor
 
-    class ImagesOnly(base):  # type: ignore[misc]
+    class ImagesOnly(processor_class):  # type: ignore[misc]
         # ProcessorMixin goes by the names of these parameters.
         def __init__(self, image_processor: Any, tokenizer: Any, chat_template: str | None) -> None:
-            for kind in ("image", "video"):
-                token = getattr(tokenizer, f"{kind}_token", None) or f"<|{kind}_pad|>"
-                setattr(self, f"{kind}_token", token)
-                setattr(self, f"{kind}_token_id", tokenizer.convert_tokens_to_ids(token))
+            for medium_kind in ("image", "video"):
+                placeholder = (
+                    getattr(tokenizer, f"{medium_kind}_token", None) or f"<|{medium_kind}_pad|>"
+                )
+                setattr(self, f"{medium_kind}_token", placeholder)
+                setattr(
+                    self, f"{medium_kind}_token_id", tokenizer.convert_tokens_to_ids(placeholder)
+                )
             ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
 
     return ImagesOnly(image_processor, tokenizer, tokenizer.chat_template)
@@ -77,12 +81,12 @@ class Vision:
 
     Args:
         processor: The processor, as `load_processor` returns it.
-        model: Name of the model in messages.
+        model_name: Name of the model in messages.
     """
 
-    def __init__(self, processor: Any, model: str) -> None:
+    def __init__(self, processor: Any, model_name: str) -> None:
         self.processor = processor
-        self.model = model
+        self.model = model_name
         self._tokens: dict[tuple[str, ...], list[str]] = {}
         self._joint = type(processor).__name__.startswith(_TILED)
 
@@ -92,46 +96,46 @@ class Vision:
         Raises:
             UserError: The text has another number of placeholders, or a medium cannot be read.
         """
-        parts = self._cut(text, media)
-        out = [parts[0]]
-        for tokens, part in zip(self._expansions(media), parts[1:], strict=True):
-            out += [tokens, part]
-        return "".join(out)
+        text_pieces = self._cut(text, media)
+        expanded = [text_pieces[0]]
+        for medium_tokens, text_piece in zip(self._expansions(media), text_pieces[1:], strict=True):
+            expanded += [medium_tokens, text_piece]
+        return "".join(expanded)
 
     def counts(self, media: Sequence[Medium]) -> list[int]:
         """How many tokens each medium takes that stand for parts of it."""
-        pairs = zip(media, self._expansions(media), strict=True)
-        return [tokens.count(self._placeholder(medium)) for medium, tokens in pairs]
+        medium_tokens = zip(media, self._expansions(media), strict=True)
+        return [expansion.count(self._placeholder(medium)) for medium, expansion in medium_tokens]
 
     def pixels(self, media: Sequence[Medium], device: torch.device) -> Pixels:
         """What the model's forward takes for media, in their order; empty if there are none."""
         if not media:
             return {}
-        made = self._process(media)
+        processed = self._process(media)
         return {
-            name: value.to(device)
-            for name, value in made.items()
-            if name not in _TEXT and isinstance(value, Tensor)
+            field_name: tensor.to(device)
+            for field_name, tensor in processed.items()
+            if field_name not in _TEXT and isinstance(tensor, Tensor)
         }
 
     def _placeholder(self, medium: Medium) -> str:
-        token: str | None = getattr(self.processor, f"{medium.kind}_token", None)
-        if token is None:
+        placeholder: str | None = getattr(self.processor, f"{medium.kind}_token", None)
+        if placeholder is None:
             raise UserError(f"model {self.model} takes no {medium.kind}s")
-        return token
+        return placeholder
 
     def _cut(self, text: str, media: Sequence[Medium]) -> list[str]:
         """The pieces of a text around its placeholders, which must be those of the media."""
-        parts, rest = [], text
+        text_pieces, remaining = [], text
         for medium in media:
-            before, token, rest = rest.partition(self._placeholder(medium))
-            if not token:
+            text_piece, placeholder, remaining = remaining.partition(self._placeholder(medium))
+            if not placeholder:
                 break
-            parts.append(before)
+            text_pieces.append(text_piece)
         else:
-            kinds = {self._placeholder(medium) for medium in media}
-            if not any(token in rest for token in kinds):
-                return [*parts, rest]
+            placeholders = {self._placeholder(medium) for medium in media}
+            if not any(placeholder in remaining for placeholder in placeholders):
+                return [*text_pieces, remaining]
         raise UserError(
             f"a prompt has {len(media)} images and videos but another number of placeholders; the "
             f"chat template of model {self.model} must write one for each"
@@ -141,14 +145,16 @@ class Vision:
         """The tokens of each medium, as text."""
         if self._joint:
             return self._expand_together(media)
-        return [tokens for medium in media for tokens in self._expand_together([medium])]
+        return [expansion for medium in media for expansion in self._expand_together([medium])]
 
     def _expand_together(self, media: Sequence[Medium]) -> list[str]:
-        key = tuple(medium.digest for medium in media)
-        if key not in self._tokens:
-            replaced = self._process(media, offsets=True)["text_replacement_offsets"][0]
-            self._tokens[key] = [one["replacement"] for one in replaced]
-        return self._tokens[key]
+        media_digests = tuple(medium.digest for medium in media)
+        if media_digests not in self._tokens:
+            replacements = self._process(media, offsets=True)["text_replacement_offsets"][0]
+            self._tokens[media_digests] = [
+                replacement["replacement"] for replacement in replacements
+            ]
+        return self._tokens[media_digests]
 
     def _process(self, media: Sequence[Medium], offsets: bool = False) -> Any:
         videos = [medium for medium in media if medium.kind == "video"]
@@ -166,8 +172,8 @@ class Vision:
         if images:
             options["images"] = images
         if videos:
-            shown = [_loaded(medium) for medium in videos]
-            options |= {"videos": shown, "do_sample_frames": False}
+            video_frames = [_loaded(medium) for medium in videos]
+            options |= {"videos": video_frames, "do_sample_frames": False}
             if all(medium.rate for medium in videos):  # Qwen's positions and texts tell the time
                 options["video_metadata"] = [
                     {
@@ -175,7 +181,7 @@ class Vision:
                         "total_num_frames": len(frames),
                         "frames_indices": list(range(len(frames))),
                     }
-                    for medium, frames in zip(videos, shown, strict=True)
+                    for medium, frames in zip(videos, video_frames, strict=True)
                 ]
         return self.processor(**options)
 
@@ -191,7 +197,7 @@ def _loaded(medium: Medium) -> Any:
 
 
 def media_positions(
-    model: nn.Module, ids: Tensor, mask: Tensor | None, pixels: Pixels
+    model: nn.Module, token_ids: Tensor, token_mask: Tensor | None, pixels: Pixels
 ) -> tuple[Tensor, Tensor]:
     """Positions of new tokens with media, as a model with M-RoPE counts them from 0.
 
@@ -202,36 +208,40 @@ def media_positions(
 
     Args:
         model: A model for which `rotary_model` is not None.
-        ids: New tokens `[B, n]`.
-        mask: Which of them are tokens, `[B, n]`; None: all.
+        token_ids: New tokens `[B, n]`.
+        token_mask: Which of them are tokens, `[B, n]`; None: all.
         pixels: Their media.
 
     Returns:
         Positions `[3, B, n]`, and by how much the next position of each sequence differs from its
         number of tokens, `[B]`.
     """
-    inner, config = rotary_model(model), model.config
-    kinds = torch.zeros_like(ids, dtype=torch.int32)
-    for kind, name in enumerate(("image_token_id", "video_token_id"), 1):
-        kinds[ids == getattr(config, name)] = kind
-    known = inspect.signature(inner.get_rope_index).parameters
-    grids = {name: value for name, value in pixels.items() if name in known}
-    raw, _ = inner.get_rope_index(
-        ids,
-        mm_token_type_ids=kinds,
-        attention_mask=None if mask is None else mask.long(),
+    rope_model, config = rotary_model(model), model.config
+    medium_kinds = torch.zeros_like(token_ids, dtype=torch.int32)
+    for kind_number, field_name in enumerate(("image_token_id", "video_token_id"), 1):
+        medium_kinds[token_ids == getattr(config, field_name)] = kind_number
+    rope_parameters = inspect.signature(rope_model.get_rope_index).parameters
+    grids = {
+        field_name: tensor for field_name, tensor in pixels.items() if field_name in rope_parameters
+    }
+    raw_positions, _ = rope_model.get_rope_index(
+        token_ids,
+        mm_token_type_ids=medium_kinds,
+        attention_mask=None if token_mask is None else token_mask.long(),
         **grids,
     )
-    position, shift = raw.clone(), []
-    for row, row_kinds in enumerate(kinds):
-        columns = torch.arange(ids.shape[1], device=ids.device)
-        if mask is not None:
-            columns = columns[mask[row].bool()]
+    positions, position_shifts = raw_positions.clone(), []
+    for sequence_index, row_kinds in enumerate(medium_kinds):
+        columns = torch.arange(token_ids.shape[1], device=token_ids.device)
+        if token_mask is not None:
+            columns = columns[token_mask[sequence_index].bool()]
         following = 0
-        _, counts = row_kinds[columns].unique_consecutive(return_counts=True)
-        for run in columns.split(counts.tolist()):
-            own = raw[:, row, run]
-            position[:, row, run] = own + (following - own.min())
-            following = int(position[:, row, run].max()) + 1
-        shift.append(following - len(columns))
-    return position, torch.tensor(shift, device=ids.device)
+        _, run_lengths = row_kinds[columns].unique_consecutive(return_counts=True)
+        for run_columns in columns.split(run_lengths.tolist()):
+            run_positions = raw_positions[:, sequence_index, run_columns]
+            positions[:, sequence_index, run_columns] = run_positions + (
+                following - run_positions.min()
+            )
+            following = int(positions[:, sequence_index, run_columns].max()) + 1
+        position_shifts.append(following - len(columns))
+    return positions, torch.tensor(position_shifts, device=token_ids.device)

@@ -14,7 +14,7 @@ _SHOWN = 3
 """Names of tensors that an error message shows at most."""
 
 
-def check_weights(name: str, model: nn.Module, report: Any, quantised: str) -> None:
+def check_weights(model_name: str, model: nn.Module, report: Any, quantised: str) -> None:
     """Refuse a checkpoint whose tensors are not exactly the model's, or hold NaN or infinity.
 
     Tied weights are stored once and are not missing. A quantised checkpoint can hold tensors that
@@ -23,28 +23,35 @@ def check_weights(name: str, model: nn.Module, report: Any, quantised: str) -> N
     Raises:
         UserError: Some tensors are wrong; the message names the first few.
     """
-    kinds = {"missing_keys": "lacks weights of the model"}
+    key_problems = {"missing_keys": "lacks weights of the model"}
     if not quantised:
-        kinds["unexpected_keys"] = "holds weights that the model does not have"
-        kinds["mismatched_keys"] = "holds weights of another shape than the model's"
-    for key, text in kinds.items():
-        wrong = sorted(w if isinstance(w, str) else w[0] for w in report.get(key) or ())
-        if wrong:
-            raise UserError(f"model {name}: the checkpoint {text}: {_listed(wrong)}")
-    broken = [key for key, x in model.state_dict().items() if not _finite(x)]
-    if broken:
-        raise UserError(f"model {name}: weights are NaN or infinite: {_listed(broken)}")
+        key_problems["unexpected_keys"] = "holds weights that the model does not have"
+        key_problems["mismatched_keys"] = "holds weights of another shape than the model's"
+    for tensor_key, problem in key_problems.items():
+        wrong_names = sorted(
+            wrong_item if isinstance(wrong_item, str) else wrong_item[0]
+            for wrong_item in report.get(tensor_key) or ()
+        )
+        if wrong_names:
+            raise UserError(f"model {model_name}: the checkpoint {problem}: {_listed(wrong_names)}")
+    broken_names = [
+        tensor_key for tensor_key, tensor in model.state_dict().items() if not _finite(tensor)
+    ]
+    if broken_names:
+        raise UserError(f"model {model_name}: weights are NaN or infinite: {_listed(broken_names)}")
 
 
-def _finite(x: object) -> bool:
-    if not isinstance(x, torch.Tensor) or x.device.type == "meta":
+def _finite(tensor: object) -> bool:
+    if not isinstance(tensor, torch.Tensor) or tensor.device.type == "meta":
         return True
-    if not x.is_floating_point() or x.element_size() < 2:  # integers; float8 has separate scales
+    if (
+        not tensor.is_floating_point() or tensor.element_size() < 2
+    ):  # integers; float8 has separate scales
         return True
-    return bool(torch.isfinite(x).all())
+    return bool(torch.isfinite(tensor).all())
 
 
-def _listed(names: Iterable[str]) -> str:
-    shown = list(names)
-    more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
-    return ", ".join(shown[:_SHOWN]) + more
+def _listed(tensor_names: Iterable[str]) -> str:
+    listed_names = list(tensor_names)
+    rest_text = f" and {len(listed_names) - _SHOWN} more" if len(listed_names) > _SHOWN else ""
+    return ", ".join(listed_names[:_SHOWN]) + rest_text

@@ -15,13 +15,13 @@ def benchmarks() -> tuple[dict[str, Benchmark], list[str]]:
         Benchmarks by group name, and the messages of those that failed.
     """
     loaded: dict[str, Benchmark] = {}
-    failed: list[str] = []
-    for name in registry.names(registry.TASKS):
+    failures: list[str] = []
+    for benchmark_name in registry.names(registry.TASKS):
         try:
-            loaded[name] = registry.get(registry.TASKS, name)
+            loaded[benchmark_name] = registry.get(registry.TASKS, benchmark_name)
         except UserError as error:
-            failed.append(str(error))
-    return loaded, failed
+            failures.append(str(error))
+    return loaded, failures
 
 
 def resolve_task(spec: str) -> list[tuple[str, Benchmark]]:
@@ -38,30 +38,34 @@ def resolve_task(spec: str) -> list[tuple[str, Benchmark]]:
         UserError: There is no such task, or its package does not import.
     """
     if spec.endswith(".jsonl"):
-        mine = own_benchmark(spec)
-        return [(leaf, mine) for leaf in mine.leaves]
+        file_benchmark = own_benchmark(spec)
+        return [(task_name, file_benchmark) for task_name in file_benchmark.leaves]
     if spec in registry.names(registry.TASKS):
         group: Benchmark = registry.get(registry.TASKS, spec)
-        return [(leaf, group) for leaf in group.leaves]
-    loaded, failed = benchmarks()
-    owners = [(name, group) for name, group in loaded.items() if spec in group.leaves]
-    if len(owners) > 1:
-        groups = ", ".join(name for name, _ in owners)
-        raise UserError(f"task {quoted(spec)} is in more than one group: {groups}; name the group")
-    if owners:
-        return [(spec, owners[0][1])]
+        return [(task_name, group) for task_name in group.leaves]
+    loaded, failures = benchmarks()
+    matches = [(group_name, group) for group_name, group in loaded.items() if spec in group.leaves]
+    if len(matches) > 1:
+        group_names = ", ".join(group_name for group_name, _ in matches)
+        raise UserError(
+            f"task {quoted(spec)} is in more than one group: {group_names}; name the group"
+        )
+    if matches:
+        return [(spec, matches[0][1])]
     for group in loaded.values():
         if spec in group.subsets:
-            return [(leaf, group) for leaf in group.subsets[spec]]
-    parts = (part for group in loaded.values() for part in (*group.leaves, *group.subsets))
-    error = unknown("task", spec, sorted({*loaded, *parts}), "kvbench list tasks")
-    raise UserError("; ".join([str(error), *failed]))
+            return [(task_name, group) for task_name in group.subsets[spec]]
+    task_names = (
+        known_name for group in loaded.values() for known_name in (*group.leaves, *group.subsets)
+    )
+    error = unknown("task", spec, sorted({*loaded, *task_names}), "kvbench list tasks")
+    raise UserError("; ".join([str(error), *failures]))
 
 
 def task_sets() -> dict[str, tuple[str, ...]]:
     """Groups and subsets of the installed benchmarks with their tasks."""
     sets: dict[str, tuple[str, ...]] = {}
-    for name, benchmark in benchmarks()[0].items():
-        sets[name] = tuple(benchmark.leaves)
-        sets |= {sub: tuple(leaves) for sub, leaves in benchmark.subsets.items()}
+    for group_name, benchmark in benchmarks()[0].items():
+        sets[group_name] = tuple(benchmark.leaves)
+        sets |= {subset: tuple(task_names) for subset, task_names in benchmark.subsets.items()}
     return sets

@@ -52,10 +52,14 @@ def chat(
     if not tokenizer.chat_template:
         raise UserError(f"{tokenizer_id} has no chat template; use --no-chat-template")
     options: Any = {} if thinking is None else {"enable_thinking": thinking}
-    given: Any = [{**m, "content": _parts(m["content"])} for m in messages] if parts else messages
+    conversation: Any = (
+        [{**message, "content": _parts(message["content"])} for message in messages]
+        if parts
+        else messages
+    )
     try:
-        text = tokenizer.apply_chat_template(
-            given,
+        rendered = tokenizer.apply_chat_template(
+            conversation,
             tokenize=False,
             add_generation_prompt=add_generation_prompt and not closed,
             continue_final_message=not add_generation_prompt and not closed,
@@ -66,8 +70,8 @@ def chat(
             f"the chat template of {tokenizer_id} fails ({reason_of(error)}); use "
             "--no-chat-template"
         ) from error
-    assert isinstance(text, str)
-    return text
+    assert isinstance(rendered, str)
+    return rendered
 
 
 def _parts(content: str) -> list[dict[str, str]]:
@@ -89,22 +93,24 @@ def check_template(tokenizer: PreTrainedTokenizerBase, tokenizer_id: str) -> Non
     chat(tokenizer, tokenizer_id, [{"role": "user", "content": "?"}])
 
 
-def check_thinking(tokenizer: PreTrainedTokenizerBase, tokenizer_id: str, used: bool) -> None:
+def check_thinking(
+    tokenizer: PreTrainedTokenizerBase, tokenizer_id: str, has_template: bool
+) -> None:
     """Refuse the thinking flags if they would have no effect.
 
     Args:
         tokenizer: The tokenizer.
         tokenizer_id: Its name in messages.
-        used: Whether its chat template is applied.
+        has_template: Whether its chat template is applied.
 
     Raises:
         UserError: No chat template is applied, or it ignores `enable_thinking`.
     """
-    if not used:
+    if not has_template:
         raise UserError("--thinking and --no-thinking need a chat template, and none is applied")
-    asked = [{"role": "user", "content": "?"}]
-    if chat(tokenizer, tokenizer_id, asked, thinking=True) == chat(
-        tokenizer, tokenizer_id, asked, thinking=False
+    messages = [{"role": "user", "content": "?"}]
+    if chat(tokenizer, tokenizer_id, messages, thinking=True) == chat(
+        tokenizer, tokenizer_id, messages, thinking=False
     ):
         raise UserError(
             f"the chat template of {tokenizer_id} ignores enable_thinking; leave out --thinking "
@@ -130,31 +136,35 @@ def after(render: Render, history: Sequence[Message]) -> Render:
     """Make a chat template that inserts messages before the last user message."""
 
     def rendered(messages: Sequence[Message], **options: Any) -> str:
-        last = max(i for i, message in enumerate(messages) if message["role"] == "user")
-        return render([*messages[:last], *history, *messages[last:]], **options)
+        last_user = max(
+            message_index
+            for message_index, message in enumerate(messages)
+            if message["role"] == "user"
+        )
+        return render([*messages[:last_user], *history, *messages[last_user:]], **options)
 
     return rendered
 
 
-def prompt(text: str, gen_prefix: str, render: Render | None, shots: Sequence[Shot] = ()) -> str:
+def prompt(content: str, gen_prefix: str, render: Render | None, shots: Sequence[Shot] = ()) -> str:
     """Join a prompt as lm-eval does.
 
     Args:
-        text: The user's message: context and question.
+        content: The user's message: context and question.
         gen_prefix: Start of the answer, given in the prompt.
         render: The chat template; None: there is none.
         shots: Worked examples; see `Benchmark.docs`.
     """
     if render is not None:
-        messages = [*shot_messages(shots), {"role": "user", "content": text}]
+        messages = [*shot_messages(shots), {"role": "user", "content": content}]
         if gen_prefix:
             messages.append({"role": "assistant", "content": gen_prefix})
         return render(messages, add_generation_prompt=not gen_prefix)
-    return shot_text(shots) + text + gap(text, gen_prefix) + gen_prefix
+    return shot_text(shots) + content + gap(content, gen_prefix) + gen_prefix
 
 
-def gap(before: str, after: str) -> str:
+def gap(left_text: str, right_text: str) -> str:
     """The space that lm-eval puts between two texts: none where either has white space there."""
-    if not before or not after or before[-1].isspace() or after[0].isspace():
+    if not left_text or not right_text or left_text[-1].isspace() or right_text[0].isspace():
         return ""
     return " "

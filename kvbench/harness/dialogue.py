@@ -41,13 +41,13 @@ class Place:
         answer: str = self.row_turns[self.turn]["answer"]
         return answer
 
-    def messages(self, turns: int) -> list[Message]:
+    def messages(self, turn_count: int) -> list[Message]:
         """The first turns of the dialogue, with answers, as chat messages."""
-        made: list[Message] = []
-        for turn in self.row_turns[:turns]:
-            made.append({"role": "user", "content": turn["context"] + turn["question"]})
-            made.append({"role": "assistant", "content": turn["answer"]})
-        return made
+        messages: list[Message] = []
+        for turn in self.row_turns[:turn_count]:
+            messages.append({"role": "user", "content": turn["context"] + turn["question"]})
+            messages.append({"role": "assistant", "content": turn["answer"]})
+        return messages
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def is_dialogue(row: Mapping[str, Any]) -> bool:
     return "turns" in row
 
 
-def complete(row: Mapping[str, Any], where: str) -> Doc:
+def complete(row: Mapping[str, Any], location: str) -> Doc:
     """Check a dialogue and fill in the optional fields of its turns; see `Benchmark.docs`.
 
     Raises:
@@ -72,129 +72,144 @@ def complete(row: Mapping[str, Any], where: str) -> Doc:
     """
     turns, frame = row["turns"], row.get("frame")
     if not isinstance(turns, list) or not turns:
-        raise UserError(f"{where}: 'turns' must be a list of at least one turn")
-    if not isinstance(frame, Mapping) or not all(isinstance(frame.get(f), str) for f in _FRAME):
-        raise UserError(f"{where}: 'frame' must have the texts {', '.join(_FRAME)}")
+        raise UserError(f"{location}: 'turns' must be a list of at least one turn")
+    if not isinstance(frame, Mapping) or not all(isinstance(frame.get(key), str) for key in _FRAME):
+        raise UserError(f"{location}: 'frame' must have the texts {', '.join(_FRAME)}")
     if any(data.SENTINEL in frame[name] for name in _FRAME):
-        raise UserError(f"{where}: the data must not contain {data.SENTINEL}")
-    made = []
-    for number, turn in enumerate(turns):
-        name = f"{where}, turn {number}"
+        raise UserError(f"{location}: the data must not contain {data.SENTINEL}")
+    completed = []
+    for turn_index, turn in enumerate(turns):
+        name = f"{location}, turn {turn_index}"
         if not isinstance(turn, Mapping):
             raise UserError(f"{name}: a turn must be an object")
-        full = data.complete({**_common(row), **turn}, name)
-        answer = full.get("answer")
+        full_turn = data.complete({**_common(row), **turn}, name)
+        answer = full_turn.get("answer")
         if not isinstance(answer, str) or not answer or answer != answer.strip():
             raise UserError(f"{name}: 'answer' must be a text without white space at either end")
-        if full["gen_prefix"]:
+        if full_turn["gen_prefix"]:
             raise UserError(f"{name}: a dialogue cannot have a 'gen_prefix'")
         for field in ("given", "shots"):
-            if full.get(field):
+            if full_turn.get(field):
                 raise UserError(f"{name}: a dialogue cannot have {quoted(field)}")
-        made.append(full)
-    return {**row, "turns": made}
+        completed.append(full_turn)
+    return {**row, "turns": completed}
 
 
-def flat(rows: Sequence[Doc], chat: bool) -> tuple[Sequence[Doc], list[Place | None]]:
+def flat(rows: Sequence[Doc], uses_template: bool) -> tuple[Sequence[Doc], list[Place | None]]:
     """Make a document of every turn, and of every row that is not a dialogue.
 
     Args:
         rows: Complete rows.
-        chat: Whether history and worked examples become messages; without a chat template they are
-            the beginning of `context`.
+        uses_template: Whether history and worked examples become messages; without a chat template
+            they are the beginning of `context`.
 
     Returns:
         The documents, and the place of each in a dialogue (None outside dialogues).
     """
-    docs: list[Doc] | Spool[Doc] = Spool() if isinstance(rows, Spool) else []
-    places: list[Place | None] = []
-    for index, row in enumerate(rows):
+    documents: list[Doc] | Spool[Doc] = Spool() if isinstance(rows, Spool) else []
+    positions: list[Place | None] = []
+    for row_index, row in enumerate(rows):
         if not is_dialogue(row):
-            shots = "" if chat else shot_text(row.get("shots", ()))
-            docs.append({**row, "context": shots + row["context"]})
-            places.append(None)
+            shot_prefix = "" if uses_template else shot_text(row.get("shots", ()))
+            documents.append({**row, "context": shot_prefix + row["context"]})
+            positions.append(None)
             continue
-        for number, turn in enumerate(row["turns"]):
-            place = Place(index, number, row["turns"], row["frame"])
-            context, question = (turn["context"], turn["question"]) if chat else plain(place)
-            docs.append({**turn, "context": context, "question": question})
-            places.append(place)
-    return docs, places
+        for turn_index, turn in enumerate(row["turns"]):
+            position = Place(row_index, turn_index, row["turns"], row["frame"])
+            context, question = (
+                (turn["context"], turn["question"]) if uses_template else plain(position)
+            )
+            documents.append({**turn, "context": context, "question": question})
+            positions.append(position)
+    return documents, positions
 
 
-def plain(place: Place) -> tuple[str, str]:
+def plain(position: Place) -> tuple[str, str]:
     """Context and question of a turn without a chat template."""
-    opened, asked, closed = (place.frame[name] for name in _FRAME)
+    user_start, assistant_start, turn_end = (position.frame[name] for name in _FRAME)
     history = [
-        opened + turn["context"] + turn["question"] + asked + turn["answer"] + closed
-        for turn in place.row_turns[: place.turn]
+        user_start
+        + turn["context"]
+        + turn["question"]
+        + assistant_start
+        + turn["answer"]
+        + turn_end
+        for turn in position.row_turns[: position.turn]
     ]
-    turn = place.row_turns[place.turn]
-    return "".join(history) + opened + turn["context"], turn["question"] + asked
+    turn = position.row_turns[position.turn]
+    return "".join(history) + user_start + turn["context"], turn["question"] + assistant_start
 
 
 def last_prompt(row: Mapping[str, Any], render: Render | None) -> str:
     """The whole prompt of a dialogue's last turn."""
     turns = row["turns"]
-    place = Place(0, len(turns) - 1, turns, row["frame"])
+    position = Place(0, len(turns) - 1, turns, row["frame"])
     if render is None:
-        return "".join(plain(place))
-    *messages, _ = place.messages(len(turns))
+        return "".join(plain(position))
+    *messages, _ = position.messages(len(turns))
     return render(messages)
 
 
 def joints(
-    places: Sequence[Place], prompts: Sequence[tuple[str, str]], render: Render | None, name: str
+    positions: Sequence[Place],
+    prompts: Sequence[tuple[str, str]],
+    render: Render | None,
+    task_name: str,
 ) -> list[Joint]:
     """Split the prompts of one dialogue into what each turn adds.
 
     Args:
-        places: The turns of one dialogue, in order.
+        positions: The turns of one dialogue, in order.
         prompts: Context and question of each turn.
         render: The chat template that was applied; None: no template.
-        name: Name of the task, for messages.
+        task_name: Name of the task, for messages.
 
     Raises:
         UserError: A prompt does not begin with the previous prompt and its answer.
     """
-    made = []
+    joined = []
     delta = prompts[0][0]
-    for j, place in enumerate(places):
-        begin, end = _closing(place, render)
-        if j + 1 == len(places):
-            made.append(Joint(delta, begin, end or ""))
+    for turn_index, position in enumerate(positions):
+        answer_begin, answer_end = _closing(position, render)
+        if turn_index + 1 == len(positions):
+            joined.append(Joint(delta, answer_begin, answer_end or ""))
             break
-        begin, tail = _rest(prompts[j + 1][0], "".join(prompts[j]), place.answer)
-        if tail is None:
+        answer_begin, next_delta = _rest(
+            prompts[turn_index + 1][0], "".join(prompts[turn_index]), position.answer
+        )
+        if next_delta is None:
             raise UserError(
-                f"{name}: the chat template rewrites earlier turns, so no cache can continue from "
+                f"{task_name}: the chat template rewrites earlier turns, so no cache can continue "
+                "from "
                 "them; use --no-chat-template"
             )
-        if end is None or not tail.startswith(end):
-            end = ""  # the template closes an answer only if another turn follows
-        made.append(Joint(delta, begin, end))
-        delta = tail.removeprefix(end)
-    return made
+        if answer_end is None or not next_delta.startswith(answer_end):
+            answer_end = ""  # the template closes an answer only if another turn follows
+        joined.append(Joint(delta, answer_begin, answer_end))
+        delta = next_delta.removeprefix(answer_end)
+    return joined
 
 
-def _closing(place: Place, render: Render | None) -> tuple[str, str | None]:
+def _closing(position: Place, render: Render | None) -> tuple[str, str | None]:
     """The texts before and after the answer of a turn that nothing follows."""
     if render is None:
-        return "", place.frame["end"]
-    *before, answer = place.messages(place.turn + 1)
-    return _rest(render([*before, answer], closed=True), render(before), place.answer)
+        return "", position.frame["end"]
+    *earlier_messages, answer = position.messages(position.turn + 1)
+    return _rest(
+        render([*earlier_messages, answer], closed=True), render(earlier_messages), position.answer
+    )
 
 
-def _rest(text: str, told: str, answer: str) -> tuple[str, str | None]:
-    """White space before the answer and text after it, if `text` is `told` plus the answer."""
-    if not text.startswith(told):
+def _rest(text: str, known_text: str, answer: str) -> tuple[str, str | None]:
+    """White space before and text after the answer, if `text` is `known_text` plus the answer."""
+    if not text.startswith(known_text):
         return "", None
-    rest = text[len(told) :]
-    bare = rest.lstrip()
-    if not bare.startswith(answer):
+    remainder = text[len(known_text) :]
+    stripped = remainder.lstrip()
+    if not stripped.startswith(answer):
         return "", None
-    return rest[: len(rest) - len(bare)], bare[len(answer) :]
+    return remainder[: len(remainder) - len(stripped)], stripped[len(answer) :]
 
 
 def _common(row: Mapping[str, Any]) -> Doc:
-    return {name: value for name, value in row.items() if name not in ("turns", "frame")}
+    return {key: value for key, value in row.items() if key not in ("turns", "frame")}

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def split_encode(tokenizer: PreTrainedTokenizerBase, *parts: str) -> tuple[list[int], ...]:
+def split_encode(tokenizer: PreTrainedTokenizerBase, *segments: str) -> tuple[list[int], ...]:
     """Tokenise a prompt and split it where the context ends.
 
     The whole string is tokenised once, so the ids are the same as without a split. The cut is the
@@ -23,41 +23,58 @@ def split_encode(tokenizer: PreTrainedTokenizerBase, *parts: str) -> tuple[list[
 
     Args:
         tokenizer: Tokenizer of the model.
-        parts: Adjacent parts of one text: context, question and more.
+        segments: Adjacent parts of one text: context, question and more.
 
     Returns:
         Token ids of every part; the first part has BOS.
     """
     if tokenizer.is_fast:
-        encoded = _encoding(tokenizer, "".join(parts))
-        ids: list[int] = encoded.ids
-        ends = list(accumulate(map(len, parts)))
-        cuts = [0, *(_cut(encoded, end, ends[-1]) for end in ends[:-1]), len(ids)]
-        made = [ids[a:b] for a, b in pairwise(cuts)]
+        encoding = _encoding(tokenizer, "".join(segments))
+        token_ids: list[int] = encoding.ids
+        segment_ends = list(accumulate(map(len, segments)))
+        boundaries = [
+            0,
+            *(_cut(encoding, end, segment_ends[-1]) for end in segment_ends[:-1]),
+            len(token_ids),
+        ]
+        encoded_parts = [token_ids[start:stop] for start, stop in pairwise(boundaries)]
     else:
-        made = [_encode(tokenizer, part)["input_ids"] if part else [] for part in parts]
-    made[0] = _begin(tokenizer, made[0], [i for part in made[1:] for i in part]) + made[0]
-    return tuple(made)
+        encoded_parts = [
+            _encode(tokenizer, segment)["input_ids"] if segment else [] for segment in segments
+        ]
+    encoded_parts[0] = (
+        _begin(
+            tokenizer,
+            encoded_parts[0],
+            [token for segment in encoded_parts[1:] for token in segment],
+        )
+        + encoded_parts[0]
+    )
+    return tuple(encoded_parts)
 
 
-def _cut(encoded: Any, at: int, end: int) -> int:
-    """Index of the first token that ends beyond character `at`, in a text of `end` characters."""
+def _cut(encoding: Any, offset: int, end_offset: int) -> int:
+    """Index of the first token beyond character `offset`, in a text of `end_offset` characters."""
     # Single lookups: a list of all offsets takes as long as tokenising.
-    found = (encoded.char_to_token(char) for char in range(at, end))
-    cut = next((token for token in found if token is not None), len(encoded))
-    while cut and encoded.token_to_chars(cut - 1)[1] > at:
-        cut -= 1
-    return int(cut)
+    token_indices = (
+        encoding.char_to_token(character_index) for character_index in range(offset, end_offset)
+    )
+    boundary = next(
+        (token_index for token_index in token_indices if token_index is not None), len(encoding)
+    )
+    while boundary and encoding.token_to_chars(boundary - 1)[1] > offset:
+        boundary -= 1
+    return int(boundary)
 
 
 def count_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
     """Count the tokens of a prompt, as `split_encode` returns them."""
     backend = _backend(tokenizer) if tokenizer.is_fast else None
     if backend is None:
-        ids = _encode(tokenizer, text)["input_ids"]
+        token_ids = _encode(tokenizer, text)["input_ids"]
     else:  # without offsets it takes half the time
-        ids = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
-    return len(_begin(tokenizer, ids, [])) + len(ids)
+        token_ids = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    return len(_begin(tokenizer, token_ids, [])) + len(token_ids)
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -75,27 +92,31 @@ def _model_hash(tokenizer: PreTrainedTokenizerBase) -> str:
     content: Any
     if tokenizer.is_fast:
         content = json.loads(tokenizer.backend_tokenizer.to_str())
-        content = {k: v for k, v in content.items() if k not in ("truncation", "padding")}
+        content = {
+            key: value for key, value in content.items() if key not in ("truncation", "padding")
+        }
     else:
         content = [type(tokenizer).__name__, tokenizer.get_vocab(), tokenizer.special_tokens_map]
-    text = json.dumps([content, _leading(tokenizer)], sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()
+    serialised = json.dumps([content, _leading(tokenizer)], sort_keys=True, default=str)
+    return hashlib.sha256(serialised.encode()).hexdigest()
 
 
 @functools.lru_cache(maxsize=8)
 def _leading(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """The ids that the tokenizer puts in front of a text: BOS or nothing."""
-    bare = _encode(tokenizer, "a")["input_ids"]
-    full = tokenizer("a", verbose=False)["input_ids"]
-    for at in range(len(full) - len(bare) + 1):
-        if full[at : at + len(bare)] == bare:
-            return tuple(full[:at])
+    bare_ids = _encode(tokenizer, "a")["input_ids"]
+    full_ids = tokenizer("a", verbose=False)["input_ids"]
+    for offset in range(len(full_ids) - len(bare_ids) + 1):
+        if full_ids[offset : offset + len(bare_ids)] == bare_ids:
+            return tuple(full_ids[:offset])
     return ()
 
 
-def _begin(tokenizer: PreTrainedTokenizerBase, head: list[int], tail: list[int]) -> list[int]:
-    first = list(_leading(tokenizer))
-    return [] if (head + tail)[: len(first)] == first else first
+def _begin(
+    tokenizer: PreTrainedTokenizerBase, head_ids: list[int], tail_ids: list[int]
+) -> list[int]:
+    leading_ids = list(_leading(tokenizer))
+    return [] if (head_ids + tail_ids)[: len(leading_ids)] == leading_ids else leading_ids
 
 
 def _encoding(tokenizer: PreTrainedTokenizerBase, text: str) -> Any:
@@ -110,9 +131,9 @@ def _backend(tokenizer: PreTrainedTokenizerBase) -> Any:
     """The Rust tokenizer, set up for texts of any length; None if Python code adds to it."""
     from transformers import PreTrainedTokenizerFast
 
-    kind = type(tokenizer)
-    own = (kind.__call__, getattr(kind, "_encode_plus", None))
-    if own != (PreTrainedTokenizerFast.__call__, PreTrainedTokenizerFast._encode_plus):
+    tokenizer_class = type(tokenizer)
+    encode_methods = (tokenizer_class.__call__, getattr(tokenizer_class, "_encode_plus", None))
+    if encode_methods != (PreTrainedTokenizerFast.__call__, PreTrainedTokenizerFast._encode_plus):
         return None
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()

@@ -55,16 +55,18 @@ class LmEvalHarness:
         self, task: str, settings: TaskSettings, benchmark: Benchmark | None = None
     ) -> LmEvalTask:
         """Load a leaf task; see `Harness.load`."""
-        leaf, bench = loading.find(task, benchmark)
-        settings = loading.settle(leaf, bench, settings)
+        task_name, resolved = loading.find(task, benchmark)
+        settings = loading.settle(task_name, resolved, settings)
         render = loading.renderer(settings)
-        with hinting(leaf):
-            rows, data_hash = _rows(bench, leaf, settings, render)
-        docs, places = dialogue.flat(rows, render is not None)
+        with hinting(task_name):
+            rows, data_hash = _rows(resolved, task_name, settings, render)
+        documents, positions = dialogue.flat(rows, render is not None)
         with _quiet():
-            built = _build(bench, leaf, docs, settings)
-            made = requests(built, leaf, docs, places, render, settings.reporter)
-        return _loaded(bench, leaf, settings, data_hash, built, rows, made)
+            harness_task = _build(resolved, task_name, documents, settings)
+            prepared = requests(
+                harness_task, task_name, documents, positions, render, settings.reporter
+            )
+        return _loaded(resolved, task_name, settings, data_hash, harness_task, rows, prepared)
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,11 +89,11 @@ class LmEvalTask(LoadedTask):
         """Call the benchmark's `ask` for every response; see `LoadedTask.asks`."""
         if self.ask is None or not responses:
             return []
-        found = {
+        asks_by_key = {
             key: self.ask(instance.doc, instance.filtered_resps[self.filter])
             for key, instance in self._filtered(responses)
         }
-        asks = [found[key] for key in responses]
+        asks = [asks_by_key[key] for key in responses]
         for rubric in dict.fromkeys(ask.rubric for ask in asks):
             # The results record the declared rubric, so no other one may decide.
             if rubric.partition(":")[0] != self.rubric.partition(":")[0]:
@@ -112,54 +114,60 @@ class LmEvalTask(LoadedTask):
             return {}, float("nan")
         if self.rubric and marks is None:
             raise UserError(f"{self.name} is scored by a judge; pass its marks to score()")
-        judged = dict(zip(responses, marks or (), strict=True)) if self.rubric else {}
-        values = {}
+        marks_by_key = dict(zip(responses, marks or (), strict=True)) if self.rubric else {}
+        metric_values = {}
         with _quiet():
             for key, instance in self._filtered(responses):
                 results = [instance.filtered_resps[self.filter]]
                 if self.rubric:
-                    results.append(judged[key])
-                values[key] = self.built.process_results(instance.doc, results)[self.metric]
+                    results.append(marks_by_key[key])
+                metric_values[key] = self.built.process_results(instance.doc, results)[self.metric]
             aggregate = self.built.aggregation()[self.metric]
-            total = float(aggregate(list(values.values())))
+            mean_score = float(aggregate(list(metric_values.values())))
             scores = {
-                key: float(value if isinstance(value, int | float) else aggregate([value]))
-                for key, value in values.items()
+                key: float(
+                    metric_value
+                    if isinstance(metric_value, int | float)
+                    else aggregate([metric_value])
+                )
+                for key, metric_value in metric_values.items()
             }
-        return scores, total
+        return scores, mean_score
 
     def _filtered(self, responses: Mapping[Key, str]) -> Iterator[tuple[Key, Any]]:
         """lm-eval's instances of the responses, filtered, in the order of the task's data.
 
         A filter sees `_PART` of them at a time: with their rows, all may not fit into memory.
         """
-        places, doc_ids = self.places, self._doc_ids
-        order = sorted(responses, key=lambda key: (doc_ids[places[key[:2]]], key[2]))
-        for start in range(0, len(order), _PART):
-            keys = order[start : start + _PART]
-            instances = [self._instance(key, responses[key]) for key in keys]
+        request_indices, doc_ids = self.places, self._doc_ids
+        ordered_keys = sorted(
+            responses, key=lambda key: (doc_ids[request_indices[key[:2]]], key[2])
+        )
+        for batch_start in range(0, len(ordered_keys), _PART):
+            batch_keys = ordered_keys[batch_start : batch_start + _PART]
+            instances = [self._instance(key, responses[key]) for key in batch_keys]
             with _quiet():
                 self.built._instances = instances
                 try:
                     self.built.apply_filters()
                 finally:
                     self.built._instances = []
-            yield from zip(keys, instances, strict=True)
+            yield from zip(batch_keys, instances, strict=True)
 
     @functools.cached_property
     def _doc_ids(self) -> Sequence[int]:
         """The row of each request."""
         return array("Q", (request.doc_id for request in self.requests))
 
-    def _instance(self, key: Key, text: str) -> Any:
+    def _instance(self, key: Key, response: str) -> Any:
         """An instance of lm-eval with a response."""
-        request, doc = self._source(key[:2])
+        request, document = self._source(key[:2])
         if self.thinks and not request.given:  # the response to a given text is a record
-            text = scored_text(text, request.until)
+            response = scored_text(response, request.until)
         prompt = f"{request.context}{data.SENTINEL}{request.question}"
         arguments = (prompt, self.built.config.generation_kwargs)
-        where = (self.name, request.doc_id, 1)
-        return Instance("generate_until", doc, arguments, 0, where, resps=[text])
+        instance_key = (self.name, request.doc_id, 1)
+        return Instance("generate_until", document, arguments, 0, instance_key, resps=[response])
 
     @functools.cached_property
     def _source(self) -> Callable[[tuple[str, int]], tuple[Request, Doc]]:
@@ -177,30 +185,30 @@ class LmEvalTask(LoadedTask):
 
 
 def _rows(
-    bench: Benchmark, leaf: str, settings: TaskSettings, render: chat.Render | None
+    benchmark: Benchmark, task_name: str, settings: TaskSettings, render: chat.Render | None
 ) -> tuple[Sequence[Doc], str]:
     """The rows of a leaf, and their hash."""
-    size = _Size(settings.tokenizer, render)
-    version = bench.version_of(leaf, settings.lexicon)
+    prompt_size = _Size(settings.tokenizer, render)
+    version = benchmark.version_of(task_name, settings.lexicon)
 
-    def make(count: int) -> Any:
-        return bench.docs(
-            leaf,
+    def generate(sample_count: int) -> Any:
+        return benchmark.docs(
+            task_name,
             length=settings.length,
-            samples=count,
+            samples=sample_count,
             seed=settings.seed,
             tokenizer=settings.tokenizer,
             lexicon=settings.lexicon,
             cache_dir=settings.cache_dir,
-            size=size,
+            size=prompt_size,
         )
 
     rows: Iterable[Doc]
-    if bench.sized:
+    if benchmark.sized:
         # Everything that the rows depend on besides the generator: it names the cached file.
-        depends = [
-            bench.name,
-            leaf,
+        dependencies = [
+            benchmark.name,
+            task_name,
             version,
             tokenizer_hash(settings.tokenizer),
             settings.length,
@@ -209,33 +217,39 @@ def _rows(
             render is not None,
             *([] if settings.thinking is None else [settings.thinking]),
         ]
-        name = f"{leaf}-{data.digest(depends)}.jsonl"
-        file = settings.cache_dir / "data" / bench.name / name
-        code = data.code_digest(_function(bench.docs).__module__)
-        rows = generated = data.cached(file, settings.samples, make, code)
-        first = media.identity(generated[0]) if bench.media else generated[0]
-        data_hash = data.digest([*depends, first])
+        file_name = f"{task_name}-{data.digest(dependencies)}.jsonl"
+        cache_file = settings.cache_dir / "data" / benchmark.name / file_name
+        code_hash = data.code_digest(_function(benchmark.docs).__module__)
+        rows = generated = data.cached(cache_file, settings.samples, generate, code_hash)
+        first_row = media.identity(generated[0]) if benchmark.media else generated[0]
+        data_hash = data.digest([*dependencies, first_row])
     else:
-        given = make(settings.samples)
-        content: Sequence[Doc] = given
-        if isinstance(given, Path):
-            content = Spool(row for _, row in data.read_rows(given))
-        rows = islice(content, settings.samples)
-        data_hash = data.digest_rows(version, media.identity(content) if bench.media else content)
-    full: list[Doc] | Spool[Doc] = [] if bench.media else Spool()
-    for i, row in enumerate(rows):
-        complete = dialogue.complete if dialogue.is_dialogue(row) else data.complete
-        full.append(complete(row, f"{leaf}, row {i}"))
-        if data.has_media(row) and not bench.media:
+        documents = generate(settings.samples)
+        doc_rows: Sequence[Doc] = documents
+        if isinstance(documents, Path):
+            doc_rows = Spool(row for _, row in data.read_rows(documents))
+        rows = islice(doc_rows, settings.samples)
+        data_hash = data.digest_rows(
+            version, media.identity(doc_rows) if benchmark.media else doc_rows
+        )
+    completed: list[Doc] | Spool[Doc] = [] if benchmark.media else Spool()
+    for row_index, row in enumerate(rows):
+        complete_row = dialogue.complete if dialogue.is_dialogue(row) else data.complete
+        completed.append(complete_row(row, f"{task_name}, row {row_index}"))
+        if data.has_media(row) and not benchmark.media:
             raise UserError(
-                f"{leaf}: its rows have media, so benchmark {bench.name} must set media"
+                f"{task_name}: its rows have media, so benchmark {benchmark.name} must set media"
             )
-    return full, data_hash
+    return completed, data_hash
 
 
-def _function(docs: Any) -> Any:
+def _function(docs_function: Any) -> Any:
     """The function behind a hook that may have arguments bound to it."""
-    return _function(docs.func) if isinstance(docs, functools.partial) else docs
+    return (
+        _function(docs_function.func)
+        if isinstance(docs_function, functools.partial)
+        else docs_function
+    )
 
 
 @dataclass(frozen=True)
@@ -269,90 +283,102 @@ def _quiet() -> Iterator[None]:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     loggers = map(logging.getLogger, ("lm_eval", "lm-eval", "datasets"))
     # A change of level goes through all loggers there are, which cost as much as the metric.
-    levels = [(logger, logger.level) for logger in loggers if logger.level != logging.ERROR]
-    bars = datasets.utils.are_progress_bars_disabled()
-    for logger, _ in levels:
+    logger_levels = [(logger, logger.level) for logger in loggers if logger.level != logging.ERROR]
+    bars_disabled = datasets.utils.are_progress_bars_disabled()
+    for logger, _ in logger_levels:
         logger.setLevel(logging.ERROR)
     datasets.disable_progress_bars()
-    state = random.getstate()
+    random_state = random.getstate()
     try:
         yield
     finally:
-        random.setstate(state)
-        for logger, level in levels:
+        random.setstate(random_state)
+        for logger, level in logger_levels:
             logger.setLevel(level)
-        if not bars:
+        if not bars_disabled:
             datasets.enable_progress_bars()
 
 
-def _build(bench: Benchmark, leaf: str, rows: Sequence[Doc], settings: TaskSettings) -> Any:
+def _build(
+    benchmark: Benchmark, task_name: str, rows: Sequence[Doc], settings: TaskSettings
+) -> Any:
     """Build the lm-eval task from the benchmark's YAML and our rows."""
-    path, config = loading.yaml_of(bench, leaf)
+    yaml_path, config = loading.yaml_of(benchmark, task_name)
     # The YAML needs none of these. The fields of `extra` differ from row to row; Arrow would add
     # nulls.
-    unseen = ("extra", "shots", "media")
-    split = config.get("test_split") or "test"
-    table = _table(rows, unseen)
-    asks = config.get("doc_to_text")
-    if isinstance(asks, str) and asks not in table.column_names and "doc_to_choice" not in config:
-        config["doc_to_text"] = _template(asks)
+    hidden_columns = ("extra", "shots", "media")
+    split_name = config.get("test_split") or "test"
+    dataset = _table(rows, hidden_columns)
+    doc_template = config.get("doc_to_text")
+    if (
+        isinstance(doc_template, str)
+        and doc_template not in dataset.column_names
+        and "doc_to_choice" not in config
+    ):
+        config["doc_to_text"] = _template(doc_template)
     config |= {
-        "task": leaf,
-        "test_split": split,
-        "custom_dataset": lambda **_: {split: table},
-        "metadata": {"version": bench.version_of(leaf, settings.lexicon)},
+        "task": task_name,
+        "test_split": split_name,
+        "custom_dataset": lambda **_: {split_name: dataset},
+        "metadata": {"version": benchmark.version_of(task_name, settings.lexicon)},
     }
-    built = TaskManager(include_defaults=False).load([config])["tasks"][leaf]
-    if built.OUTPUT_TYPE != "generate_until":
-        raise UserError(f"{path}: output_type must be generate_until, not {built.OUTPUT_TYPE}")
-    built.set_fewshot_seed(settings.seed)
-    return built
+    harness_task = TaskManager(include_defaults=False).load([config])["tasks"][task_name]
+    if harness_task.OUTPUT_TYPE != "generate_until":
+        raise UserError(
+            f"{yaml_path}: output_type must be generate_until, not {harness_task.OUTPUT_TYPE}"
+        )
+    harness_task.set_fewshot_seed(settings.seed)
+    return harness_task
 
 
-def _table(rows: Iterable[Doc], unseen: Collection[str]) -> datasets.Dataset:
+def _table(rows: Iterable[Doc], hidden_columns: Collection[str]) -> datasets.Dataset:
     """Rows without some fields, as lm-eval takes them.
 
     Many are converted in parts, unless these would get columns of different types.
     """
-    seen = ({k: v for k, v in row.items() if k not in unseen} for row in rows)
-    parts = []
-    while part := [*islice(seen, _ROWS)]:
-        parts.append(datasets.Dataset.from_list(part))
-    if all(part.features == parts[0].features for part in parts):
-        return datasets.concatenate_datasets(parts)
+    visible_rows = (
+        {key: value for key, value in row.items() if key not in hidden_columns} for row in rows
+    )
+    chunk_datasets = []
+    while chunk := [*islice(visible_rows, _ROWS)]:
+        chunk_datasets.append(datasets.Dataset.from_list(chunk))
+    if all(chunk.features == chunk_datasets[0].features for chunk in chunk_datasets):
+        return datasets.concatenate_datasets(chunk_datasets)
     return datasets.Dataset.from_list(
-        [{k: v for k, v in row.items() if k not in unseen} for row in rows]
+        [{key: value for key, value in row.items() if key not in hidden_columns} for row in rows]
     )
 
 
-def _template(text: str) -> Callable[[Doc], str]:
+def _template(template_text: str) -> Callable[[Doc], str]:
     """The template as lm-eval renders it, compiled once instead of once per row."""
-    compiled = env.from_string(text)
-    return lambda row: compiled.render(**row)
+    template = env.from_string(template_text)
+    return lambda row: template.render(**row)
 
 
 def _loaded(
-    bench: Benchmark,
-    leaf: str,
+    benchmark: Benchmark,
+    task_name: str,
     settings: TaskSettings,
     data_hash: str,
-    built: Any,
+    harness_task: Any,
     rows: Sequence[Doc],
-    made: Sequence[Request],
+    prepared: Sequence[Request],
 ) -> LmEvalTask:
-    metric, _, wanted = bench.metric.partition(",")
-    known = list(built.aggregation())
-    if metric not in known:
-        raise UserError(f"{bench.name}: its YAML has no metric {metric!r}; it has {known}")
-    filters = [f.name for f in built._filters]
+    metric, _, filter_name = benchmark.metric.partition(",")
+    metric_names = list(harness_task.aggregation())
+    if metric not in metric_names:
+        raise UserError(
+            f"{benchmark.name}: its YAML has no metric {metric!r}; it has {metric_names}"
+        )
+    filter_names = [named_filter.name for named_filter in harness_task._filters]
     return LmEvalTask(
-        **loading.facts(bench, leaf, settings, rows[0].get("variant", "")),
+        **loading.facts(benchmark, task_name, settings, rows[0].get("variant", "")),
         data_hash=data_hash,
         metric=metric,
-        higher_is_better=bool(built.higher_is_better()[metric]),
-        requests=made,
-        built=built,
-        filter=wanted or filters[0],
+        higher_is_better=bool(harness_task.higher_is_better()[metric]),
+        requests=prepared,
+        built=harness_task,
+        filter=filter_name or filter_names[0],
         thinks=Thinking.of(settings.tokenizer) is not None,
-        ask=bench.ask,
+        ask=benchmark.ask,
     )

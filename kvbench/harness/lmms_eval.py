@@ -55,15 +55,15 @@ class LmmsEvalHarness:
         Raises:
             LeftOut: lmms-eval or a package that the task needs is not installed.
         """
-        leaf, bench = loading.find(task, benchmark)
-        settings = loading.settle(leaf, bench, settings)
-        if bench.judge:
-            raise UserError(f"{bench.name}: only tasks of the harness lm_eval can have a judge")
+        task_name, resolved = loading.find(task, benchmark)
+        settings = loading.settle(task_name, resolved, settings)
+        if resolved.judge:
+            raise UserError(f"{resolved.name}: only tasks of the harness lm_eval can have a judge")
         render = loading.renderer(settings)
         assert render is not None  # `settle` refuses media without a chat template
-        with hinting(leaf):
-            given = bench.docs(
-                leaf,
+        with hinting(task_name):
+            documents = resolved.docs(
+                task_name,
                 length=0,
                 samples=settings.samples,
                 seed=settings.seed,
@@ -72,26 +72,30 @@ class LmmsEvalHarness:
                 cache_dir=settings.cache_dir,
                 size=None,
             )
-        assert isinstance(given, list)  # documents in lmms-eval's schema; no JSONL has images
-        rows = given[: settings.samples]
+        assert isinstance(documents, list)  # documents in lmms-eval's schema; no JSONL has images
+        rows = documents[: settings.samples]
         with _quiet():
-            table = Table(rows)
-            built, own = _build(bench, leaf, table)
-            made = _requests(built, leaf, table, [row.get("extra", {}) for row in rows], render)
-        if not built.config.process_results_use_image:
-            table.forget_media()
-        metric = own.get("metric", bench.metric)
-        if metric not in (known := list(built.aggregation())):
-            raise UserError(f"{bench.name}: {leaf} has no metric {metric!r}; it has {known}")
+            doc_table = Table(rows)
+            harness_task, overrides = _build(resolved, task_name, doc_table)
+            prepared = _requests(
+                harness_task, task_name, doc_table, [row.get("extra", {}) for row in rows], render
+            )
+        if not harness_task.config.process_results_use_image:
+            doc_table.forget_media()
+        metric = overrides.get("metric", resolved.metric)
+        if metric not in (metric_names := list(harness_task.aggregation())):
+            raise UserError(
+                f"{resolved.name}: {task_name} has no metric {metric!r}; it has {metric_names}"
+            )
         return LmmsEvalTask(
-            **loading.facts(bench, leaf, settings),
-            data_hash=_data_hash(bench, leaf, settings),
+            **loading.facts(resolved, task_name, settings),
+            data_hash=_data_hash(resolved, task_name, settings),
             metric=metric,
-            higher_is_better=bool(built.higher_is_better()[metric]),
-            requests=made,
-            built=built,
-            table=table,
-            percent=bool(own.get("percent")),
+            higher_is_better=bool(harness_task.higher_is_better()[metric]),
+            requests=prepared,
+            built=harness_task,
+            table=doc_table,
+            percent=bool(overrides.get("percent")),
             thinks=Thinking.of(settings.tokenizer) is not None,
         )
 
@@ -122,68 +126,78 @@ class LmmsEvalTask(LoadedTask):
         """
         if not responses:
             return {}, float("nan")
-        places = self.places
+        request_indices = self.places
         scores = {}
         with _quiet():
-            for key, text in responses.items():
-                request = self.requests[places[key[:2]]]
+            for key, response in responses.items():
+                request = self.requests[request_indices[key[:2]]]
                 if self.thinks:
-                    text = scored_text(text, request.until)
+                    response = scored_text(response, request.until)
                 random.seed(0)  # where a response names no option, some definitions draw one
-                scores[key] = self._score(request, text)
+                scores[key] = self._score(request, response)
         return scores, sum(scores.values()) / len(scores)
 
-    def _score(self, request: Request, text: str) -> float:
-        doc = self.table[request.doc_id]
+    def _score(self, request: Request, response: str) -> float:
+        document = self.table[request.doc_id]
         # The undecorated method: lmms-eval tries five times, two seconds apart.
-        process = type(self.built).process_results.__wrapped__
-        value = process(self.built, doc, [text])[self.metric]
-        if isinstance(value, Mapping) and isinstance(value.get("score"), int | float):
-            return float(value["score"])
-        if not isinstance(value, int | float):
-            value = self.built.aggregation()[self.metric]([value])
-        return float(value) / (100 if self.percent else 1)
+        process_results = type(self.built).process_results.__wrapped__
+        metric_value = process_results(self.built, document, [response])[self.metric]
+        if isinstance(metric_value, Mapping) and isinstance(metric_value.get("score"), int | float):
+            return float(metric_value["score"])
+        if not isinstance(metric_value, int | float):
+            metric_value = self.built.aggregation()[self.metric]([metric_value])
+        return float(metric_value) / (100 if self.percent else 1)
 
 
-def _data_hash(bench: Benchmark, leaf: str, settings: TaskSettings) -> str:
+def _data_hash(benchmark: Benchmark, task_name: str, settings: TaskSettings) -> str:
     """Hash of version and data, by the records of the tables: few of their rows are read."""
-    found = [records.head(source, settings.cache_dir) for source in bench.sources.get(leaf, ())]
-    hashes = [record.sha256 for record in found if record is not None]
-    return data.digest([leaf, bench.version_of(leaf, settings.lexicon), *hashes])
+    stored_records = [
+        records.head(source, settings.cache_dir) for source in benchmark.sources.get(task_name, ())
+    ]
+    hashes = [record.sha256 for record in stored_records if record is not None]
+    return data.digest([task_name, benchmark.version_of(task_name, settings.lexicon), *hashes])
 
 
 # --- prompts --------------------------------------------------------------------------------------
 
 
 def _requests(
-    built: Any, leaf: str, table: Table, extras: Sequence[Doc], render: chat.Render
+    harness_task: Any,
+    task_name: str,
+    doc_table: Table,
+    extra_fields: Sequence[Doc],
+    render: chat.Render,
 ) -> Sequence[Request]:
     """Ask lmms-eval for every prompt, and split it after its last medium."""
-    kwargs = built.config.generation_kwargs or {}
-    limit = int(kwargs.get("max_new_tokens") or _MAX_NEW_TOKENS)
-    docs, parted, media = [], [], []
-    known: dict[Medium, Medium] = {}  # an image of several questions is held once
-    for doc, extra in zip(table, extras, strict=True):
-        messages, seen = _messages(built, leaf, doc)
+    generation_kwargs = harness_task.config.generation_kwargs or {}
+    token_limit = int(generation_kwargs.get("max_new_tokens") or _MAX_NEW_TOKENS)
+    prompt_rows, prompt_parts, prompt_media = [], [], []
+    distinct_media: dict[Medium, Medium] = {}  # an image of several questions is held once
+    for document, doc_extra in zip(doc_table, extra_fields, strict=True):
+        messages, doc_media = _messages(harness_task, task_name, document)
         context, _, question = render(messages).partition(data.SENTINEL)
-        target = built.doc_to_target(doc)
+        target = harness_task.doc_to_target(document)
         targets = target if isinstance(target, list) else [target]
-        docs.append(
+        prompt_rows.append(
             {
-                "outputs": [str(one) for one in targets],
-                "extra": extra,
-                "max_new_tokens": limit,
+                "outputs": [str(entry) for entry in targets],
+                "extra": doc_extra,
+                "max_new_tokens": token_limit,
                 "until": [],
             }
         )
-        parted.append((context, question))
-        media.append(tuple(known.setdefault(one, one) for one in seen))
-    places = [None] * len(docs)
-    asked = Asked(kwargs, int(built.config.repeats or 1))
-    return arranged(leaf, docs, places, parted, media, render, asked)
+        prompt_parts.append((context, question))
+        prompt_media.append(tuple(distinct_media.setdefault(entry, entry) for entry in doc_media))
+    positions = [None] * len(prompt_rows)
+    question_settings = Asked(generation_kwargs, int(harness_task.config.repeats or 1))
+    return arranged(
+        task_name, prompt_rows, positions, prompt_parts, prompt_media, render, question_settings
+    )
 
 
-def _messages(built: Any, leaf: str, doc: Doc) -> tuple[list[chat.Message], list[Medium]]:
+def _messages(
+    harness_task: Any, task_name: str, document: Doc
+) -> tuple[list[chat.Message], list[Medium]]:
     """The messages of a prompt, with the sentinel after the last medium, and the media.
 
     Raises:
@@ -191,42 +205,58 @@ def _messages(built: Any, leaf: str, doc: Doc) -> tuple[list[chat.Message], list
         UserError: The prompt has no media, or sound.
     """
     try:
-        messages = built.doc_to_messages(doc)
-    except SystemExit as stopped:  # how definitions of lmms-eval report a missing video
-        path = str(stopped).removeprefix("video path:").partition(" does not exist")[0]
-        folder, dataset = Path(path).parent, built.config.dataset_path
+        messages = harness_task.doc_to_messages(document)
+    except SystemExit as exit_error:  # how definitions of lmms-eval report a missing video
+        video_path = str(exit_error).removeprefix("video path:").partition(" does not exist")[0]
+        folder, dataset = Path(video_path).parent, harness_task.config.dataset_path
         raise LeftOut(
-            f"it needs the video {path}; run `hf download --repo-type dataset {dataset}` and "
+            f"it needs the video {video_path}; run `hf download --repo-type dataset {dataset}` and "
             f"unpack the videos of its archives into {folder}"
         ) from None
-    media: list[Medium] = []
-    made: list[chat.Message] = []
+    message_media: list[Medium] = []
+    chat_messages: list[chat.Message] = []
     for message in messages:
-        text = ""
-        for part in message["content"]:
-            if part["type"] == "text":
-                text += part["text"]
+        message_text = ""
+        for content_part in message["content"]:
+            if content_part["type"] == "text":
+                message_text += content_part["text"]
                 continue
-            found = part["url"]
-            if part["type"] == "video" and isinstance(found, str):
-                found = Picture(video(found))
-            if not isinstance(found, Picture):
-                raise UserError(f"{leaf}: kvbench cannot pass on its {part['type']}")
-            media.append(found.medium)
-            text += VIDEO if found.medium.kind == "video" else IMAGE
-        made.append({"role": message["role"], "content": text})
-    last = max((i for i, m in enumerate(made) if _end(m["content"])), default=None)
-    if last is None:
-        raise UserError(f"{leaf}: a prompt of lmms-eval has neither images nor videos")
-    content = made[last]["content"]
-    at = _end(content)
-    made[last]["content"] = content[:at] + data.SENTINEL + content[at:]
-    return made, media
+            picture = content_part["url"]
+            if content_part["type"] == "video" and isinstance(picture, str):
+                picture = Picture(video(picture))
+            if not isinstance(picture, Picture):
+                raise UserError(f"{task_name}: kvbench cannot pass on its {content_part['type']}")
+            message_media.append(picture.medium)
+            message_text += VIDEO if picture.medium.kind == "video" else IMAGE
+        chat_messages.append({"role": message["role"], "content": message_text})
+    last_media = max(
+        (
+            message_index
+            for message_index, chat_message in enumerate(chat_messages)
+            if _end(chat_message["content"])
+        ),
+        default=None,
+    )
+    if last_media is None:
+        raise UserError(f"{task_name}: a prompt of lmms-eval has neither images nor videos")
+    last_content = chat_messages[last_media]["content"]
+    split_offset = _end(last_content)
+    chat_messages[last_media]["content"] = (
+        last_content[:split_offset] + data.SENTINEL + last_content[split_offset:]
+    )
+    return chat_messages, message_media
 
 
-def _end(text: str) -> int:
+def _end(content: str) -> int:
     """Where the last medium of a text ends; 0 if it has none."""
-    return max((text.rfind(mark) + len(mark) for mark in (IMAGE, VIDEO) if mark in text), default=0)
+    return max(
+        (
+            content.rfind(media_marker) + len(media_marker)
+            for media_marker in (IMAGE, VIDEO)
+            if media_marker in content
+        ),
+        default=0,
+    )
 
 
 class Picture:
@@ -257,7 +287,10 @@ class Table:
     """Rows as lmms-eval reads them: a new mapping each time, in which media are `Picture`s."""
 
     def __init__(self, rows: Sequence[Doc]) -> None:
-        self._rows = [{k: _seen(v) for k, v in row.items() if k != "extra"} for row in rows]
+        self._rows = [
+            {column: _seen(value) for column, value in row.items() if column != "extra"}
+            for row in rows
+        ]
         self.features = dict.fromkeys(self._rows[0])
 
     def __len__(self) -> int:
@@ -272,40 +305,40 @@ class Table:
     def forget_media(self) -> None:
         """Drop the columns of media; lmms-eval does not see them either when it scores."""
         for row in self._rows:
-            for name in [name for name, value in row.items() if isinstance(value, Picture)]:
-                del row[name]
+            for column in [column for column, value in row.items() if isinstance(value, Picture)]:
+                del row[column]
 
 
 def _seen(value: Any) -> Any:
     if is_medium(value):
         return Picture(value)
-    return [_seen(part) for part in value] if isinstance(value, list) else value
+    return [_seen(item) for item in value] if isinstance(value, list) else value
 
 
 # --- lmms-eval's task -----------------------------------------------------------------------------
 
 
-def _build(bench: Benchmark, leaf: str, table: Table) -> tuple[Any, dict[str, Any]]:
+def _build(benchmark: Benchmark, task_name: str, doc_table: Table) -> tuple[Any, dict[str, Any]]:
     """Build the task object of lmms-eval from its definition and our rows.
 
     Returns:
         The object, and what our YAML says to kvbench.
     """
-    path, yaml = loading.yaml_of(bench, leaf)
-    own = {name: yaml.pop(name) for name in _OWN if name in yaml}
-    definition = own.get("definition")
+    yaml_path, yaml_config = loading.yaml_of(benchmark, task_name)
+    overrides = {key: yaml_config.pop(key) for key in _OWN if key in yaml_config}
+    definition = overrides.get("definition")
     if not isinstance(definition, str):
-        raise UserError(f"{path} must name a definition of lmms-eval, such as mme/mme.yaml")
-    config = {**_definition(definition), **yaml, "task": leaf}
-    for name in ("dataset_kwargs", "process_docs"):  # what loads and changes data
-        config.pop(name, None)
-    split = config["test_split"]
+        raise UserError(f"{yaml_path} must name a definition of lmms-eval, such as mme/mme.yaml")
+    config = {**_definition(definition), **yaml_config, "task": task_name}
+    for key in ("dataset_kwargs", "process_docs"):  # what loads and changes data
+        config.pop(key, None)
+    split_name = config["test_split"]
 
     from lmms_eval.api.task import ConfigurableMessagesTask
 
     class OnOurRows(ConfigurableMessagesTask):  # type: ignore[misc]
         def download(self, dataset_kwargs: Any = None) -> None:
-            self.dataset = self.dataset_no_image = {split: table}
+            self.dataset = self.dataset_no_image = {split_name: doc_table}
 
         @classmethod
         def _visual_to_content(cls, visual: Any) -> dict[str, Any]:
@@ -314,13 +347,13 @@ def _build(bench: Benchmark, leaf: str, table: Table) -> tuple[Any, dict[str, An
             content: dict[str, Any] = super()._visual_to_content(visual)
             return content
 
-    built = OnOurRows(config=config)
-    if built.OUTPUT_TYPE != "generate_until" or built.config.filter_list:
+    harness_task = OnOurRows(config=config)
+    if harness_task.OUTPUT_TYPE != "generate_until" or harness_task.config.filter_list:
         raise UserError(f"{definition}: only generate_until without filters can run here")
-    return built, own
+    return harness_task, overrides
 
 
-def _definition(name: str) -> dict[str, Any]:
+def _definition(definition_name: str) -> dict[str, Any]:
     """Read a definition of lmms-eval, such as `mmstar/mmstar.yaml`.
 
     Raises:
@@ -332,14 +365,14 @@ def _definition(name: str) -> dict[str, Any]:
         import lmms_eval.tasks
         from lmms_eval.utils import load_yaml_config
 
-        path = Path(lmms_eval.tasks.__file__).parent / name
+        path = Path(lmms_eval.tasks.__file__).parent / definition_name
         if not path.is_file():
-            raise UserError(f"lmms-eval has no definition {name}")
-        found: dict[str, Any] = load_yaml_config(str(path))
+            raise UserError(f"lmms-eval has no definition {definition_name}")
+        definition: dict[str, Any] = load_yaml_config(str(path))
     except ImportError as error:
         package = (error.name or "").partition(".")[0] or str(error)
         raise LeftOut(f"it needs {package}, which is not installed; run `make vision`") from None
-    return found
+    return definition
 
 
 def _prepare() -> None:
@@ -355,13 +388,16 @@ def _quiet() -> Iterator[None]:
     """Silence lmms-eval, and preserve the global generator, which it uses."""
     from loguru import logger
 
-    for name in ("lmms_eval", "utils"):  # the functions of a definition are in a module `utils`
-        logger.disable(name)
-    state = random.getstate()
+    for logger_name in (
+        "lmms_eval",
+        "utils",
+    ):  # the functions of a definition are in a module `utils`
+        logger.disable(logger_name)
+    random_state = random.getstate()
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             yield
     finally:
-        random.setstate(state)
-        for name in ("lmms_eval", "utils"):
-            logger.enable(name)
+        random.setstate(random_state)
+        for logger_name in ("lmms_eval", "utils"):
+            logger.enable(logger_name)

@@ -25,41 +25,43 @@ def find(task: str, benchmark: Benchmark | None) -> tuple[str, Benchmark]:
         return task, benchmark
     resolved = catalogue.resolve_task(task)
     if len(resolved) != 1:
-        leaves = ", ".join(leaf for leaf, _ in resolved)
-        raise UserError(f"{task!r} is a group; name one of its tasks: {leaves}")
+        task_names = ", ".join(task_name for task_name, _ in resolved)
+        raise UserError(f"{task!r} is a group; name one of its tasks: {task_names}")
     return resolved[0]
 
 
-def settle(leaf: str, bench: Benchmark, settings: TaskSettings) -> TaskSettings:
+def settle(task_name: str, benchmark: Benchmark, settings: TaskSettings) -> TaskSettings:
     """The settings that hold for a leaf.
 
     Raises:
         LeftOut: The model cannot read its prompts, or a package is not installed.
         UserError: The settings do not fit it.
     """
-    if bench.media and settings.processor is None:
-        kinds = " and ".join(f"{kind}s" for kind in bench.media)
+    if benchmark.media and settings.processor is None:
+        media_kinds = " and ".join(f"{media_kind}s" for media_kind in benchmark.media)
         raise LeftOut(
-            f"model {settings.tokenizer_id} takes no {kinds}; use --model with a vision-language "
+            f"model {settings.tokenizer_id} takes no {media_kinds}; use --model with a "
+            "vision-language "
             "model"
         )
-    if missing := lacking(bench):
-        raise LeftOut(f"it {missing}")
-    if settings.lexicon not in bench.lexicons:
-        raise LeftOut(_no_prompts(bench, settings.lexicon))
+    if requirement := lacking(benchmark):
+        raise LeftOut(f"it {requirement}")
+    if settings.lexicon not in benchmark.lexicons:
+        raise LeftOut(_no_prompts(benchmark, settings.lexicon))
     if settings.samples < 1:
         raise UserError(f"samples must be at least 1, not {settings.samples}")
-    chats = settings.chat_template and leaf not in bench.plain
-    if bench.media and not chats:
+    uses_chat = settings.chat_template and task_name not in benchmark.plain
+    if benchmark.media and not uses_chat:
         raise UserError(
-            f"{leaf}: only the chat template of {settings.tokenizer_id} places images in a prompt; "
+            f"{task_name}: only the chat template of {settings.tokenizer_id} places images in a "
+            "prompt; "
             "leave out --no-chat-template"
         )
     return replace(
         settings,
-        chat_template=chats,
-        length=settings.length if bench.sized else 0,
-        thinking=settings.thinking if chats else None,
+        chat_template=uses_chat,
+        length=settings.length if benchmark.sized else 0,
+        thinking=settings.thinking if uses_chat else None,
     )
 
 
@@ -67,41 +69,49 @@ def renderer(settings: TaskSettings) -> chat.Render | None:
     """The chat template of the settings, or None if none is applied."""
     if not settings.chat_template:
         return None
-    name, thinking = settings.tokenizer_id, settings.thinking
+    tokenizer_name, thinking = settings.tokenizer_id, settings.thinking
     if settings.processor is None:
-        return partial(chat.chat, settings.tokenizer, name, thinking=thinking)
-    return partial(chat.chat, settings.processor, name, thinking=thinking, parts=True)
+        return partial(chat.chat, settings.tokenizer, tokenizer_name, thinking=thinking)
+    return partial(chat.chat, settings.processor, tokenizer_name, thinking=thinking, parts=True)
 
 
-def yaml_of(bench: Benchmark, leaf: str) -> tuple[Path, dict[str, Any]]:
+def yaml_of(benchmark: Benchmark, task_name: str) -> tuple[Path, dict[str, Any]]:
     """The YAML of a leaf, and what it says.
 
     Raises:
         UserError: There is none.
     """
-    files = [Path(bench.yaml) / f"{name}.yaml" for name in (leaf, bench.name)]
-    path = next((file for file in files if file.is_file()), None)
-    if path is None:
-        raise UserError(f"{bench.name} has neither {files[0]} nor {files[1].name}")
-    return path, load_yaml(path, resolve_func=True)
+    candidates = [
+        Path(benchmark.yaml) / f"{yaml_name}.yaml" for yaml_name in (task_name, benchmark.name)
+    ]
+    yaml_path = next((candidate for candidate in candidates if candidate.is_file()), None)
+    if yaml_path is None:
+        raise UserError(f"{benchmark.name} has neither {candidates[0]} nor {candidates[1].name}")
+    return yaml_path, load_yaml(yaml_path, resolve_func=True)
 
 
-def facts(bench: Benchmark, leaf: str, settings: TaskSettings, variant: str = "") -> dict[str, Any]:
+def facts(
+    benchmark: Benchmark, task_name: str, settings: TaskSettings, variant: str = ""
+) -> dict[str, Any]:
     """The fields of a `LoadedTask` that its benchmark decides; `variant` joins the version."""
-    version = bench.version_of(leaf, settings.lexicon)
-    chance = bench.chance.get(leaf, 0.0) if isinstance(bench.chance, Mapping) else bench.chance
+    version = benchmark.version_of(task_name, settings.lexicon)
+    chance = (
+        benchmark.chance.get(task_name, 0.0)
+        if isinstance(benchmark.chance, Mapping)
+        else benchmark.chance
+    )
     return {
-        "name": leaf,
-        "group": bench.name,
+        "name": task_name,
+        "group": benchmark.name,
         "version": f"{version}+{variant}" if variant else version,
         "chance": chance,
         "length": settings.length,
-        "rubric": bench.judge,
+        "rubric": benchmark.judge,
     }
 
 
-def _no_prompts(bench: Benchmark, lexicon: str) -> str:
+def _no_prompts(benchmark: Benchmark, lexicon: str) -> str:
     if lexicon == "reference":
         return "the reference model knows only its own 900 words; use --model with a real model"
-    known = ", ".join(bench.lexicons)
-    return f"{bench.name} has no prompts in the lexicon {lexicon!r}; it has {known}"
+    lexicon_names = ", ".join(benchmark.lexicons)
+    return f"{benchmark.name} has no prompts in the lexicon {lexicon!r}; it has {lexicon_names}"

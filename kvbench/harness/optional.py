@@ -27,10 +27,10 @@ def provide_latex2sympy2() -> None:
         sys.modules["latex2sympy2"] = module
 
 
-def lacking(bench: Benchmark) -> str:
+def lacking(benchmark: Benchmark) -> str:
     """What a benchmark needs that is not installed, and what to do; "" if nothing is missing."""
-    if bench.harness == "lmms_eval" and importlib.util.find_spec("lmms_eval") is None:
+    if benchmark.harness == "lmms_eval" and importlib.util.find_spec("lmms_eval") is None:
         return f"needs lmms-eval, which is not installed; run `make vision`, or: {LMMS_EVAL}"
-    if "video" in bench.media and importlib.util.find_spec("cv2") is None:
+    if "video" in benchmark.media and importlib.util.find_spec("cv2") is None:
         return f"needs opencv, which is not installed; run `make vision`, or: {OPENCV}"
     return ""

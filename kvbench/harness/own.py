@@ -41,24 +41,24 @@ def own_benchmark(path: str | Path) -> Benchmark:
     Raises:
         UserError: The file cannot be read, or a line is not valid; the message names it.
     """
-    file = Path(path)
-    if not file.stem:
+    rows_path = Path(path)
+    if not rows_path.stem:
         raise UserError(f"{path} has no name to call a task by")
     rows: Spool[Doc] = Spool()
-    named = set()
-    for number, row in read_rows(file):
-        rows.append(_row(row, f"{file}:{number}"))
-        named.add(row.get("metric", _METRIC))
+    metric_names = set()
+    for line_number, row in read_rows(rows_path):
+        rows.append(_row(row, f"{rows_path}:{line_number}"))
+        metric_names.add(row.get("metric", _METRIC))
     if not rows:
-        raise UserError(f"{file} has no rows")
+        raise UserError(f"{rows_path} has no rows")
     return Benchmark(
         name="own",
-        leaves=(file.stem,),
+        leaves=(rows_path.stem,),
         docs=functools.partial(_docs, rows),
         yaml=Path(__file__).parent,
-        summary=f"the rows of {file}",
-        source=str(file),
-        metric=named.pop() if len(named) == 1 else "score",
+        summary=f"the rows of {rows_path}",
+        source=str(rows_path),
+        metric=metric_names.pop() if len(metric_names) == 1 else "score",
         sized=False,
     )
 
@@ -67,55 +67,59 @@ def _docs(rows: Sequence[Doc], leaf: str, **_: Any) -> Sequence[Doc]:
     return rows
 
 
-def _row(row: Any, where: str) -> Doc:
+def _row(row: Any, location: str) -> Doc:
     """Check a line and bring it into the form of `Benchmark.docs`."""
     if not isinstance(row, dict):
-        raise UserError(f"{where}: must be an object with context, question and answers")
-    for name in _REQUIRED:
-        if name not in row:
-            raise UserError(f"{where}: {name!r} is missing{_spelt(name, row)}")
-    for name in row:
-        if name not in _KEYS:
-            hint = nearest(name, _KEYS, n=1) or f"; there are {', '.join(_KEYS)}"
-            raise UserError(f"{where}: unknown key {quoted(name)}{hint}")
-    for name in ("context", "question"):
-        if not isinstance(row[name], str) or not row[name].strip():
-            raise UserError(f"{where}: {name!r} must be a text that is not empty")
+        raise UserError(f"{location}: must be an object with context, question and answers")
+    for key in _REQUIRED:
+        if key not in row:
+            raise UserError(f"{location}: {key!r} is missing{_spelt(key, row)}")
+    for key in row:
+        if key not in _KEYS:
+            suggestion = nearest(key, _KEYS, n=1) or f"; there are {', '.join(_KEYS)}"
+            raise UserError(f"{location}: unknown key {quoted(key)}{suggestion}")
+    for key in ("context", "question"):
+        if not isinstance(row[key], str) or not row[key].strip():
+            raise UserError(f"{location}: {key!r} must be a text that is not empty")
     answers = [row["answers"]] if isinstance(row["answers"], str) else row["answers"]
     if not isinstance(answers, list) or not answers or not all(map(_filled, answers)):
-        raise UserError(f"{where}: 'answers' must be a text or a list of texts that are not empty")
+        raise UserError(
+            f"{location}: 'answers' must be a text or a list of texts that are not empty"
+        )
     metric = row.get("metric", _METRIC)
     if not isinstance(metric, str) or metric not in METRICS:
-        raise UserError(f"{where}: {unknown('metric', metric, METRICS)}")
-    limit = row.get("max_new_tokens", _MAX_NEW_TOKENS)
-    if type(limit) is not int or not 1 <= limit <= _LARGEST:
-        raise UserError(f"{where}: 'max_new_tokens' must be a whole number from 1 to {_LARGEST}")
-    until = row.get("until", [])
-    until = [until] if isinstance(until, str) else until
-    if not isinstance(until, list) or not all(map(_filled, until)):
-        raise UserError(f"{where}: 'until' must be a text or a list of texts that are not empty")
-    parted = row["context"][-1].isspace() or row["question"][0].isspace()
-    doc = {
-        "context": row["context"] + ("" if parted else "\n"),
+        raise UserError(f"{location}: {unknown('metric', metric, METRICS)}")
+    token_limit = row.get("max_new_tokens", _MAX_NEW_TOKENS)
+    if type(token_limit) is not int or not 1 <= token_limit <= _LARGEST:
+        raise UserError(f"{location}: 'max_new_tokens' must be a whole number from 1 to {_LARGEST}")
+    stop_texts = row.get("until", [])
+    stop_texts = [stop_texts] if isinstance(stop_texts, str) else stop_texts
+    if not isinstance(stop_texts, list) or not all(map(_filled, stop_texts)):
+        raise UserError(f"{location}: 'until' must be a text or a list of texts that are not empty")
+    has_space = row["context"][-1].isspace() or row["question"][0].isspace()
+    document = {
+        "context": row["context"] + ("" if has_space else "\n"),
         "question": row["question"],
         "outputs": answers,
         "metric": metric,
-        "max_new_tokens": limit,
-        "until": until,
+        "max_new_tokens": token_limit,
+        "until": stop_texts,
     }
-    return complete(doc, where)
+    return complete(document, location)
 
 
 def _filled(value: object) -> bool:
     return isinstance(value, str) and bool(value)
 
 
-def _spelt(name: str, row: dict[str, Any]) -> str:
-    other = next((key for key in _OTHERWISE.get(name, ()) if key in row), "")
-    if not other:
-        near = nearest(name, map(str, row), n=1)
-        other = near.removeprefix("; did you mean ").removesuffix("?")
-    return f"; rename {quoted(other)} to {name!r}" if other else ""
+def _spelt(required_key: str, row: dict[str, Any]) -> str:
+    misspelt = next(
+        (used_key for used_key in _OTHERWISE.get(required_key, ()) if used_key in row), ""
+    )
+    if not misspelt:
+        nearest_hint = nearest(required_key, map(str, row), n=1)
+        misspelt = nearest_hint.removeprefix("; did you mean ").removesuffix("?")
+    return f"; rename {quoted(misspelt)} to {required_key!r}" if misspelt else ""
 
 
 # --- metrics --------------------------------------------------------------------------------------
@@ -129,8 +133,8 @@ def process_results(doc: Doc, results: list[str]) -> dict[str, float]:
 
 def contains_all(response: str, answers: Sequence[str]) -> float:
     """The fraction of the answers that the response contains, ignoring case."""
-    low = response.lower()
-    return sum(answer.lower() in low for answer in answers) / len(answers)
+    lowered = response.lower()
+    return sum(answer.lower() in lowered for answer in answers) / len(answers)
 
 
 def exact(response: str, answers: Sequence[str]) -> float:
@@ -140,8 +144,10 @@ def exact(response: str, answers: Sequence[str]) -> float:
 
 def f1(response: str, answers: Sequence[str]) -> float:
     """F1 of the words shared with the best answer, as SQuAD defines it (arXiv:1606.05250)."""
-    found = _words(response)
-    return max(metrics.f1_words(found, _words(answer), both_empty=1.0) for answer in answers)
+    response_words = _words(response)
+    return max(
+        metrics.f1_words(response_words, _words(answer), both_empty=1.0) for answer in answers
+    )
 
 
 def rouge_l(response: str, answers: Sequence[str]) -> float:

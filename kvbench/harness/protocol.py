@@ -100,12 +100,12 @@ class Request:
 
 def kept(requests: Iterable[Request]) -> Sequence[Request]:
     """Requests as a sequence: on the disk, unless there are images, which are held only once."""
-    made: list[Request] | Spool[Request] = Spool()
+    stored: list[Request] | Spool[Request] = Spool()
     for request in requests:
-        if request.media and isinstance(made, Spool):
-            made = [*made]
-        made.append(request)
-    return made
+        if request.media and isinstance(stored, Spool):
+            stored = [*stored]
+        stored.append(request)
+    return stored
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,10 @@ class LoadedTask(ABC):
     @functools.cached_property
     def places(self) -> Mapping[tuple[str, int], int]:
         """The place of each request in `requests`, by sample and question."""
-        return {(r.sample_id, r.question_id): at for at, r in enumerate(self.requests)}
+        return {
+            (request.sample_id, request.question_id): request_index
+            for request_index, request in enumerate(self.requests)
+        }
 
     def asks(self, responses: Mapping[Key, str]) -> list[Ask]:
         """What a judge is asked about each response, in their order; empty if none is needed.

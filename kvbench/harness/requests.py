@@ -18,60 +18,62 @@ from kvbench.progress import Late, Reporter
 
 
 def requests(
-    built: Any,
-    leaf: str,
+    harness_task: Any,
+    task_name: str,
     rows: Sequence[Doc],
-    places: Sequence[dialogue.Place | None],
+    positions: Sequence[dialogue.Place | None],
     render: chat.Render | None,
     reporter: Reporter | None = None,
 ) -> Sequence[Request]:
     """Build every prompt as `Task.build_all_requests` does, and split it at the sentinel.
 
     Args:
-        built: The task object of lm-eval.
-        leaf: Its name.
+        harness_task: The task object of lm-eval.
+        task_name: Its name.
         rows: Its documents.
-        places: The place of each document in a dialogue.
+        positions: The place of each document in a dialogue.
         render: The chat template; None: no template.
         reporter: Told of every prompt, once that takes seconds.
 
     Raises:
         UserError: The YAML does not fit the rows.
     """
-    shots = built.config.num_fewshot or 0
-    if shots and any(places):
-        raise UserError(f"{leaf}: a dialogue cannot have few-shot examples")
-    parted: Spool[tuple[str, str]] = Spool()
-    late = Late(reporter, len(rows), f"{leaf}: building prompts")
-    for doc_id, doc in built.doc_iterator():
-        place = places[doc_id]
-        if place:
-            history = place.messages(place.turn)
+    shot_count = harness_task.config.num_fewshot or 0
+    if shot_count and any(positions):
+        raise UserError(f"{task_name}: a dialogue cannot have few-shot examples")
+    prompt_parts: Spool[tuple[str, str]] = Spool()
+    progress = Late(reporter, len(rows), f"{task_name}: building prompts")
+    for doc_id, document in harness_task.doc_iterator():
+        position = positions[doc_id]
+        if position:
+            history = position.messages(position.turn)
         else:
             history = chat.shot_messages(rows[doc_id].get("shots", ()))
-        prompt = built.fewshot_context(
-            doc,
-            num_fewshot=shots,
+        prompt = harness_task.fewshot_context(
+            document,
+            num_fewshot=shot_count,
             apply_chat_template=render is not None,
             fewshot_as_multiturn=render is not None,
             chat_template=render and chat.after(render, history),
-            gen_prefix=built.doc_to_prefix(doc),
+            gen_prefix=harness_task.doc_to_prefix(document),
         )
         # Examples contain the sentinel, too: the last one separates context and question.
-        *before, question = prompt.split(data.SENTINEL)
-        if len(before) != shots + 1:
+        *context_parts, question = prompt.split(data.SENTINEL)
+        if len(context_parts) != shot_count + 1:
             raise UserError(
-                f"{leaf}: doc_to_text in its YAML must contain {data.SENTINEL} exactly once, "
+                f"{task_name}: doc_to_text in its YAML must contain {data.SENTINEL} exactly once, "
                 "between context and question"
             )
-        parted.append(("".join(before), question))
-        late.advance()
-    late.stop()
+        prompt_parts.append(("".join(context_parts), question))
+        progress.advance()
+    progress.stop()
     if len({bool(row.get("given")) for row in rows}) > 1:
-        raise UserError(f"{leaf}: either all rows or no row can have 'given'")
-    media = [_media(leaf, number, row) for number, row in enumerate(rows)]
-    asked = Asked(built.config.generation_kwargs, int(built.config.repeats or 1))
-    return arranged(leaf, rows, places, parted, media, render, asked)
+        raise UserError(f"{task_name}: either all rows or no row can have 'given'")
+    row_media = [_media(task_name, row_index, row) for row_index, row in enumerate(rows)]
+    question_settings = Asked(
+        harness_task.config.generation_kwargs, int(harness_task.config.repeats or 1)
+    )
+    return arranged(task_name, rows, positions, prompt_parts, row_media, render, question_settings)
 
 
 @dataclass(frozen=True)
@@ -88,117 +90,148 @@ class Asked:
 
 
 def arranged(
-    leaf: str,
+    task_name: str,
     rows: Sequence[Doc],
-    places: Sequence[dialogue.Place | None],
-    parted: Sequence[tuple[str, str]],
+    positions: Sequence[dialogue.Place | None],
+    prompt_parts: Sequence[tuple[str, str]],
     media: Sequence[tuple[Medium, ...]],
     render: chat.Render | None,
-    asked: Asked,
+    question_settings: Asked,
 ) -> Sequence[Request]:
     """Make requests of prompts: those of one context, or of one dialogue, become adjacent.
 
     Args:
-        leaf: Name of the task.
+        task_name: Name of the task.
         rows: Its documents.
-        places: The place of each document in a dialogue.
-        parted: Context and question of each.
+        positions: The place of each document in a dialogue.
+        prompt_parts: Context and question of each.
         media: The images and videos of each; in a dialogue only those that its turn adds.
         render: The chat template; None: no template.
-        asked: What the YAML says about the answers.
+        question_settings: What the YAML says about the answers.
     """
-    order: dict[str, list[int]] = {}
-    for i, (place, (context, _)) in enumerate(zip(places, parted, strict=True)):
-        key = f"dialogue {place.row}" if place else _context_id(context, media[i])
-        order.setdefault(key, []).append(i)
-    return kept(_arranged(leaf, rows, places, parted, media, render, asked, order))
+    groups: dict[str, list[int]] = {}
+    for request_index, (position, (context, _)) in enumerate(
+        zip(positions, prompt_parts, strict=True)
+    ):
+        group_key = (
+            f"dialogue {position.row}" if position else _context_id(context, media[request_index])
+        )
+        groups.setdefault(group_key, []).append(request_index)
+    return kept(
+        _arranged(
+            task_name, rows, positions, prompt_parts, media, render, question_settings, groups
+        )
+    )
 
 
 def _arranged(
-    leaf: str,
+    task_name: str,
     rows: Sequence[Doc],
-    places: Sequence[dialogue.Place | None],
-    parted: Sequence[tuple[str, str]],
+    positions: Sequence[dialogue.Place | None],
+    prompt_parts: Sequence[tuple[str, str]],
     media: Sequence[tuple[Medium, ...]],
     render: chat.Render | None,
-    asked: Asked,
-    order: Mapping[str, Sequence[int]],
+    question_settings: Asked,
+    groups: Mapping[str, Sequence[int]],
 ) -> Iterator[Request]:
-    """The requests in the order of their contexts; `order` has the rows of each."""
-    for sample, (key, members) in enumerate(order.items()):
+    """The requests in the order of their contexts; `groups` has the rows of each."""
+    for sample_index, (group_key, member_indices) in enumerate(groups.items()):
         joints: list[dialogue.Joint] = []
-        turns = [place for i in members if (place := places[i])]
-        if turns:
-            joints = dialogue.joints(turns, [parted[i] for i in members], render, leaf)
-            key = _context_id([*parted[members[-1]]], [m for i in members for m in media[i]])
-        seen: tuple[Medium, ...] = ()
-        for question_id, i in enumerate(members):
-            made = _request(leaf, rows[i], i, sample, question_id, key, parted[i], asked)
-            made = replace(made, media=media[i])
-            if turns:
+        dialogue_turns = [
+            position for request_index in member_indices if (position := positions[request_index])
+        ]
+        if dialogue_turns:
+            joints = dialogue.joints(
+                dialogue_turns,
+                [prompt_parts[request_index] for request_index in member_indices],
+                render,
+                task_name,
+            )
+            group_key = _context_id(
+                [*prompt_parts[member_indices[-1]]],
+                [
+                    turn_medium
+                    for request_index in member_indices
+                    for turn_medium in media[request_index]
+                ],
+            )
+        seen_media: tuple[Medium, ...] = ()
+        for question_id, request_index in enumerate(member_indices):
+            request = _request(
+                task_name,
+                rows[request_index],
+                request_index,
+                sample_index,
+                question_id,
+                group_key,
+                prompt_parts[request_index],
+                question_settings,
+            )
+            request = replace(request, media=media[request_index])
+            if dialogue_turns:
                 joint = joints[question_id]
-                seen += media[i]
-                made = replace(
-                    made,
-                    dialogue=made.sample_id,
+                seen_media += media[request_index]
+                request = replace(
+                    request,
+                    dialogue=request.sample_id,
                     turn=question_id,
                     delta=joint.delta,
-                    answer=turns[question_id].answer,
+                    answer=dialogue_turns[question_id].answer,
                     answer_begin=joint.answer_begin,
                     answer_end=joint.answer_end,
-                    media=seen,
-                    delta_media=media[i],
+                    media=seen_media,
+                    delta_media=media[request_index],
                 )
-            yield made
+            yield request
 
 
-def _media(leaf: str, number: int, row: Mapping[str, Any]) -> tuple[Medium, ...]:
+def _media(task_name: str, row_number: int, row: Mapping[str, Any]) -> tuple[Medium, ...]:
     """The images and videos of a row."""
     try:
         return tuple(map(medium, row.get("media", ())))
     except LeftOut:
         raise
     except UserError as error:
-        raise UserError(f"{leaf}, row {number}: {error}") from None
+        raise UserError(f"{task_name}, row {row_number}: {error}") from None
 
 
-def _context_id(text: object, media: Sequence[Medium]) -> str:
+def _context_id(content: object, media: Sequence[Medium]) -> str:
     """Hash of a context; two with the same text can have different images."""
-    return data.digest([text, [one.digest for one in media]] if media else text)
+    return data.digest([content, [item.digest for item in media]] if media else content)
 
 
 def _request(
-    leaf: str,
+    task_name: str,
     row: Doc,
     doc_id: int,
-    sample: int,
+    sample_index: int,
     question_id: int,
     context_id: str,
-    parts: tuple[str, str],
-    asked: Asked,
+    prompt_parts: tuple[str, str],
+    question_settings: Asked,
 ) -> Request:
-    kwargs = asked.kwargs
-    until = row.get("until")
-    if until is None:
-        until = kwargs.get("until") or []
-    name = str(sample)
+    generation_kwargs = question_settings.kwargs
+    stop_texts = row.get("until")
+    if stop_texts is None:
+        stop_texts = generation_kwargs.get("until") or []
+    sample_id = str(sample_index)
     if "depth" in row["extra"]:  # the result tables have no column for it; heat maps read it here
-        name += f"-d{int(row['extra']['depth']):03d}"
-    limit = row.get("max_new_tokens") or kwargs.get("max_gen_toks") or 256
-    given = row.get("given") or ""
+        sample_id += f"-d{int(row['extra']['depth']):03d}"
+    token_limit = row.get("max_new_tokens") or generation_kwargs.get("max_gen_toks") or 256
+    given_answer = row.get("given") or ""
     return Request(
-        task=leaf,
-        sample_id=name,
+        task=task_name,
+        sample_id=sample_id,
         doc_id=doc_id,
         question_id=question_id,
         context_id=context_id,
-        context=parts[0],
-        question=parts[1],
-        until=(until,) if isinstance(until, str) else tuple(until),
-        max_new_tokens=int(limit),
+        context=prompt_parts[0],
+        question=prompt_parts[1],
+        until=(stop_texts,) if isinstance(stop_texts, str) else tuple(stop_texts),
+        max_new_tokens=int(token_limit),
         target=tuple(row["outputs"]),
         extra=dict(row["extra"]),
-        sampling=None if given else from_yaml(kwargs, leaf),
-        repeats=1 if given else asked.repeats,
-        given=given,
+        sampling=None if given_answer else from_yaml(generation_kwargs, task_name),
+        repeats=1 if given_answer else question_settings.repeats,
+        given=given_answer,
     )

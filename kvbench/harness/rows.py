@@ -25,19 +25,21 @@ _SHOT_FIELDS = "the texts user, assistant and end"
 
 def digest(value: object) -> str:
     """16 hex digits of any JSON value."""
-    text = json.dumps(value, sort_keys=True, ensure_ascii=False)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    serialised = json.dumps(value, sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(serialised.encode()).hexdigest()[:16]
 
 
 def digest_rows(version: str, rows: Sequence[Any]) -> str:
     """`digest` of `[version, rows]`, without a text of them all."""
-    hashed = hashlib.sha256()
-    between = f"[{json.dumps(version, ensure_ascii=False)}, ["
+    content_hash = hashlib.sha256()
+    separator = f"[{json.dumps(version, ensure_ascii=False)}, ["
     for row in rows:
-        hashed.update(f"{between}{json.dumps(row, sort_keys=True, ensure_ascii=False)}".encode())
-        between = ", "
-    hashed.update(b"]]" if rows else f"{between}]]".encode())
-    return hashed.hexdigest()[:16]
+        content_hash.update(
+            f"{separator}{json.dumps(row, sort_keys=True, ensure_ascii=False)}".encode()
+        )
+        separator = ", "
+    content_hash.update(b"]]" if rows else f"{separator}]]".encode())
+    return content_hash.hexdigest()[:16]
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, Any]]:
@@ -52,89 +54,99 @@ def read_rows(path: Path) -> Iterator[tuple[int, Any]]:
     try:
         # utf-8-sig drops a byte order mark. Only line feeds end a line of JSONL: str.splitlines
         # would also split at a separator such as U+2028 inside a string.
-        with path.open(encoding="utf-8-sig", newline="\n") as lines:
-            for number, line in enumerate(lines, 1):
+        with path.open(encoding="utf-8-sig", newline="\n") as text_lines:
+            for line_number, line in enumerate(text_lines, 1):
                 if line.strip():
-                    yield number, _parsed(line.removesuffix("\n"), f"{path}:{number}")
+                    yield line_number, _parsed(line.removesuffix("\n"), f"{path}:{line_number}")
     except UserError:  # it is a ValueError as well
         raise
     except (OSError, ValueError) as error:
-        no_text = isinstance(error, UnicodeDecodeError)
-        reason = getattr(error, "strerror", None) or ("it is not UTF-8 text" if no_text else error)
+        is_binary = isinstance(error, UnicodeDecodeError)
+        reason = getattr(error, "strerror", None) or (
+            "it is not UTF-8 text" if is_binary else error
+        )
         raise UserError(f"cannot read {path}: {reason}") from None
 
 
-def _parsed(line: str, where: str) -> Any:
+def _parsed(line: str, location: str) -> Any:
     try:
         value = json.loads(line, object_pairs_hook=_unique)
     except UserError as error:
-        raise UserError(f"{where}: {error}") from None
+        raise UserError(f"{location}: {error}") from None
     except json.JSONDecodeError as error:
-        raise UserError(f"{where}: not JSON: {error.msg}") from None
+        raise UserError(f"{location}: not JSON: {error.msg}") from None
     except ValueError:
-        raise UserError(f"{where}: a number has more digits than kvbench reads") from None
+        raise UserError(f"{location}: a number has more digits than kvbench reads") from None
     except RecursionError:
-        raise UserError(f"{where}: the JSON is nested too deeply") from None
+        raise UserError(f"{location}: the JSON is nested too deeply") from None
     if "\\u" in line:  # only an escape can spell half a character; the file itself is UTF-8
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
-            half = f"\\u{ord(error.object[error.start]):04x}"
-            raise UserError(f"{where}: {half} is a lone surrogate, not a character") from None
+            surrogate = f"\\u{ord(error.object[error.start]):04x}"
+            raise UserError(
+                f"{location}: {surrogate} is a lone surrogate, not a character"
+            ) from None
     return value
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Refuse an object that has a key twice: Python would silently keep the last value."""
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise UserError(f"the key {quoted(twice)} is given twice")
-    return value
+    parsed = dict(pairs)
+    if len(parsed) < len(pairs):
+        keys = [key for key, _ in pairs]
+        repeated_key = next(key for key in keys if keys.count(key) > 1)
+        raise UserError(f"the key {quoted(repeated_key)} is given twice")
+    return parsed
 
 
-def complete(doc: Mapping[str, Any], where: str) -> Doc:
+def complete(document: Mapping[str, Any], location: str) -> Doc:
     """Check a row and fill in its optional fields.
 
     Args:
-        doc: A row as `Benchmark.docs` describes it.
-        where: Name of the row in messages.
+        document: A row as `Benchmark.docs` describes it.
+        location: Name of the row in messages.
 
     Raises:
         UserError: A field is missing, has the wrong type or contains the sentinel.
     """
-    for name, kind in (("context", str), ("question", str), ("outputs", list)):
-        if not isinstance(doc.get(name), kind):
-            raise UserError(f"{where}: {name!r} must be a {kind.__name__}")
-    if not isinstance(doc.get("given", ""), str):
-        raise UserError(f"{where}: 'given' must be a str")
-    if not _are_shots(doc.get("shots", [])):
-        raise UserError(f"{where}: 'shots' must be a list of objects with {_SHOT_FIELDS}")
-    full: Doc = {"gen_prefix": "", "extra": {}, **doc}
-    _check_media(full, where)
-    if not full["outputs"] or not all(isinstance(o, str) for o in full["outputs"]):
-        raise UserError(f"{where}: 'outputs' must be a list of at least one string")
-    if any(SENTINEL in text for text in _strings(full)):
-        raise UserError(f"{where}: the data must not contain {SENTINEL}, which kvbench uses itself")
-    return full
+    for key, expected_type in (("context", str), ("question", str), ("outputs", list)):
+        if not isinstance(document.get(key), expected_type):
+            raise UserError(f"{location}: {key!r} must be a {expected_type.__name__}")
+    if not isinstance(document.get("given", ""), str):
+        raise UserError(f"{location}: 'given' must be a str")
+    if not _are_shots(document.get("shots", [])):
+        raise UserError(f"{location}: 'shots' must be a list of objects with {_SHOT_FIELDS}")
+    completed: Doc = {"gen_prefix": "", "extra": {}, **document}
+    _check_media(completed, location)
+    if not completed["outputs"] or not all(
+        isinstance(output, str) for output in completed["outputs"]
+    ):
+        raise UserError(f"{location}: 'outputs' must be a list of at least one string")
+    if any(SENTINEL in content for content in _strings(completed)):
+        raise UserError(
+            f"{location}: the data must not contain {SENTINEL}, which kvbench uses itself"
+        )
+    return completed
 
 
 def has_media(row: Mapping[str, Any]) -> bool:
     """Whether a row has images or videos, in one of its turns if it is a dialogue."""
-    return any(part.get("media") for part in row.get("turns", [row]))
+    return any(turn.get("media") for turn in row.get("turns", [row]))
 
 
-def _check_media(doc: Mapping[str, Any], where: str) -> None:
-    media = doc.get("media", [])
+def _check_media(document: Mapping[str, Any], location: str) -> None:
+    media = document.get("media", [])
     if not isinstance(media, list) or not all(map(is_medium, media)):
-        raise UserError(f"{where}: 'media' must be a list of images and videos")
-    if (found := doc["context"].count(IMAGE) + doc["context"].count(VIDEO)) != len(media):
+        raise UserError(f"{location}: 'media' must be a list of images and videos")
+    if (marker_count := document["context"].count(IMAGE) + document["context"].count(VIDEO)) != len(
+        media
+    ):
         raise UserError(
-            f"{where}: {len(media)} media need as many markers in 'context', not {found}"
+            f"{location}: {len(media)} media need as many markers in 'context', not {marker_count}"
         )
-    if IMAGE in doc["question"] or VIDEO in doc["question"]:
-        raise UserError(f"{where}: images and videos belong in 'context', not in 'question'")
+    if IMAGE in document["question"] or VIDEO in document["question"]:
+        raise UserError(f"{location}: images and videos belong in 'context', not in 'question'")
 
 
 def _are_shots(shots: object) -> bool:
@@ -150,15 +162,17 @@ def _strings(value: object) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for name, item in value.items():
-            if name != "media":  # no text: megabytes of base64
+        for key, item in value.items():
+            if key != "media":  # no text: megabytes of base64
                 yield from _strings(item)
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _strings(item)
 
 
-def cached(path: Path, samples: int, make: Callable[[int], list[Doc]], code: str = "") -> list[Doc]:
+def cached(
+    cache_path: Path, samples: int, generate: Callable[[int], list[Doc]], code_hash: str = ""
+) -> list[Doc]:
     """Return the first `samples` rows, from the file if it has them, otherwise generated and saved.
 
     The file is used only if its first line has the digest of its name, the generator's code and all
@@ -166,58 +180,64 @@ def cached(path: Path, samples: int, make: Callable[[int], list[Doc]], code: str
     older generator, are never used.
 
     Args:
-        path: The file; its name identifies everything that the rows depend on, except the
+        cache_path: The file; its name identifies everything that the rows depend on, except the
             generator itself.
         samples: Number of rows.
-        make: Generates the first n rows; more rows begin with the same ones.
-        code: Digest of the generator's code.
+        generate: Generates the first n rows; more rows begin with the same ones.
+        code_hash: Digest of the generator's code.
     """
-    kept = _load(path, code)
-    first = make(1)
-    fresh = json.loads(json.dumps(first))
-    if kept[:1] == fresh and len(kept) >= samples:
-        return kept[:samples]
-    rows: list[Doc] = json.loads(json.dumps(make(samples)))
-    if len(rows) > len(kept) or kept[:1] != fresh:
-        _save(path, rows, code)
+    cached_rows = _load(cache_path, code_hash)
+    first_rows = generate(1)
+    plain_rows = json.loads(json.dumps(first_rows))
+    if cached_rows[:1] == plain_rows and len(cached_rows) >= samples:
+        return cached_rows[:samples]
+    rows: list[Doc] = json.loads(json.dumps(generate(samples)))
+    if len(rows) > len(cached_rows) or cached_rows[:1] != plain_rows:
+        _save(cache_path, rows, code_hash)
     return rows
 
 
 @functools.cache
-def code_digest(module: str) -> str:
+def code_digest(module_name: str) -> str:
     """Digest of the files of the package that a module is in; "" if it has none."""
-    top = sys.modules.get(module.partition(".")[0])
-    file = Path(getattr(top, "__file__", None) or "")
-    if not file.is_file():
+    top_module = sys.modules.get(module_name.partition(".")[0])
+    module_file = Path(getattr(top_module, "__file__", None) or "")
+    if not module_file.is_file():
         return ""
-    files = [file] if file.name != "__init__.py" else sorted(file.parent.rglob("*"))
-    files = [one for one in files if one.is_file() and one.suffix != ".pyc"]
+    code_files = (
+        [module_file]
+        if module_file.name != "__init__.py"
+        else sorted(module_file.parent.rglob("*"))
+    )
+    code_files = [
+        code_file for code_file in code_files if code_file.is_file() and code_file.suffix != ".pyc"
+    ]
     try:
-        return digest(dict(zip(map(str, files), file_digests(files), strict=True)))
+        return digest(dict(zip(map(str, code_files), file_digests(code_files), strict=True)))
     except OSError:
         return ""
 
 
-def _digest_of_rows(path: Path, code: str, body: str) -> str:
-    return digest([path.name, code, body])
+def _digest_of_rows(path: Path, code_hash: str, encoded_rows: str) -> str:
+    return digest([path.name, code_hash, encoded_rows])
 
 
-def _load(path: Path, code: str) -> list[Doc]:
+def _load(path: Path, code_hash: str) -> list[Doc]:
     """Read rows that `_save` wrote; an empty list if it is missing, damaged or of old code."""
     try:
-        head, _, body = path.read_text(encoding="utf-8").partition("\n")
-        if json.loads(head)["rows"] != _digest_of_rows(path, code, body):
+        header, _, encoded_rows = path.read_text(encoding="utf-8").partition("\n")
+        if json.loads(header)["rows"] != _digest_of_rows(path, code_hash, encoded_rows):
             return []
-        return [json.loads(line) for line in body.splitlines()]
+        return [json.loads(line) for line in encoded_rows.splitlines()]
     except (OSError, ValueError, KeyError, TypeError):
         return []
 
 
-def _save(path: Path, rows: list[Doc], code: str) -> None:
+def _save(path: Path, rows: list[Doc], code_hash: str) -> None:
     """Write rows below their digest, all or nothing; do without the file if that fails."""
-    body = "".join(json.dumps(row) + "\n" for row in rows)
-    head = json.dumps({"rows": _digest_of_rows(path, code, body)})
+    encoded_rows = "".join(json.dumps(row) + "\n" for row in rows)
+    header = json.dumps({"rows": _digest_of_rows(path, code_hash, encoded_rows)})
     with contextlib.suppress(OSError, UserError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as part:
-            part.write_text(f"{head}\n{body}", encoding="utf-8")
+        with replacing(path) as partial_file:
+            partial_file.write_text(f"{header}\n{encoded_rows}", encoding="utf-8")

@@ -87,16 +87,16 @@ def alike(response: str, answer: str) -> bool:
 
     Case, punctuation and articles do not count.
     """
-    text, wanted = (f" {' '.join(_words(part))} " for part in (response, answer))
-    if wanted.strip() and wanted in text:
+    response_text, answer_text = (f" {' '.join(_words(phrase))} " for phrase in (response, answer))
+    if answer_text.strip() and answer_text in response_text:
         return True
     return shared(response, answer) > 0.5
 
 
 def shared(response: str, answer: str) -> float:
     """F1 of the words that a response shares with an answer."""
-    words = (answer_words(part, split_first=True) for part in (response, answer))
-    return f1_words(*words, both_empty=1.0)
+    word_lists = (answer_words(phrase, split_first=True) for phrase in (response, answer))
+    return f1_words(*word_lists, both_empty=1.0)
 
 
 def _words(text: str) -> list[str]:

@@ -15,32 +15,32 @@ JUDGES = ("auto", "local", "endpoint")
 """The values of `--judge` and `KVBENCH_JUDGE`."""
 
 
-def judge_name(value: object, kind: str = "judge") -> str:
-    """Check the name of a judge; `kind` names it in the message of the UserError."""
+def judge_name(value: object, label: str = "judge") -> str:
+    """Check the name of a judge; `label` names it in the message of the UserError."""
     if value not in JUDGES:
-        raise unknown(kind, value, JUDGES)
+        raise unknown(label, value, JUDGES)
     return str(value)
 
 
-def choose(name: str = "auto", say: Callable[[str], None] = lambda text: None) -> Judge:
+def choose(choice: str = "auto", notify: Callable[[str], None] = lambda text: None) -> Judge:
     """Choose the judge.
 
     Args:
-        name: One of `JUDGES`; "auto" is the value of `KVBENCH_JUDGE`, or the endpoint.
-        say: Told of the progress and of waits.
+        choice: One of `JUDGES`; "auto" is the value of `KVBENCH_JUDGE`, or the endpoint.
+        notify: Told of the progress and of waits.
 
     Raises:
         LeftOut: No judge is configured.
         UserError: A variable is wrong, or the `openai` package is missing.
     """
-    name = judge_name(name)
-    if name == "auto":
-        name = judge_name(os.environ.get(KIND, "").strip() or "auto", KIND)
-    if name == "local":
+    choice = judge_name(choice)
+    if choice == "auto":
+        choice = judge_name(os.environ.get(KIND, "").strip() or "auto", KIND)
+    if choice == "local":
         return LocalJudge()
     if not os.environ.get(URL, "").strip():
         raise LeftOut(
             f"no judge is configured; set {URL} and {MODEL} (see docs/judge.md), "
             "or use --judge local for a trial"
         )
-    return EndpointJudge(read(), cache_dir() / "judge", say)
+    return EndpointJudge(read(), cache_dir() / "judge", notify)

@@ -51,7 +51,9 @@ class EndpointJudge:
         UserError: The `openai` package is not installed.
     """
 
-    def __init__(self, settings: Settings, folder: Path, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, settings: Settings, cache_folder: Path, notify: Callable[[str], None]
+    ) -> None:
         try:
             import openai  # an optional package, and slow to import
         except ImportError:
@@ -64,30 +66,30 @@ class EndpointJudge:
         self.notice = (
             f"judged by {self.origin}: questions, reference answers and responses are sent there"
         )
-        self._openai, self._settings, self._say = openai, settings, say
+        self._openai, self._settings, self._say = openai, settings, notify
         self._model, self._who = settings.model, f"the judge at {host}"
         self._answers: dict[str, str] = {}
         self._refused: set[str] = set()  # parameters that the model does not accept
         self._failures = 0  # prompts in a row without an answer
         self._down: JudgeError | None = None
-        omit = openai.Omit()
+        omitted_header = openai.Omit()
         self._headers = {
-            "Authorization": f"Bearer {settings.key}" if settings.key else omit,
-            "OpenAI-Organization": omit,  # OPENAI_ORG_ID belongs to another key
-            "OpenAI-Project": omit,
+            "Authorization": f"Bearer {settings.key}" if settings.key else omitted_header,
+            "OpenAI-Organization": omitted_header,  # OPENAI_ORG_ID belongs to another key
+            "OpenAI-Project": omitted_header,
             "Accept-Encoding": "identity",
         }
         self._endpoint = [settings.url, settings.model]
-        slug = re.sub(r"[^A-Za-z0-9.-]+", "-", settings.model).strip("-.")[:60]
-        self._file = folder / f"{slug}-{digest_of(self._endpoint)[:8]}.jsonl"
+        model_slug = re.sub(r"[^A-Za-z0-9.-]+", "-", settings.model).strip("-.")[:60]
+        self._file = cache_folder / f"{model_slug}-{digest_of(self._endpoint)[:8]}.jsonl"
 
     def check(self) -> None:
         """See `Judge`: one short question, whose answer is not kept."""
         question = self._question(_CHECK)
         with self._connect() as client:
-            failed = self._ask_all(client, [question], lambda question, answer: None)
-        if failed:
-            raise failed[question.key]
+            failures = self._ask_all(client, [question], lambda question, answer: None)
+        if failures:
+            raise failures[question.key]
 
     def judge(self, asks: Sequence[Ask]) -> list[Verdict]:
         """See `Judge`. The same question is asked once; an unreadable answer is not kept.
@@ -96,14 +98,16 @@ class EndpointJudge:
             UserError: The folder of the answers cannot be written.
         """
         questions = [self._question(ask) for ask in asks]
-        failed: dict[str, JudgeError] = {}
+        failures: dict[str, JudgeError] = {}
         if self._open(questions):
-            waiting = partial(self._say, f"another run is asking {self.origin}: waiting for it")
-            with self._connect() as client, locked_journal(self._file, waiting) as journal:
+            notify_waiting = partial(
+                self._say, f"another run is asking {self.origin}: waiting for it"
+            )
+            with self._connect() as client, locked_journal(self._file, notify_waiting) as journal:
                 self._answers |= {entry["key"]: entry["answer"] for entry in journal.entries()}
-                if left := self._open(questions):
-                    failed = self._ask_all(client, left, partial(self._keep, journal))
-        verdicts = (failed.get(question.key) or self._marks(question) for question in questions)
+                if open_questions := self._open(questions):
+                    failures = self._ask_all(client, open_questions, partial(self._keep, journal))
+        verdicts = (failures.get(question.key) or self._marks(question) for question in questions)
         return [verdict for verdict in verdicts if verdict is not None]  # none is left
 
     def _question(self, ask: Ask) -> _Question:
@@ -119,7 +123,11 @@ class EndpointJudge:
 
     def _open(self, questions: Sequence[_Question]) -> list[_Question]:
         """The questions without a readable answer, each once."""
-        return list({q.key: q for q in questions if self._marks(q) is None}.values())
+        return list(
+            {
+                question.key: question for question in questions if self._marks(question) is None
+            }.values()
+        )
 
     def _keep(self, journal: Journal, question: _Question, answer: str) -> None:
         journal.append([{"key": question.key, "answer": answer}])
@@ -129,41 +137,45 @@ class EndpointJudge:
         self,
         client: Any,
         questions: Sequence[_Question],
-        keep: Callable[[_Question, str], None],
+        on_answer: Callable[[_Question, str], None],
     ) -> dict[str, JudgeError]:
         """Ask in parallel, and keep each answer as soon as it arrives.
 
         Returns:
             Why questions have no answer, by key.
         """
-        failed: dict[str, JudgeError] = {}
+        failures: dict[str, JudgeError] = {}
         answered: set[str] = set()
-        told = latest = time.monotonic()
+        last_message = last_answer = time.monotonic()
         # A server that sends its headers byte by byte runs into none of the client's limits.
-        patience = 2 * (RETRIES + 1) * (self._settings.timeout + _WAIT_S)
+        time_limit = 2 * (RETRIES + 1) * (self._settings.timeout + _WAIT_S)
         # Ctrl-C does not wait for a silent server: a ThreadPool drops what is queued, and its
         # threads are daemons. Their retries end because the caller closes the client.
-        with ThreadPool(min(self._settings.jobs, len(questions))) as pool:
-            results = pool.imap_unordered(partial(self._attempt, client), questions)
-            while len(answered) + len(failed) < len(questions):
+        with ThreadPool(min(self._settings.jobs, len(questions))) as thread_pool:
+            completions = thread_pool.imap_unordered(partial(self._attempt, client), questions)
+            while len(answered) + len(failures) < len(questions):
                 try:
-                    question, answer = results.next(timeout=_PROGRESS_S)
+                    question, answer = completions.next(timeout=_PROGRESS_S)
                 except NothingYet:
-                    if time.monotonic() - latest > patience:
-                        silent = self._no_answer(f"{self._who} never completes its reply")
-                        failed |= {q.key: silent for q in questions if q.key not in answered}
+                    if time.monotonic() - last_answer > time_limit:
+                        timeout_error = self._no_answer(f"{self._who} never completes its reply")
+                        failures |= {
+                            open_question.key: timeout_error
+                            for open_question in questions
+                            if open_question.key not in answered
+                        }
                 else:
-                    latest = time.monotonic()
+                    last_answer = time.monotonic()
                     if isinstance(answer, JudgeError):
-                        failed[question.key] = answer
+                        failures[question.key] = answer
                     else:
-                        keep(question, answer)
+                        on_answer(question, answer)
                         answered.add(question.key)
-                if time.monotonic() - told >= _PROGRESS_S:
-                    told = time.monotonic()
-                    done = len(answered) + len(failed)
-                    self._say(f"{self._model}: {done} of {len(questions)} verdicts")
-        return failed
+                if time.monotonic() - last_message >= _PROGRESS_S:
+                    last_message = time.monotonic()
+                    finished_count = len(answered) + len(failures)
+                    self._say(f"{self._model}: {finished_count} of {len(questions)} verdicts")
+        return failures
 
     def _attempt(self, client: Any, question: _Question) -> tuple[_Question, str | JudgeError]:
         try:
@@ -174,13 +186,13 @@ class EndpointJudge:
     def _ask(self, client: Any, question: _Question) -> str:
         """Get a readable answer; ask once more if the first one is not."""
         for _ in range(2):
-            text, cut = self._complete(client, question)
-            if text is not None and question.rubric.read(text) is not None:
-                return text
-        if text is None:
+            reply_text, is_truncated = self._complete(client, question)
+            if reply_text is not None and question.rubric.read(reply_text) is not None:
+                return reply_text
+        if reply_text is None:
             raise self._no_answer(f"{self._who} does not answer with a chat completion")
-        hint = f"; set {TOKENS}=1024 to leave room for thinking" if cut else ""
-        raise JudgeError(f"{self._model} gave no verdict: {self._line(text, 60)!r}{hint}")
+        hint = f"; set {TOKENS}=1024 to leave room for thinking" if is_truncated else ""
+        raise JudgeError(f"{self._model} gave no verdict: {self._line(reply_text, 60)!r}{hint}")
 
     def _complete(self, client: Any, question: _Question) -> tuple[str | None, bool]:
         """Send a prompt.
@@ -194,22 +206,27 @@ class EndpointJudge:
         """
         if self._down is not None:
             raise self._down
-        options = {"max_tokens": self._settings.tokens or question.rubric.max_tokens}
+        request_options = {"max_tokens": self._settings.tokens or question.rubric.max_tokens}
         if "max_tokens" in self._refused:  # by models whose limit includes their thinking
-            options = {"max_completion_tokens": max(*options.values(), _THINKING_TOKENS)}
+            request_options = {
+                "max_completion_tokens": max(*request_options.values(), _THINKING_TOKENS)
+            }
         if "temperature" not in self._refused:
-            options["temperature"] = 0
-        message = {"role": "user", "content": question.prompt}
+            request_options["temperature"] = 0
+        user_message = {"role": "user", "content": question.prompt}
         try:
             reply = client.chat.completions.create(
-                model=self._model, messages=[message], extra_headers=self._headers, **options
+                model=self._model,
+                messages=[user_message],
+                extra_headers=self._headers,
+                **request_options,
             )
         except self._openai.APIStatusError as error:
-            refused = str(error.param) if error.status_code == 400 else None
-            if refused in options and refused != "max_completion_tokens":
-                if refused not in self._refused:
-                    self._refused.add(refused)
-                    self._say(f"{self._model} does not accept {refused}: asking without it")
+            refused_option = str(error.param) if error.status_code == 400 else None
+            if refused_option in request_options and refused_option != "max_completion_tokens":
+                if refused_option not in self._refused:
+                    self._refused.add(refused_option)
+                    self._say(f"{self._model} does not accept {refused_option}: asking without it")
                 return self._complete(client, question)
             raise self._refusal(error) from None
         except self._openai.APIConnectionError as error:
@@ -221,17 +238,17 @@ class EndpointJudge:
             return None, False  # it is not JSON, or not as the client expects it
         try:
             choice = reply.choices[0]
-            text = self._hidden((choice.message.content or "") + "")  # a TypeError if no text
-            cut = choice.finish_reason == "length"
+            reply_text = self._hidden((choice.message.content or "") + "")  # a TypeError if no text
+            is_truncated = choice.finish_reason == "length"
         except (AttributeError, LookupError, TypeError):
             return None, False
         self._failures = 0
-        return text, cut
+        return reply_text, is_truncated
 
     def _connect(self) -> Any:
         """Make a client. Only the settings decide where it connects and which key it sends."""
         settings, openai = self._settings, self._openai
-        local = urlsplit(settings.url).hostname in ("localhost", "127.0.0.1", "::1")
+        is_local = urlsplit(settings.url).hostname in ("localhost", "127.0.0.1", "::1")
         return openai.OpenAI(
             base_url=settings.url,
             default_query=dict(parse_qsl(settings.query)),
@@ -240,7 +257,7 @@ class EndpointJudge:
             timeout=openai.Timeout(settings.timeout, connect=10.0),
             http_client=openai.DefaultHttpxClient(
                 follow_redirects=False,
-                trust_env=not local,  # a proxy cannot reach this machine
+                trust_env=not is_local,  # a proxy cannot reach this machine
                 event_hooks={
                     "response": [
                         partial(_bound, seconds=settings.timeout),
@@ -252,42 +269,44 @@ class EndpointJudge:
 
     def _refusal(self, error: Any) -> JudgeError:
         """The error for a status other than 200; it ends the asking if it concerns every prompt."""
-        status, body = error.status_code, error.body
-        if isinstance(body, dict):
-            body = body.get("message") or body.get("detail")
-        said = self._line(str(body or error.response.reason_phrase))
-        text = f"{self._who} answers {status}: {said}"
-        if status in (401, 403):
+        status_code, error_body = error.status_code, error.body
+        if isinstance(error_body, dict):
+            error_body = error_body.get("message") or error_body.get("detail")
+        explanation = self._line(str(error_body or error.response.reason_phrase))
+        message = f"{self._who} answers {status_code}: {explanation}"
+        if status_code in (401, 403):
             advice = f"set {KEY} to a key that can use {self._model}"
-        elif status == 404:
+        elif status_code == 404:
             advice = f"check {URL} and {MODEL}"
-        elif 300 <= status < 400:
+        elif 300 <= status_code < 400:
             advice = f"set {URL} to the address that it redirects to"
         elif "insufficient_quota" in (error.code, error.type):
             advice = f"check the plan and the billing of the account of {KEY}"
-        elif status in (408, 409, 429) or status >= 500:
-            return self._no_answer(text)
+        elif status_code in (408, 409, 429) or status_code >= 500:
+            return self._no_answer(message)
         else:
-            return JudgeError(text)
-        self._down = JudgeError(f"{text}; {advice}")
+            return JudgeError(message)
+        self._down = JudgeError(f"{message}; {advice}")
         return self._down
 
-    def _no_answer(self, text: str) -> JudgeError:
+    def _no_answer(self, message: str) -> JudgeError:
         """The error for a prompt that retries did not help."""
-        error = JudgeError(f"{text}; check {URL}, or repeat the command later to continue")
+        judge_error = JudgeError(f"{message}; check {URL}, or repeat the command later to continue")
         self._failures += 1
         if self._failures >= _MOST_FAILURES:
-            self._down = error
-        return error
+            self._down = judge_error
+        return judge_error
 
     def _hidden(self, text: str) -> str:
         return text.replace(self._settings.key, "***") if self._settings.key else text
 
-    def _line(self, text: str, most: int = 160) -> str:
+    def _line(self, full_text: str, max_length: int = 160) -> str:
         """A text of the server as one short line without the key."""
-        shown = (c if c.isprintable() else " " for c in self._hidden(text))
-        line = " ".join("".join(shown).split())
-        return line if len(line) <= most else f"{line[:most]}..."
+        printable = (
+            character if character.isprintable() else " " for character in self._hidden(full_text)
+        )
+        single_line = " ".join("".join(printable).split())
+        return single_line if len(single_line) <= max_length else f"{single_line[:max_length]}..."
 
 
 class _Unending(Exception):
@@ -297,23 +316,27 @@ class _Unending(Exception):
 def _bound(response: Any, seconds: float) -> None:
     """Limit the bytes and the seconds of a reply; the client limits only the time between bytes."""
     response.headers.pop("content-encoding", None)  # we ask for none; a few bytes can become many
-    original, end = response.stream, time.monotonic() + seconds
+    stream, deadline = response.stream, time.monotonic() + seconds
     # Of httpx or of its successor httpx2, whichever this version of openai uses.
-    base: Any = next(c for c in type(original).__mro__ if c.__name__ == "SyncByteStream")
+    stream_class: Any = next(
+        parent_class
+        for parent_class in type(stream).__mro__
+        if parent_class.__name__ == "SyncByteStream"
+    )
 
-    class Bounded(base):  # type: ignore[misc]
+    class Bounded(stream_class):  # type: ignore[misc]
         def __iter__(self) -> Iterator[bytes]:
-            size = 0
-            for chunk in original:
-                size += len(chunk)
-                if size > _MOST_BYTES:
+            byte_count = 0
+            for chunk in stream:
+                byte_count += len(chunk)
+                if byte_count > _MOST_BYTES:
                     raise _Unending(f"it is longer than {_MOST_BYTES >> 20} MB")
-                if time.monotonic() > end:
+                if time.monotonic() > deadline:
                     raise _Unending(f"it takes longer than {seconds:g} s")
                 yield chunk
 
         def close(self) -> None:
-            original.close()
+            stream.close()
 
     response.stream = Bounded()
 

@@ -52,9 +52,9 @@ class Rubric:
         Raises:
             UserError: A field is missing or not a text.
         """
-        for name in self.fields:
-            if not isinstance(fields.get(name), str):
-                raise UserError(f"rubric {self.name}: the field {name!r} must be a text")
+        for field_name in self.fields:
+            if not isinstance(fields.get(field_name), str):
+                raise UserError(f"rubric {self.name}: the field {field_name!r} must be a text")
         return _FIELD.sub(lambda match: fields[match[1]], self.template)
 
     def read(self, answer: str) -> Marks | None:
@@ -76,13 +76,25 @@ def rubric(name: str) -> Rubric:
     Raises:
         UserError: There is no such rubric, or its file is not valid.
     """
-    stem, _, variant = name.partition(":")
-    data, templates = _file(stem)
+    file_stem, _, variant = name.partition(":")
+    rubric_data, templates = _file(file_stem)
     if variant not in templates:
-        raise unknown("rubric", name, [f"{stem}:{v}" if v else stem for v in templates])
-    rated = tuple(data.get("ratings", ()))
-    known = (data["version"], data["parse"], data["max_tokens"], rated)
-    return Rubric(name, templates[variant], *known)
+        raise unknown(
+            "rubric",
+            name,
+            [
+                f"{file_stem}:{variant_name}" if variant_name else file_stem
+                for variant_name in templates
+            ],
+        )
+    rating_names = tuple(rubric_data.get("ratings", ()))
+    settings = (
+        rubric_data["version"],
+        rubric_data["parse"],
+        rubric_data["max_tokens"],
+        rating_names,
+    )
+    return Rubric(name, templates[variant], *settings)
 
 
 def origin(name: str) -> str:
@@ -91,35 +103,45 @@ def origin(name: str) -> str:
     Args:
         name: As for `rubric`; the variant is ignored.
     """
-    stem = name.partition(":")[0]
-    data, _ = _file(stem)
-    digest = hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:8]
-    return f"{Path(stem).stem} {data['version']} ({digest})"
+    file_stem = name.partition(":")[0]
+    rubric_data, _ = _file(file_stem)
+    digest = hashlib.sha256(json.dumps(rubric_data, sort_keys=True).encode()).hexdigest()[:8]
+    return f"{Path(file_stem).stem} {rubric_data['version']} ({digest})"
 
 
 @functools.cache
-def _file(stem: str) -> tuple[dict[str, Any], dict[str, str]]:
+def _file(file_stem: str) -> tuple[dict[str, Any], dict[str, str]]:
     """The content of a rubric's file, and its templates by variant."""
-    path = Path(stem) if stem.endswith(".json") else _FOLDER / f"{stem}.json"
-    if not path.is_file():
-        raise unknown("rubric", stem, sorted(shipped.stem for shipped in _FOLDER.glob("*.json")))
+    rubric_path = Path(file_stem) if file_stem.endswith(".json") else _FOLDER / f"{file_stem}.json"
+    if not rubric_path.is_file():
+        raise unknown(
+            "rubric", file_stem, sorted(shipped.stem for shipped in _FOLDER.glob("*.json"))
+        )
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        rubric_data = json.loads(rubric_path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"cannot read the rubric {path}: {str(error).splitlines()[0]}") from None
-    data = data if isinstance(data, dict) else {}
-    templates = {"": data["template"]} if "template" in data else data.get("templates")
-    valid = all(isinstance(data.get(key), kind) for key, kind in _KEYS.items())
-    if not valid or not isinstance(templates, dict) or not _are_texts(templates.values()):
-        raise UserError(f"{path}: a rubric needs {', '.join(_KEYS)}, and template or templates")
-    rated = data.get("ratings", [])
-    if not isinstance(rated, list) or not _are_texts(rated):
-        raise UserError(f"{path}: ratings must be a list of names")
-    if (data["parse"] == "ratings") != bool(rated):
-        raise UserError(f"{path}: a rubric with the reading ratings must list what it rates")
-    if data["parse"] not in READINGS:
-        raise UserError(f"{path}: {unknown('parse', data['parse'], READINGS)}")
-    return data, templates
+        raise UserError(
+            f"cannot read the rubric {rubric_path}: {str(error).splitlines()[0]}"
+        ) from None
+    rubric_data = rubric_data if isinstance(rubric_data, dict) else {}
+    templates = (
+        {"": rubric_data["template"]} if "template" in rubric_data else rubric_data.get("templates")
+    )
+    is_valid = all(
+        isinstance(rubric_data.get(key), value_type) for key, value_type in _KEYS.items()
+    )
+    if not is_valid or not isinstance(templates, dict) or not _are_texts(templates.values()):
+        raise UserError(
+            f"{rubric_path}: a rubric needs {', '.join(_KEYS)}, and template or templates"
+        )
+    rating_names = rubric_data.get("ratings", [])
+    if not isinstance(rating_names, list) or not _are_texts(rating_names):
+        raise UserError(f"{rubric_path}: ratings must be a list of names")
+    if (rubric_data["parse"] == "ratings") != bool(rating_names):
+        raise UserError(f"{rubric_path}: a rubric with the reading ratings must list what it rates")
+    if rubric_data["parse"] not in READINGS:
+        raise UserError(f"{rubric_path}: {unknown('parse', rubric_data['parse'], READINGS)}")
+    return rubric_data, templates
 
 
 def _are_texts(values: Iterable[object]) -> bool:
@@ -137,10 +159,10 @@ def yes_no(answer: str) -> Marks | None:
 
     An answer with neither word has no verdict, nor one that repeats "yes or no".
     """
-    low = answer.lower()
-    words = re.findall(r"\w+", low)
+    lowered = answer.lower()
+    words = re.findall(r"\w+", lowered)
     verdicts = [word for word in words if word in ("yes", "no")]
-    if not verdicts or _BOTH.search(low):
+    if not verdicts or _BOTH.search(lowered):
         return None
     if words[0] not in verdicts and len(set(verdicts)) > 1:
         return None
@@ -155,7 +177,7 @@ def contains_yes(answer: str) -> Marks | None:
     return {"score": float("yes" in answer.lower())} if answer.strip() else None
 
 
-def ratings(answer: str, names: Sequence[str]) -> Marks | None:
+def ratings(answer: str, criteria: Sequence[str]) -> Marks | None:
     """Ratings from 1 to 10, from the last JSON object of the answer, as marks from 0.1 to 1.
 
     `score` is the last of the names. An answer that lacks one of them, or has a rating that is not
@@ -163,14 +185,16 @@ def ratings(answer: str, names: Sequence[str]) -> Marks | None:
     """
     objects = _OBJECT.findall(answer)
     try:
-        found = json.loads(objects[-1].replace("'", '"')) if objects else {}
-        given = {name: found[name] for name in names}
+        parsed = json.loads(objects[-1].replace("'", '"')) if objects else {}
+        raw_ratings = {criterion: parsed[criterion] for criterion in criteria}
     except (ValueError, KeyError, RecursionError):
         return None
-    if not given or not all(type(v) is int and 1 <= v <= 10 for v in given.values()):
+    if not raw_ratings or not all(
+        type(rating) is int and 1 <= rating <= 10 for rating in raw_ratings.values()
+    ):
         return None
-    marks = {name: value / 10 for name, value in given.items()}
-    return {"score": marks.pop(names[-1]), **marks}
+    marks = {criterion: rating_value / 10 for criterion, rating_value in raw_ratings.items()}
+    return {"score": marks.pop(criteria[-1]), **marks}
 
 
 READINGS: dict[str, Callable[..., Marks | None]] = {

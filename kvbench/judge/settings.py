@@ -43,7 +43,7 @@ def read(environment: Mapping[str, str] = os.environ) -> Settings:
     Raises:
         UserError: One is missing or wrong; the message names its variable and shows no key.
     """
-    model, key = (environment.get(name, "").strip() for name in (MODEL, KEY))
+    model, key = (environment.get(variable, "").strip() for variable in (MODEL, KEY))
     if not model or not model.isprintable():
         raise UserError(f"{MODEL} names no model; set it to one such as gpt-4o-2024-08-06")
     if not all("!" <= character <= "~" for character in key):
@@ -54,23 +54,29 @@ def read(environment: Mapping[str, str] = os.environ) -> Settings:
     return Settings(url, model, key, query, jobs, timeout, _whole(environment, TOKENS, 0, 0, 65536))
 
 
-def _url(text: str) -> tuple[str, str]:
+def _url(address: str) -> tuple[str, str]:
     """The base URL of the API, and the query."""
     try:
-        parts = urlsplit(text)
-        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        url_parts = urlsplit(address)
+        is_valid = (
+            url_parts.scheme in ("http", "https") and url_parts.hostname and url_parts.port != 0
+        )
     except ValueError:
-        valid = False
-    if not valid:
+        is_valid = False
+    if not is_valid:
         raise UserError(f"{URL} is not a URL; set it to one such as https://api.openai.com/v1")
-    if parts.username is not None:
+    if url_parts.username is not None:
         raise UserError(f"{URL} contains a user name; remove it, and put the key into {KEY}")
-    path = parts.path.rstrip("/").removesuffix("/chat/completions")
-    return urlunsplit((parts.scheme, parts.netloc, path, "", "")), parts.query
+    path = url_parts.path.rstrip("/").removesuffix("/chat/completions")
+    return urlunsplit((url_parts.scheme, url_parts.netloc, path, "", "")), url_parts.query
 
 
-def _whole(environment: Mapping[str, str], name: str, default: int, low: int, high: int) -> int:
-    text = environment.get(name, "").strip() or str(default)
-    if not text.isdecimal() or len(text) > 9 or not low <= int(text) <= high:
-        raise UserError(f"{name} is {quoted(text)}; set it to a whole number from {low} to {high}")
-    return int(text)
+def _whole(
+    environment: Mapping[str, str], variable: str, default: int, minimum: int, maximum: int
+) -> int:
+    setting = environment.get(variable, "").strip() or str(default)
+    if not setting.isdecimal() or len(setting) > 9 or not minimum <= int(setting) <= maximum:
+        raise UserError(
+            f"{variable} is {quoted(setting)}; set it to a whole number from {minimum} to {maximum}"
+        )
+    return int(setting)

@@ -52,22 +52,30 @@ def fill(layout: Layout, measures: Measures, against: str = "") -> Table:
         UserError: The runs do not have the policy to test against.
     """
     filler = _Filler(measures)
-    tests = _tests(layout, filler, against) if against else {}
-    ranks = _ranks(layout, filler)
+    slot_tests = _tests(layout, filler, against) if against else {}
+    slot_ranks = _ranks(layout, filler)
 
     def cell(slot: Slot | None) -> Cell:
-        if slot is None or math.isnan(value := filler.value(slot)):
+        if slot is None or math.isnan(slot_value := filler.value(slot)):
             return None
-        kind, signed = filler.format(slot)
-        test = tests.get(slot, Test())
-        return Graded(value, kind, signed, ranks.get(slot, 0), test.better, test.p)
+        number_kind, signed = filler.format(slot)
+        slot_test = slot_tests.get(slot, Test())
+        return Graded(
+            slot_value, number_kind, signed, slot_ranks.get(slot, 0), slot_test.better, slot_test.p
+        )
 
-    heads = tuple(Column(title, group=group, align="right") for title, group in layout.heads)
-    rows = tuple(Row((*row.lead, *map(cell, row.slots)), row.group) for row in layout.rows)
-    contexts = max((test.contexts for test in tests.values()), default=0)
-    tested = Tests(against, len(tests), ALPHA, contexts)
-    below = notes(layout, measures, ranked=bool(ranks), tested=tested)
-    return Table(layout.title, (*layout.lead, *heads), rows, tuple(below))
+    head_columns = tuple(
+        Column(column_title, group=group_title, align="right")
+        for column_title, group_title in layout.heads
+    )
+    table_rows = tuple(
+        Row((*layout_row.lead, *map(cell, layout_row.slots)), layout_row.group)
+        for layout_row in layout.rows
+    )
+    context_count = max((slot_test.contexts for slot_test in slot_tests.values()), default=0)
+    test_summary = Tests(against, len(slot_tests), ALPHA, context_count)
+    note_phrases = notes(layout, measures, ranked=bool(slot_ranks), tested=test_summary)
+    return Table(layout.title, (*layout.lead, *head_columns), table_rows, tuple(note_phrases))
 
 
 class _Filler:
@@ -83,7 +91,7 @@ class _Filler:
     def value(self, slot: Slot) -> float:
         """The figure of a slot, scores and shares as the runs record them; NaN without one."""
         if isinstance(slot, Computed):
-            numbers = [self._points(one) for one in slot.of]
+            numbers = [self._points(operand) for operand in slot.of]
             if any(map(math.isnan, numbers)):
                 return math.nan
             try:
@@ -92,16 +100,16 @@ class _Filler:
                 return math.nan
         if slot.value is Value.KV:
             return self._mean(slot, self.measures.held)
-        score = self._mean(slot, self.measures.score)
+        mean_score = self._mean(slot, self.measures.score)
         if slot.value is Value.SCORE:
-            return score
-        full = self._mean(replace(slot, config=slot.config.full), self.measures.score)
+            return mean_score
+        full_score = self._mean(replace(slot, config=slot.config.full), self.measures.score)
         if slot.value is Value.DIFF:
-            both = not math.isnan(score) and not math.isnan(full)
-            pairs = self.measures.paired(slot.config, slot.config.full, slot.weights)
-            return pairs.gap if both else math.nan
-        change = score / full - 1 if full else math.nan
-        return -change if slot.value is Value.LOSS else change
+            has_both = not math.isnan(mean_score) and not math.isnan(full_score)
+            paired_scores = self.measures.paired(slot.config, slot.config.full, slot.weights)
+            return paired_scores.gap if has_both else math.nan
+        relative_change = mean_score / full_score - 1 if full_score else math.nan
+        return -relative_change if slot.value is Value.LOSS else relative_change
 
     def format(self, slot: Slot) -> tuple[Kind, bool]:
         """How the figure of a slot is written, and whether with a sign."""
@@ -111,8 +119,8 @@ class _Filler:
             return Kind.PERCENT, False
         if slot.value in (Value.RELATIVE, Value.LOSS):
             return Kind.PERCENT, slot.value is Value.RELATIVE
-        unit = all(self.measures.unit(source) for source, _ in slot.weights)
-        return score_kind(unit=unit), slot.value is Value.DIFF
+        unit_scaled = all(self.measures.unit(source) for source, _ in slot.weights)
+        return score_kind(unit_scaled=unit_scaled), slot.value is Value.DIFF
 
     def sign(self, slot: Slot) -> int:
         """+1 if larger figures of a slot are better, -1 if smaller ones are, 0 if neither is."""
@@ -120,8 +128,8 @@ class _Filler:
             return {"higher": 1, "lower": -1}.get(slot.better, 0)
         if slot.value is Value.KV:
             return 0
-        up = self.measures.higher_is_better(slot.config, slot.weights[0][0])
-        return (1 if up else -1) * (-1 if slot.value is Value.LOSS else 1)
+        higher_is_better = self.measures.higher_is_better(slot.config, slot.weights[0][0])
+        return (1 if higher_is_better else -1) * (-1 if slot.value is Value.LOSS else 1)
 
     def _points(self, slot: Slot) -> float:
         return 100 * self.value(slot)
@@ -129,26 +137,33 @@ class _Filler:
     def _mean(self, slot: Measured, measure: Callable[[Config, Source], float]) -> float:
         """The slot's mean; NaN if a source lacks a figure, or if they differ in kind."""
         sources = [source for source, _ in slot.weights]
-        directions = {self.measures.higher_is_better(slot.config, one) for one in sources}
-        if len(directions) > 1 or len({self.measures.unit(one) for one in sources}) > 1:
+        directions = {
+            self.measures.higher_is_better(slot.config, mean_source) for mean_source in sources
+        }
+        if (
+            len(directions) > 1
+            or len({self.measures.unit(mean_source) for mean_source in sources}) > 1
+        ):
             return math.nan
-        return math.fsum(weight * measure(slot.config, one) for one, weight in slot.weights)
+        return math.fsum(
+            weight * measure(slot.config, mean_source) for mean_source, weight in slot.weights
+        )
 
 
 def _ranks(layout: Layout, filler: _Filler) -> dict[Slot, int]:
     contests: dict[tuple[object, ...], dict[Slot, tuple[float, str]]] = {}
     for slot in dict.fromkeys(layout.slots):
-        sign, value = filler.sign(slot), filler.value(slot)
-        if slot.config.policy == "full" or not sign or math.isnan(value):
+        direction, slot_value = filler.sign(slot), filler.value(slot)
+        if slot.config.policy == "full" or not direction or math.isnan(slot_value):
             continue
-        kind, signed = filler.format(slot)
-        shown = number(value, kind, signed=signed)
-        contests.setdefault(slot.rivals, {})[slot] = (-sign * value, shown)
-    ranks: dict[Slot, int] = {}
-    for values in contests.values():
-        if len({slot.config.policy for slot in values}) > 1:
-            ranks |= first_two(values)
-    return ranks
+        number_kind, signed = filler.format(slot)
+        shown_text = number(slot_value, number_kind, signed=signed)
+        contests.setdefault(slot.rivals, {})[slot] = (-direction * slot_value, shown_text)
+    slot_ranks: dict[Slot, int] = {}
+    for contest_values in contests.values():
+        if len({slot.config.policy for slot in contest_values}) > 1:
+            slot_ranks |= first_two(contest_values)
+    return slot_ranks
 
 
 def _tests(layout: Layout, filler: _Filler, against: str) -> dict[Slot, Test]:
@@ -157,39 +172,49 @@ def _tests(layout: Layout, filler: _Filler, against: str) -> dict[Slot, Test]:
     Where nothing differs no false alarm can be raised, so the correction leaves these slots out.
     """
     measures = filler.measures
-    policies = list(dict.fromkeys(map(str, measures.cells["policy"])))
-    if against not in policies:
-        hint = nearest(against, policies)
-        raise UserError(f"--against {against}: not in the run{hint}; it has {', '.join(policies)}")
-    asked = dict.fromkeys(layout.slots)
-    slots = [
+    policy_names = list(dict.fromkeys(map(str, measures.cells["policy"])))
+    if against not in policy_names:
+        hint = nearest(against, policy_names)
+        raise UserError(
+            f"--against {against}: not in the run{hint}; it has {', '.join(policy_names)}"
+        )
+    layout_slots = dict.fromkeys(layout.slots)
+    tested_slots = [
         slot
-        for slot in asked
+        for slot in layout_slots
         if isinstance(slot, Measured)
         and slot.value is not Value.KV
         # A loss beside its own score would be the same test once more.
-        and not (slot.value is Value.LOSS and replace(slot, value=Value.SCORE) in asked)
+        and not (slot.value is Value.LOSS and replace(slot, value=Value.SCORE) in layout_slots)
         and slot.config.policy not in ("full", against)
         and filler.fills(slot)
     ]
-    draws = max(significance.DRAWS, math.ceil(_RESOLUTION * len(slots) / ALPHA))
-    draws = min(draws, significance.MOST_DRAWS)
-    p: dict[Measured, float] = {}
-    signs: dict[Measured, float] = {}
-    tests: dict[tuple[Config, Weights], Tested] = {}
-    for slot in slots:
-        other = slot.config.full if against == "full" else replace(slot.config, policy=against)
-        key = (slot.config, slot.weights)
-        if key not in tests:
-            tests[key] = measures.paired(slot.config, other, slot.weights).tested(draws)
-        if not math.isnan(tests[key].p):
-            p[slot] = tests[key].p
-            plain = replace(slot, value=Value.SCORE)
-            signs[slot] = math.copysign(1.0, tests[key].gap) * filler.sign(plain)
-    corrected = significance.holm(list(p.values()))
+    draw_count = max(significance.DRAWS, math.ceil(_RESOLUTION * len(tested_slots) / ALPHA))
+    draw_count = min(draw_count, significance.MOST_DRAWS)
+    p_values: dict[Measured, float] = {}
+    gap_signs: dict[Measured, float] = {}
+    test_results: dict[tuple[Config, Weights], Tested] = {}
+    for slot in tested_slots:
+        reference_config = (
+            slot.config.full if against == "full" else replace(slot.config, policy=against)
+        )
+        test_key = (slot.config, slot.weights)
+        if test_key not in test_results:
+            test_results[test_key] = measures.paired(
+                slot.config, reference_config, slot.weights
+            ).tested(draw_count)
+        if not math.isnan(test_results[test_key].p):
+            p_values[slot] = test_results[test_key].p
+            score_slot = replace(slot, value=Value.SCORE)
+            gap_signs[slot] = math.copysign(1.0, test_results[test_key].gap) * filler.sign(
+                score_slot
+            )
+    corrected_p = significance.holm(list(p_values.values()))
     return {
         slot: Test(
-            int(signs[slot]) if one < ALPHA else 0, one, tests[slot.config, slot.weights].contexts
+            int(gap_signs[slot]) if p_value < ALPHA else 0,
+            p_value,
+            test_results[slot.config, slot.weights].contexts,
         )
-        for slot, one in zip(p, corrected, strict=True)
+        for slot, p_value in zip(p_values, corrected_p, strict=True)
     }

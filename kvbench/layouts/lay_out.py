@@ -25,12 +25,16 @@ _HEADINGS = {"Summarization (second)": "Few-shot"}
 
 
 def lay_out(
-    one: PublishedLayout, measures: Measures, substitutes: Substitutes, *, reduced: bool = False
+    published_layout: PublishedLayout,
+    measures: Measures,
+    substitutes: Substitutes,
+    *,
+    reduced: bool = False,
 ) -> Layout:
     """Make a published table's layout for the models of runs: a block of rows for each of them.
 
     Args:
-        one: The published table.
+        published_layout: The published table.
         measures: The runs.
         substitutes: What stands in place of what the paper measured.
         reduced: Whether to leave out rows and columns that the runs have nothing of. Averages are
@@ -40,18 +44,20 @@ def lay_out(
         UserError: kvbench has nothing of what the table shows, the runs have nothing of it, or they
             have several lengths, moments or seeds.
     """
-    substitutes.check(one.figures, measures)
-    figures = [substitutes.apply(f) for f in one.figures]
-    builder = _Builder(one, measures, figures, substitutes)
+    substitutes.check(published_layout.figures, measures)
+    figures = [substitutes.apply(figure) for figure in published_layout.figures]
+    builder = _Builder(published_layout, measures, figures, substitutes)
     if not builder.direct:
         hint = "; --use 'NAME=TASK' fills it in from a task of yours" * bool(datasets(figures))
-        raise UserError(f"{one.name} cannot be filled: {one.lacking}{hint}")
-    if not any(builder.present(f) for f in builder.direct if f.policy != "full"):
-        raise UserError(_nothing_fits(one, builder.direct, measures))
+        raise UserError(
+            f"{published_layout.name} cannot be filled: {published_layout.lacking}{hint}"
+        )
+    if not any(builder.present(figure) for figure in builder.direct if figure.policy != "full"):
+        raise UserError(_nothing_fits(published_layout, builder.direct, measures))
     if reduced:
         figures = builder.reduced()
-        builder = _Builder(one, measures, figures, substitutes)
-    return builder.layout(reduced=len(figures) < len(one.figures))
+        builder = _Builder(published_layout, measures, figures, substitutes)
+    return builder.layout(reduced=len(figures) < len(published_layout.figures))
 
 
 class _Builder:
@@ -59,23 +65,28 @@ class _Builder:
 
     def __init__(
         self,
-        one: PublishedLayout,
+        published_layout: PublishedLayout,
         measures: Measures,
         figures: list[Figure],
         substitutes: Substitutes,
     ) -> None:
-        self.one, self.measures, self.figures, self.substitutes = (
-            one,
+        self.printed, self.measures, self.figures, self.substitutes = (
+            published_layout,
             measures,
             figures,
             substitutes,
         )
-        own = set(measures.cells["task"].astype(str))
-        self.weights = {f: task_weights(f, own) for f in figures}
-        by_figure = {c.figure: c for c in claims(one.paper, one.table.number, figures)}
+        run_tasks = set(measures.cells["task"].astype(str))
+        self.weights = {figure: task_weights(figure, run_tasks) for figure in figures}
+        claim_by_figure = {
+            claim.figure: claim
+            for claim in claims(published_layout.paper, published_layout.table.number, figures)
+        }
         # A mean that is a task of its own is measured; one of several tasks is what the paper says.
         self.claims: dict[Figure, Claim] = {
-            f: c for f, c in by_figure.items() if len(self.weights[f]) != 1
+            figure: claim
+            for figure, claim in claim_by_figure.items()
+            if len(self.weights[figure]) != 1
         }
         self.models = list(dict.fromkeys(measures.cells["model"].astype(str)))
         self.moment, self.seed = self._moment(), _single(measures, "seed")
@@ -84,79 +95,125 @@ class _Builder:
     @property
     def direct(self) -> list[Figure]:
         """The figures in whose place a run can have a score."""
-        return [f for f in self.figures if f.policy and f.kept and self.weights[f]]
+        return [
+            figure
+            for figure in self.figures
+            if figure.policy and figure.kept and self.weights[figure]
+        ]
 
     def present(self, figure: Figure) -> bool:
         """Whether the runs have the score that stands in the place of a figure."""
         return any(
-            all(self._measured(figure, model, source) for source, _ in self.weights[figure])
-            for model in self.models
+            all(self._measured(figure, model_name, source) for source, _ in self.weights[figure])
+            for model_name in self.models
         )
 
     def reduced(self) -> list[Figure]:
         """The figures of rows and columns that the runs have something of."""
-        plain = [f for f in self.direct if f not in self.claims and self.present(f)]
-        rows, columns = {_row(f) for f in plain}, {_column(f) for f in plain}
+        measured_figures = [
+            figure for figure in self.direct if figure not in self.claims and self.present(figure)
+        ]
+        row_keys, column_keys = (
+            {_row(figure) for figure in measured_figures},
+            {_column(figure) for figure in measured_figures},
+        )
         # Averages and losses stay beside what they are computed from.
-        rows |= {_row(f) for f in self.claims if _column(f) in columns and _is_line(f, self, _row)}
-        columns |= {
-            _column(f) for f in self.claims if _row(f) in rows and _is_line(f, self, _column)
+        row_keys |= {
+            _row(figure)
+            for figure in self.claims
+            if _column(figure) in column_keys and _is_line(figure, self, _row)
         }
-        return [f for f in self.figures if _row(f) in rows and _column(f) in columns]
+        column_keys |= {
+            _column(figure)
+            for figure in self.claims
+            if _row(figure) in row_keys and _is_line(figure, self, _column)
+        }
+        return [
+            figure
+            for figure in self.figures
+            if _row(figure) in row_keys and _column(figure) in column_keys
+        ]
 
     def layout(self, *, reduced: bool) -> Layout:
         """The layout."""
-        heads = list(dict.fromkeys(map(_column, self.figures)))
-        by_row: dict[tuple[str, str], dict[tuple[str, str], Figure]] = {}
-        for f in self.figures:
-            by_row.setdefault(_row(f), {})[_column(f)] = f
-        parts = len({part for part, _ in by_row}) > 1
-        rows = []
-        for model in self.models:
-            made: dict[Figure, Slot | None] = {}
-            for (part, label), own in by_row.items():
-                slots = [self._slot(own[h], model, made) if h in own else None for h in heads]
-                budget = next((f.kept for f in own.values() if f.kept != "full"), "full")
-                lead: list[Cell] = [Name(model)] * (len(self.models) > 1)
-                lead += [Name(budget)] * parts
-                group = f"{model}\0{part}"
-                if not parts and all(f.policy == "full" for f in own.values()):
-                    group = f"{model}\0full"
-                rows.append(LayoutRow((*lead, label), tuple(slots), group))
+        column_keys = list(dict.fromkeys(map(_column, self.figures)))
+        figures_by_row: dict[tuple[str, str], dict[tuple[str, str], Figure]] = {}
+        for figure in self.figures:
+            figures_by_row.setdefault(_row(figure), {})[_column(figure)] = figure
+        has_parts = len({row_part for row_part, _ in figures_by_row}) > 1
+        layout_rows = []
+        for model_name in self.models:
+            slot_by_figure: dict[Figure, Slot | None] = {}
+            for (row_part, row_label), row_figures in figures_by_row.items():
+                row_slots = [
+                    self._slot(row_figures[column_key], model_name, slot_by_figure)
+                    if column_key in row_figures
+                    else None
+                    for column_key in column_keys
+                ]
+                row_budget = next(
+                    (figure.kept for figure in row_figures.values() if figure.kept != "full"),
+                    "full",
+                )
+                lead_cells: list[Cell] = [Name(model_name)] * (len(self.models) > 1)
+                lead_cells += [Name(row_budget)] * has_parts
+                group_name = f"{model_name}\0{row_part}"
+                if not has_parts and all(
+                    figure.policy == "full" for figure in row_figures.values()
+                ):
+                    group_name = f"{model_name}\0full"
+                layout_rows.append(
+                    LayoutRow((*lead_cells, row_label), tuple(row_slots), group_name)
+                )
         lead_columns = [Column("model", merged=True)] * (len(self.models) > 1)
-        lead_columns += [Column("budget", merged=True)] * parts
+        lead_columns += [Column("budget", merged=True)] * has_parts
         return Layout(
-            self._title(parts),
+            self._title(has_parts),
             (*lead_columns, Column("")),
-            tuple((column, _HEADINGS.get(group, group)) for group, column in heads),
-            tuple(rows),
+            tuple(
+                (column_title, _HEADINGS.get(group_name, group_name))
+                for group_name, column_title in column_keys
+            ),
+            tuple(layout_rows),
             tuple(self._notes(reduced=reduced)),
         )
 
-    def _title(self, parts: bool) -> tuple[Phrase, ...]:
-        budgets = list(dict.fromkeys(f.kept for f in self.figures if f.kept not in ("", "full")))
-        paper = papers()[self.one.paper]
-        short = paper.title.partition(":")[0]
-        at: tuple[Phrase, ...] = ()
-        if len(budgets) == 1 and not parts:
-            at = (", budget ", Name(budgets[0]))
-        of: tuple[Phrase, ...] = (" of ", Name(self.models[0])) if len(self.models) == 1 else ()
+    def _title(self, has_parts: bool) -> tuple[Phrase, ...]:
+        budgets = list(
+            dict.fromkeys(figure.kept for figure in self.figures if figure.kept not in ("", "full"))
+        )
+        paper = papers()[self.printed.paper]
+        title = paper.title.partition(":")[0]
+        budget_phrase: tuple[Phrase, ...] = ()
+        if len(budgets) == 1 and not has_parts:
+            budget_phrase = (", budget ", Name(budgets[0]))
+        model_phrase: tuple[Phrase, ...] = (
+            (" of ", Name(self.models[0])) if len(self.models) == 1 else ()
+        )
         return (
-            "Scores", *of, *at,
-            f", laid out like Table {self.one.table.number} of {short} (arXiv {paper.arxiv}).",
+            "Scores", *model_phrase, *budget_phrase,
+            f", laid out like Table {self.printed.table.number} of {title} (arXiv {paper.arxiv}).",
         )  # fmt: skip
 
     def _notes(self, *, reduced: bool) -> Iterator[Phrase]:
         yield from self.substitutes.notes()
-        asked = {MOMENTS[f.setting] for f in self.figures if f.setting in MOMENTS}
-        if asked and asked != {self.moment.partition(":")[0]}:
-            yield f"The paper compressed at the moment {' or '.join(sorted(asked))}."
-        policies = dict.fromkeys(f.method for f in self.figures if not f.policy)
-        if policies:
-            yield f"kvbench has no policy for {listed(list(policies))}."
-        lost = datasets(f for f in self.figures if not self.weights[f] and f not in self.claims)
-        if lost:
-            yield f"kvbench has no task for {listed(lost)}."
+        paper_moments = {
+            MOMENTS[figure.setting] for figure in self.figures if figure.setting in MOMENTS
+        }
+        if paper_moments and paper_moments != {self.moment.partition(":")[0]}:
+            yield f"The paper compressed at the moment {' or '.join(sorted(paper_moments))}."
+        missing_methods = dict.fromkeys(
+            figure.method for figure in self.figures if not figure.policy
+        )
+        if missing_methods:
+            yield f"kvbench has no policy for {listed(list(missing_methods))}."
+        missing_datasets = datasets(
+            figure
+            for figure in self.figures
+            if not self.weights[figure] and figure not in self.claims
+        )
+        if missing_datasets:
+            yield f"kvbench has no task for {listed(missing_datasets)}."
         if reduced:
             yield (
                 "Rows and columns of the paper's table that the run has nothing of are left out"
@@ -164,91 +221,120 @@ class _Builder:
                 + "."
             )
 
-    def _slot(self, figure: Figure, model: str, made: dict[Figure, Slot | None]) -> Slot | None:
+    def _slot(
+        self, figure: Figure, model_name: str, slot_by_figure: dict[Figure, Slot | None]
+    ) -> Slot | None:
         """What stands in the place of a figure; None if nothing can."""
-        if figure not in made:
-            made[figure] = self._new_slot(figure, model, made)
-        return made[figure]
+        if figure not in slot_by_figure:
+            slot_by_figure[figure] = self._new_slot(figure, model_name, slot_by_figure)
+        return slot_by_figure[figure]
 
-    def _new_slot(self, figure: Figure, model: str, made: dict[Figure, Slot | None]) -> Slot | None:
+    def _new_slot(
+        self, figure: Figure, model_name: str, slot_by_figure: dict[Figure, Slot | None]
+    ) -> Slot | None:
         if not (figure.policy and figure.kept):
             return None
-        config = self._config(figure, model)
+        config = self._config(figure, model_name)
         claim = self.claims.get(figure)
         if claim is None:
             weights = self.weights[figure]
             return Measured(config, weights) if weights else None
-        of = [self._slot(f, model, made) for f in claim.of]
-        known = [slot for slot in of if slot is not None]
-        if len(known) < len(of):
+        operand_slots = [self._slot(operand, model_name, slot_by_figure) for operand in claim.of]
+        known_slots = [slot for slot in operand_slots if slot is not None]
+        if len(known_slots) < len(operand_slots):
             return None
         if figure.metric in SCORES:
-            return Measured(config, _mean(claim, known))
-        better = _BETTER.get(figure.metric, "")
+            return Measured(config, _mean(claim, known_slots))
+        better_direction = _BETTER.get(figure.metric, "")
         signed = figure.metric == "change %"
-        return Computed(config, figure.dataset, tuple(known), claim.compute, better, signed)
+        return Computed(
+            config, figure.dataset, tuple(known_slots), claim.compute, better_direction, signed
+        )
 
-    def _config(self, figure: Figure, model: str) -> Config:
+    def _config(self, figure: Figure, model_name: str) -> Config:
         length = self.length
-        if figure.setting in self.substitutes.given:
-            length = int(self.substitutes.given[figure.setting])
+        if figure.setting in self.substitutes.replacements:
+            length = int(self.substitutes.replacements[figure.setting])
         elif figure.setting in LENGTHS:
-            here = set(self.measures.cells["length"])
-            fitting = [n for n in LENGTHS[figure.setting] if n in here]
-            length = (fitting or [LENGTHS[figure.setting][0]])[0]
-        return Config(model, figure.policy, figure.kept, self.moment, length, self.seed)
+            run_lengths = set(self.measures.cells["length"])
+            fitting_lengths = [
+                token_count for token_count in LENGTHS[figure.setting] if token_count in run_lengths
+            ]
+            length = (fitting_lengths or [LENGTHS[figure.setting][0]])[0]
+        return Config(model_name, figure.policy, figure.kept, self.moment, length, self.seed)
 
-    def _measured(self, figure: Figure, model: str, source: Source) -> bool:
-        return self.measures.row(self._config(figure, model), source) is not None
+    def _measured(self, figure: Figure, model_name: str, source: Source) -> bool:
+        return self.measures.row(self._config(figure, model_name), source) is not None
 
     def _moment(self) -> str:
         """The moment of the runs that is meant: the paper's if they have it."""
         cells = self.measures.cells
-        known = list(dict.fromkeys(cells.loc[cells["policy"] != "full", "moment"].astype(str)))
-        wanted = {MOMENTS.get(f.setting, "") for f in self.figures}
-        fitting = [m for m in known if m.partition(":")[0] in wanted]
-        if len(known) > 1 and len(fitting) != 1:
-            some = ", ".join(fitting or known)
-            raise UserError(f"the run has the moments {some}; choose one with --moment")
-        return (fitting or known or [""])[0]
+        run_moments = list(
+            dict.fromkeys(cells.loc[cells["policy"] != "full", "moment"].astype(str))
+        )
+        paper_moments = {MOMENTS.get(figure.setting, "") for figure in self.figures}
+        fitting_moments = [
+            moment for moment in run_moments if moment.partition(":")[0] in paper_moments
+        ]
+        if len(run_moments) > 1 and len(fitting_moments) != 1:
+            moment_list = ", ".join(fitting_moments or run_moments)
+            raise UserError(f"the run has the moments {moment_list}; choose one with --moment")
+        return (fitting_moments or run_moments or [""])[0]
 
     def _length(self) -> int:
-        tasks = {s.task for weights in self.weights.values() for s, _ in weights}
+        measured_tasks = {
+            source.task for source_weights in self.weights.values() for source, _ in source_weights
+        }
         cells = self.measures.cells
-        lengths = sorted({int(n) for n in cells.loc[cells["task"].isin(tasks), "length"] if n})
-        fixed = any(f.setting in LENGTHS for f in self.figures)
-        if len(lengths) > 1 and not fixed:
-            some = ", ".join(map(tokens, lengths))
-            raise UserError(f"the run has several lengths: {some}; choose one with --length")
-        return (lengths or [0])[0]
+        run_lengths = sorted(
+            {
+                int(length)
+                for length in cells.loc[cells["task"].isin(measured_tasks), "length"]
+                if length
+            }
+        )
+        has_fixed_length = any(figure.setting in LENGTHS for figure in self.figures)
+        if len(run_lengths) > 1 and not has_fixed_length:
+            length_list = ", ".join(map(tokens, run_lengths))
+            raise UserError(f"the run has several lengths: {length_list}; choose one with --length")
+        return (run_lengths or [0])[0]
 
 
 def _is_line(
-    figure: Figure, builder: _Builder, line_of: Callable[[Figure], tuple[str, str]]
+    figure: Figure, builder: _Builder, line_key: Callable[[Figure], tuple[str, str]]
 ) -> bool:
     """Whether a computed figure's row or column holds nothing that is measured."""
-    line = [f for f in builder.figures if line_of(f) == line_of(figure)]
-    return all(f in builder.claims or f.metric in _BETTER for f in line)
+    line_figures = [
+        line_figure for line_figure in builder.figures if line_key(line_figure) == line_key(figure)
+    ]
+    return all(
+        line_figure in builder.claims or line_figure.metric in _BETTER
+        for line_figure in line_figures
+    )
 
 
-def _single(measures: Measures, name: str) -> int:
-    values = sorted({int(n) for n in measures.cells[name]})
-    if len(values) > 1:
-        some = ", ".join(map(str, values))
-        raise UserError(f"the run has several values of {name}: {some}; choose one with --{name}")
-    return values[0]
+def _single(measures: Measures, column: str) -> int:
+    column_values = sorted({int(number) for number in measures.cells[column]})
+    if len(column_values) > 1:
+        choices = ", ".join(map(str, column_values))
+        raise UserError(
+            f"the run has several values of {column}: {choices}; choose one with --{column}"
+        )
+    return column_values[0]
 
 
-def _mean(claim: Claim, of: Sequence[Slot]) -> Weights:
+def _mean(claim: Claim, operand_slots: Sequence[Slot]) -> Weights:
     """The weights of the tasks in a mean that a paper computes from other figures."""
-    found: dict[Source, float] = {}
-    for i, slot in enumerate(of):
+    weight_by_source: dict[Source, float] = {}
+    for slot_index, slot in enumerate(operand_slots):
         assert isinstance(slot, Measured)
-        share = claim.compute([float(k == i) for k in range(len(of))])
+        slot_weight = claim.compute(
+            [float(operand_index == slot_index) for operand_index in range(len(operand_slots))]
+        )
         for source, weight in slot.weights:
-            found[source] = found.get(source, 0.0) + share * weight
-    assert np.isclose(sum(found.values()), 1.0)
-    return tuple(found.items())
+            weight_by_source[source] = weight_by_source.get(source, 0.0) + slot_weight * weight
+    assert np.isclose(sum(weight_by_source.values()), 1.0)
+    return tuple(weight_by_source.items())
 
 
 def _row(figure: Figure) -> tuple[str, str]:
@@ -259,13 +345,20 @@ def _column(figure: Figure) -> tuple[str, str]:
     return figure.group, figure.column
 
 
-def _nothing_fits(one: PublishedLayout, figures: Sequence[Figure], measures: Measures) -> str:
-    cut = measures.cells[measures.cells["policy"] != "full"]
-    has = [listed(list(map(str, dict.fromkeys(cut[n]))), 4) for n in ("policy", "budget", "task")]
-    policies = list(dict.fromkeys(f.policy for f in figures if f.policy != "full"))
-    budgets = list(dict.fromkeys(f.kept for f in figures if f.policy != "full"))
-    tasks = list(dict.fromkeys(f.task or f.dataset for f in figures))
+def _nothing_fits(
+    published_layout: PublishedLayout, figures: Sequence[Figure], measures: Measures
+) -> str:
+    compressed_cells = measures.cells[measures.cells["policy"] != "full"]
+    has = [
+        listed(list(map(str, dict.fromkeys(compressed_cells[column_name]))), 4)
+        for column_name in ("policy", "budget", "task")
+    ]
+    policy_names = list(
+        dict.fromkeys(figure.policy for figure in figures if figure.policy != "full")
+    )
+    budgets = list(dict.fromkeys(figure.kept for figure in figures if figure.policy != "full"))
+    tasks = list(dict.fromkeys(figure.task or figure.dataset for figure in figures))
     return (
-        f"nothing of the run fits {one.name}: it shows {listed(policies, 4)} at "
+        f"nothing of the run fits {published_layout.name}: it shows {listed(policy_names, 4)} at "
         f"{listed(budgets, 4)} on {listed(tasks, 4)}; the run has {has[0]} at {has[1]} on {has[2]}"
     )

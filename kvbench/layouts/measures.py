@@ -122,15 +122,15 @@ class Paired:
     @property
     def gap(self) -> float:
         """The mean paired difference, first minus second; NaN without responses."""
-        gaps = [self.first[key] - self.second[key] for key in self.first]
-        return math.fsum(gaps) if gaps else math.nan
+        differences = [self.first[key] - self.second[key] for key in self.first]
+        return math.fsum(differences) if differences else math.nan
 
     def tested(self, draws: int) -> Tested:
         """Test the difference; see `significance.paired_p`."""
-        p = math.nan
+        p_value = math.nan
         if self.first != self.second:
-            p = significance.paired_p(self.first, self.second, self.contexts, n=draws)
-        return Tested(self.gap, p, len(set(self.contexts.values())))
+            p_value = significance.paired_p(self.first, self.second, self.contexts, draws=draws)
+        return Tested(self.gap, p_value, len(set(self.contexts.values())))
 
 
 class Measures:
@@ -145,10 +145,13 @@ class Measures:
     def __init__(self, cells: pd.DataFrame, samples: pd.DataFrame) -> None:
         self.cells = cells
         self._rows: dict[tuple[Any, ...], Row] = {}
-        for row in records(cells):
-            self._rows[tuple(row[name] for name in _PLACE)] = row
+        for cell_row in records(cells):
+            self._rows[tuple(cell_row[column_name] for column_name in _PLACE)] = cell_row
         self._samples = Samples(samples)
-        self._unit = {str(task): unit_scale(part) for task, part in cells.groupby("task")}
+        self._unit = {
+            str(task_name): unit_scale(task_cells)
+            for task_name, task_cells in cells.groupby("task")
+        }
         self.responses = functools.lru_cache(maxsize=_KEPT)(self._responses)
 
     def row(self, config: Config, source: Source) -> Row | None:
@@ -157,90 +160,113 @@ class Measures:
         if config.policy == "full":
             moment = "turns" if moment == "turns" else ""  # a live dialogue has its own full cache
         for length in (config.length, 0):
-            place = (source.task, length, config.policy, config.budget, moment, config.seed)
-            if (row := self._rows.get((config.model, *place))) is not None:
-                return row
+            row_key = (source.task, length, config.policy, config.budget, moment, config.seed)
+            if (cell_row := self._rows.get((config.model, *row_key))) is not None:
+                return cell_row
         return None
 
     def score(self, config: Config, source: Source) -> float:
         """A mean score; NaN if there is none."""
-        row = self.row(config, source)
-        if row is None or row["status"] != "ok":
+        cell_row = self.row(config, source)
+        if cell_row is None or cell_row["status"] != "ok":
             return math.nan
         if not source.field:
-            return float(row["score"])
+            return float(cell_row["score"])
         scores = self.responses(config, source).scores.values()
         return math.fsum(scores) / len(scores) if scores else math.nan
 
     def held(self, config: Config, source: Source) -> float:
         """Live bytes over those of the full cache; NaN if they are not known."""
-        row = self.row(config, source)
-        ok = row is not None and row["status"] == "ok" and row["kv_bytes_full"] > 0
-        return row["kv_bytes_live"] / row["kv_bytes_full"] if row is not None and ok else math.nan
+        cell_row = self.row(config, source)
+        is_measured = (
+            cell_row is not None and cell_row["status"] == "ok" and cell_row["kv_bytes_full"] > 0
+        )
+        return (
+            cell_row["kv_bytes_live"] / cell_row["kv_bytes_full"]
+            if cell_row is not None and is_measured
+            else math.nan
+        )
 
     def higher_is_better(self, config: Config, source: Source) -> bool:
         """The direction of a score that is there."""
-        row = self.row(config, source)
-        return row is None or bool(row["higher_is_better"])
+        cell_row = self.row(config, source)
+        return cell_row is None or bool(cell_row["higher_is_better"])
 
     def unit(self, source: Source) -> bool:
         """Whether all scores of a source's task lie in [0, 1]."""
         return self._unit.get(source.task, True)
 
-    def paired(self, a: Config, b: Config, weights: Weights) -> Paired:
+    def paired(self, first_config: Config, second_config: Config, weights: Weights) -> Paired:
         """The scores of two configurations on the responses that both have.
 
         Every source has its weight in the mean however many responses it has. Contexts of different
         tasks are different contexts.
 
         Args:
-            a: The first configuration.
-            b: The second one.
+            first_config: The first configuration.
+            second_config: The second one.
             weights: The mean that is compared.
 
         Returns:
             The weighted scores; empty if a source has no response in both.
         """
-        first: dict[Key, float] = {}
-        second: dict[Key, float] = {}
-        contexts: dict[Key, str] = {}
+        first_scores: dict[Key, float] = {}
+        second_scores: dict[Key, float] = {}
+        context_by_key: dict[Key, str] = {}
         for source, weight in weights:
-            one, two = self.responses(a, source), self.responses(b, source)
-            keys = [key for key in one.scores if key in two.scores]
-            if not keys:
+            first_responses, second_responses = (
+                self.responses(first_config, source),
+                self.responses(second_config, source),
+            )
+            shared_keys = [
+                response_key
+                for response_key in first_responses.scores
+                if response_key in second_responses.scores
+            ]
+            if not shared_keys:
                 return Paired({}, {}, {})
-            for key in keys:
-                first[key] = weight / len(keys) * one.scores[key]
-                second[key] = weight / len(keys) * two.scores[key]
-                contexts[key] = f"{source.task}\0{one.contexts[key]}"
-        return Paired(first, second, contexts)
+            for response_key in shared_keys:
+                first_scores[response_key] = (
+                    weight / len(shared_keys) * first_responses.scores[response_key]
+                )
+                second_scores[response_key] = (
+                    weight / len(shared_keys) * second_responses.scores[response_key]
+                )
+                context_by_key[response_key] = (
+                    f"{source.task}\0{first_responses.contexts[response_key]}"
+                )
+        return Paired(first_scores, second_scores, context_by_key)
 
     def _responses(self, config: Config, source: Source) -> Responses:
-        row = self.row(config, source)
+        cell_row = self.row(config, source)
         scores: dict[Key, float] = {}
         contexts: dict[Key, str] = {}
-        part = self._samples.of([] if row is None else [row["cell"]])
-        answers = [part[name].tolist() for name in _ANSWER]
-        for sample, question, repeat, score, context, extra in zip(*answers, strict=True):
-            inside = not source.field or str(_extra(extra).get(source.field)) == source.value
-            if inside and math.isfinite(score):
-                key = (source, str(sample), int(question), int(repeat))
-                scores[key] = float(score)
-                contexts[key] = str(context)
+        cell_samples = self._samples.of([] if cell_row is None else [cell_row["cell"]])
+        answer_columns = [cell_samples[column_name].tolist() for column_name in _ANSWER]
+        for sample_id, question_id, repeat, score, context, extra_json in zip(
+            *answer_columns, strict=True
+        ):
+            is_included = (
+                not source.field or str(_extra(extra_json).get(source.field)) == source.value
+            )
+            if is_included and math.isfinite(score):
+                response_key = (source, str(sample_id), int(question_id), int(repeat))
+                scores[response_key] = float(score)
+                contexts[response_key] = str(context)
         return Responses(scores, contexts)
 
 
 @functools.lru_cache(maxsize=4096)
-def _extra(text: str) -> dict[str, Any]:
-    return dict(json.loads(text or "{}"))
+def _extra(extra_json: str) -> dict[str, Any]:
+    return dict(json.loads(extra_json or "{}"))
 
 
-def load(folders: Sequence[Path], chosen: Mapping[str, Sequence[str]]) -> Measures:
+def load(folders: Sequence[Path], filters: Mapping[str, Sequence[str]]) -> Measures:
     """Read runs for a table.
 
     Args:
         folders: Folders of runs.
-        chosen: By column of `cells.parquet`, the values to keep, as text. The full cache is kept
+        filters: By column of `cells.parquet`, the values to keep, as text. The full cache is kept
             whatever its policy, budget and moment, and so are tasks of natural length.
 
     Raises:
@@ -248,20 +274,22 @@ def load(folders: Sequence[Path], chosen: Mapping[str, Sequence[str]]) -> Measur
             same with different scores.
     """
     cells, samples = load_frames(folders, ["cell", *_ANSWER], coded=True)
-    for column, named in chosen.items():
-        known = cells[column].astype(str)
-        sets = catalogue.task_sets() if column == "task" and named else {}
-        values: set[str] = set()
-        for name in named:
-            more = {name, *sets.get(name, ())} & {*known}
-            values |= more
-            if not more:
-                some = listed(list(dict.fromkeys(filter(None, known))))
-                raise UserError(f"--{column} {name}: not in the run; it has {some}")
-        stays = (cells["policy"] == "full") & (column in ("policy", "budget", "moment"))
-        stays |= (cells["length"] == 0) & (column == "length")
-        if values:
-            cells = cells[known.isin(values) | stays]
+    for column_name, selected_names in filters.items():
+        column_values = cells[column_name].astype(str)
+        task_sets = catalogue.task_sets() if column_name == "task" and selected_names else {}
+        selected_values: set[str] = set()
+        for selected_name in selected_names:
+            matching_values = {selected_name, *task_sets.get(selected_name, ())} & {*column_values}
+            selected_values |= matching_values
+            if not matching_values:
+                value_list = listed(list(dict.fromkeys(filter(None, column_values))))
+                raise UserError(
+                    f"--{column_name} {selected_name}: not in the run; it has {value_list}"
+                )
+        is_exempt = (cells["policy"] == "full") & (column_name in ("policy", "budget", "moment"))
+        is_exempt |= (cells["length"] == 0) & (column_name == "length")
+        if selected_values:
+            cells = cells[column_values.isin(selected_values) | is_exempt]
     cells = merged(cells, folders)
     return Measures(cells, samples[samples["cell"].isin(cells["cell"])])
 
@@ -279,42 +307,56 @@ def merged(cells: pd.DataFrame, folders: Sequence[Path] = ()) -> pd.DataFrame:
     Raises:
         UserError: Two cells measure the same and differ.
     """
-    repeated = cells.duplicated(_PLACE, keep=False)
-    kept = list(cells.index[~repeated])
-    for _, part in cells[repeated].groupby(_PLACE, sort=False, dropna=False):
-        done = part[part["status"] == "ok"] if (part["status"] == "ok").any() else part
-        same = done["match"].nunique() == 1 and done["score"].nunique(dropna=False) == 1
-        if len(done) > 1 and not same:
-            one, two, *_ = records(done.drop_duplicates(["match", "score"]))
-            raise _conflict(one, two, folders)
-        kept.append(done.sort_values("samples", kind="stable").index[-1])
-    return cells.loc[sorted(kept)].reset_index(drop=True)
+    is_repeated = cells.duplicated(_PLACE, keep=False)
+    kept_indices = list(cells.index[~is_repeated])
+    for _, place_cells in cells[is_repeated].groupby(_PLACE, sort=False, dropna=False):
+        ok_cells = (
+            place_cells[place_cells["status"] == "ok"]
+            if (place_cells["status"] == "ok").any()
+            else place_cells
+        )
+        is_same = ok_cells["match"].nunique() == 1 and ok_cells["score"].nunique(dropna=False) == 1
+        if len(ok_cells) > 1 and not is_same:
+            first_cell, second_cell, *_ = records(ok_cells.drop_duplicates(["match", "score"]))
+            raise _conflict(first_cell, second_cell, folders)
+        kept_indices.append(ok_cells.sort_values("samples", kind="stable").index[-1])
+    return cells.loc[sorted(kept_indices)].reset_index(drop=True)
 
 
-def _conflict(one: Row, two: Row, folders: Sequence[Path]) -> UserError:
-    what = f"{one['task']}, {one['policy']}" + f" at {one['budget']}" * (one["policy"] != "full")
-    where = [one["model"], tokens(int(one["length"])), one["moment"], f"seed {one['seed']}"]
+def _conflict(first: Row, second: Row, folders: Sequence[Path]) -> UserError:
+    what = f"{first['task']}, {first['policy']}" + f" at {first['budget']}" * (
+        first["policy"] != "full"
+    )
+    where = [first["model"], tokens(int(first["length"])), first["moment"], f"seed {first['seed']}"]
     apart = [
-        f"{name.replace('_', ' ')} ({one[name]} and {two[name]})"
-        for name in _MADE_WITH
-        if one[name] != two[name]
+        f"{field_name.replace('_', ' ')} ({first[field_name]} and {second[field_name]})"
+        for field_name in _MADE_WITH
+        if first[field_name] != second[field_name]
     ]
-    a, b = recorded(str(one["versions"])), recorded(str(two["versions"]))
-    apart += [f"{k} ({a.get(k)} and {b.get(k)})" for k in sorted(a | b) if a.get(k) != b.get(k)]
-    if one["samples"] != two["samples"]:
-        apart.insert(0, f"{counted(int(one['samples']), 'sample')} and {two['samples']}")
-    homes = [_home(row, folders) for row in (one, two)]
-    have = f"{homes[0]} has" if homes[0] == homes[1] else f"{homes[0]} and {homes[1]} have"
+    first_made, second_made = recorded(str(first["versions"])), recorded(str(second["versions"]))
+    apart += [
+        f"{field} ({first_made.get(field)} and {second_made.get(field)})"
+        for field in sorted(first_made | second_made)
+        if first_made.get(field) != second_made.get(field)
+    ]
+    if first["samples"] != second["samples"]:
+        apart.insert(0, f"{counted(int(first['samples']), 'sample')} and {second['samples']}")
+    run_folders = [_home(cell_row, folders) for cell_row in (first, second)]
+    have = (
+        f"{run_folders[0]} has"
+        if run_folders[0] == run_folders[1]
+        else f"{run_folders[0]} and {run_folders[1]} have"
+    )
     return UserError(
-        f"{have} two scores of {what} ({', '.join(filter(None, where))}): {one['score']:.4g} and "
-        f"{two['score']:.4g}; they differ in {', '.join(apart[:3]) or 'nothing recorded'}; give "
+        f"{have} two scores of {what} ({', '.join(filter(None, where))}): {first['score']:.4g} and "
+        f"{second['score']:.4g}; they differ in {', '.join(apart[:3]) or 'nothing recorded'}; give "
         "runs that were made alike, or one of them"
     )
 
 
-def _home(row: Row, folders: Sequence[Path]) -> str:
+def _home(cell_row: Row, folders: Sequence[Path]) -> str:
     """The folder that holds a cell."""
     for folder in folders:
-        if row["cell"] in set(load_frames(folder, ["cell"])[0]["cell"]):
+        if cell_row["cell"] in set(load_frames(folder, ["cell"])[0]["cell"]):
             return str(folder)
     return "the run"

@@ -13,7 +13,7 @@ from kvbench.errors import UserError, unknown
 from kvbench.layouts.measures import Config, Measures, Source, Weights
 from kvbench.layouts.slots import Layout, LayoutRow, Measured
 from kvbench.layouts.value import Value
-from kvbench.report.frames import budget_order, falling, records
+from kvbench.report.frames import budget_order, lower_is_better_tasks, records
 from kvbench.report.panel import DOWN
 from kvbench.report.table import Column, Name, Phrase
 from kvbench.report.text import tokens
@@ -59,11 +59,13 @@ class Axes:
     def __post_init__(self) -> None:
         if not self.rows or not self.columns:
             raise UserError("--rows and --columns need at least one dimension each, such as policy")
-        for name in (*self.rows, *self.columns):
-            if name not in DIMENSIONS:
-                raise unknown("dimension", name, DIMENSIONS)
-            if (*self.rows, *self.columns).count(name) > 1:
-                raise UserError(f"{name} is given twice; use it either in --rows or in --columns")
+        for dimension in (*self.rows, *self.columns):
+            if dimension not in DIMENSIONS:
+                raise unknown("dimension", dimension, DIMENSIONS)
+            if (*self.rows, *self.columns).count(dimension) > 1:
+                raise UserError(
+                    f"{dimension} is given twice; use it either in --rows or in --columns"
+                )
         if self.mean and self.columns != ("task",):
             raise UserError("--mean needs --columns task")
         if self.mean and self.value is not Value.SCORE:
@@ -77,10 +79,16 @@ def default_rows(measures: Measures, columns: Sequence[str]) -> tuple[str, ...]:
         measures: The runs.
         columns: What is in the columns already.
     """
-    cells = measures.cells[measures.cells["policy"] != "full"]
-    varied = ("model", "length", "moment", "seed")
-    sections = [n for n in varied if len(cells) and len(_values(cells, n)) > 1]
-    return tuple(n for n in (*sections, "policy", "budget") if n not in columns)
+    compressed_cells = measures.cells[measures.cells["policy"] != "full"]
+    varied_dimensions = ("model", "length", "moment", "seed")
+    sections = [
+        dimension
+        for dimension in varied_dimensions
+        if len(compressed_cells) and len(_values(compressed_cells, dimension)) > 1
+    ]
+    return tuple(
+        dimension for dimension in (*sections, "policy", "budget") if dimension not in columns
+    )
 
 
 def pivot(measures: Measures, axes: Axes) -> Layout:
@@ -97,147 +105,187 @@ def pivot(measures: Measures, axes: Axes) -> Layout:
         UserError: A dimension that is on no axis has several values.
     """
     cells = measures.cells
-    used = (*axes.rows, *axes.columns)
-    cut = cells[cells["policy"] != "full"]
-    cut = cut if len(cut) else cells
-    fixed = {name: _only(cut, name) for name in DIMENSIONS if name not in (*used, *_TASKS)}
-    rows, columns = _places(cells, axes.rows), _places(cells, axes.columns)
+    axis_dimensions = (*axes.rows, *axes.columns)
+    compressed_cells = cells[cells["policy"] != "full"]
+    compressed_cells = compressed_cells if len(compressed_cells) else cells
+    fixed_values = {
+        dimension: _only(compressed_cells, dimension)
+        for dimension in DIMENSIONS
+        if dimension not in (*axis_dimensions, *_TASKS)
+    }
+    row_places, column_places = _places(cells, axes.rows), _places(cells, axes.columns)
     all_tasks = _tasks(cells, {})
-    heads = [_head(place, measures) for place in columns]
+    column_heads = [_head(cell_place, measures) for cell_place in column_places]
     if axes.mean:
-        heads += [(f"mean of {len(all_tasks)}", ""), ("loss", "")]
-    pairs = cells[[*_TASKS]].drop_duplicates()  # in the order of the cells
+        column_heads += [(f"mean of {len(all_tasks)}", ""), ("loss", "")]
+    task_pairs = cells[[*_TASKS]].drop_duplicates()  # in the order of the cells
 
     @functools.cache
-    def weights_of(tasks: tuple[tuple[str, Any], ...]) -> Weights:
-        return _tasks(pairs, dict(tasks))
+    def weights_of(task_items: tuple[tuple[str, Any], ...]) -> Weights:
+        return _tasks(task_pairs, dict(task_items))
 
     def of_tasks(place: Place) -> Weights:
-        return weights_of(tuple((name, place[name]) for name in _TASKS if name in place))
-
-    lines = []
-    for row in rows:
-        slots: list[Measured | None] = []
-        for column in columns:
-            place = {**row, **column}
-            weights = of_tasks(place)
-            one = Measured(_config(fixed, place), weights, axes.value) if weights else None
-            slots.append(one)
-        if axes.mean:
-            config = _config(fixed, row)
-            slots += [Measured(config, all_tasks), Measured(config, all_tasks, Value.LOSS)]
-        if any(slots):
-            lead = tuple(_shown(name, row[name]) for name in axes.rows)
-            lines.append(LayoutRow(lead, tuple(slots), _group(row, axes.rows)))
-    lead_columns = tuple(Column(name, merged=name != axes.rows[-1]) for name in axes.rows)
-    several = "" if {"task", "group"} & {*used} or len(all_tasks) == 1 else _mean(all_tasks)
-    title = (_TITLES[axes.value], several, *_of(fixed), ".")
-    return Layout(title, lead_columns, tuple(heads), tuple(lines))
-
-
-def _only(cells: pd.DataFrame, name: str) -> Any:
-    """The one value of a dimension that is on no axis."""
-    values = _values(cells, name)
-    if len(values) > 1:
-        some = ", ".join(map(str, values))
-        raise UserError(
-            f"the run has several values of {name}: {some}; put {name} in --rows or --columns, or "
-            f"choose one with --{name}"
+        return weights_of(
+            tuple((dimension, place[dimension]) for dimension in _TASKS if dimension in place)
         )
-    return values[0]
+
+    layout_rows = []
+    for row_place in row_places:
+        row_slots: list[Measured | None] = []
+        for column_place in column_places:
+            cell_place = {**row_place, **column_place}
+            weights = of_tasks(cell_place)
+            cell_slot = (
+                Measured(_config(fixed_values, cell_place), weights, axes.value)
+                if weights
+                else None
+            )
+            row_slots.append(cell_slot)
+        if axes.mean:
+            config = _config(fixed_values, row_place)
+            row_slots += [Measured(config, all_tasks), Measured(config, all_tasks, Value.LOSS)]
+        if any(row_slots):
+            lead_cells = tuple(_shown(dimension, row_place[dimension]) for dimension in axes.rows)
+            layout_rows.append(
+                LayoutRow(lead_cells, tuple(row_slots), _group(row_place, axes.rows))
+            )
+    lead_columns = tuple(
+        Column(dimension, merged=dimension != axes.rows[-1]) for dimension in axes.rows
+    )
+    mean_text = (
+        "" if {"task", "group"} & {*axis_dimensions} or len(all_tasks) == 1 else _mean(all_tasks)
+    )
+    table_title = (_TITLES[axes.value], mean_text, *_shared_values(fixed_values), ".")
+    return Layout(table_title, lead_columns, tuple(column_heads), tuple(layout_rows))
 
 
-def _values(cells: pd.DataFrame, name: str) -> list[Any]:
+def _only(cells: pd.DataFrame, axis: str) -> Any:
+    """The one value of a dimension that is on no axis."""
+    dimension_values = _values(cells, axis)
+    if len(dimension_values) > 1:
+        names = ", ".join(map(str, dimension_values))
+        raise UserError(
+            f"the run has several values of {axis}: {names}; put {axis} in --rows or --columns, or "
+            f"choose one with --{axis}"
+        )
+    return dimension_values[0]
+
+
+def _values(cells: pd.DataFrame, dimension: str) -> list[Any]:
     """The values of a dimension in the order of a table."""
-    values = list(dict.fromkeys(cells[name]))
-    if name == "length":
+    dimension_values = list(dict.fromkeys(cells[dimension]))
+    if dimension == "length":
         # Tasks of natural length have 0 beside any other length.
-        return sorted(filter(None, values)) or values
-    if name == "budget":
-        return sorted(values, key=lambda b: (b != "full", *budget_order(str(b))))
-    return sorted(values) if name == "seed" else values
+        return sorted(filter(None, dimension_values)) or dimension_values
+    if dimension == "budget":
+        return sorted(
+            dimension_values, key=lambda budget: (budget != "full", *budget_order(str(budget)))
+        )
+    return sorted(dimension_values) if dimension == "seed" else dimension_values
 
 
-def _places(cells: pd.DataFrame, names: Sequence[str]) -> list[Place]:
+def _places(cells: pd.DataFrame, dimensions: Sequence[str]) -> list[Place]:
     """The places along an axis that the run has, full first."""
-    full, cut = cells[cells["policy"] == "full"], cells[cells["policy"] != "full"]
-    found = _combined(cut, names)
-    if "policy" in names or not found:
-        found = [{**p, **_own(p)} for p in _combined(full, names)] + found
-    found = [dict(key) for key in dict.fromkeys(tuple(place.items()) for place in found)]
-    order = {name: _values(cells, name) for name in names}
+    full_cells, compressed_cells = (
+        cells[cells["policy"] == "full"],
+        cells[cells["policy"] != "full"],
+    )
+    places = _combined(compressed_cells, dimensions)
+    if "policy" in dimensions or not places:
+        places = [
+            {**axis_place, **_full_values(axis_place)}
+            for axis_place in _combined(full_cells, dimensions)
+        ] + places
+    places = [
+        dict(place_key) for place_key in dict.fromkeys(tuple(place.items()) for place in places)
+    ]
+    value_order = {dimension: _values(cells, dimension) for dimension in dimensions}
     # The full cache has the first row of each section that is outside its own dimensions.
-    for name in ("policy", "budget", "moment"):
-        if name in order:
-            order[name].sort(key=lambda value: value != _FULL[name])
-    return sorted(found, key=lambda p: [order[name].index(p[name]) for name in names])
+    for dimension in ("policy", "budget", "moment"):
+        if dimension in value_order:
+            value_order[dimension].sort(key=lambda value: value != _FULL[dimension])
+    return sorted(
+        places,
+        key=lambda axis_place: [
+            value_order[dimension].index(axis_place[dimension]) for dimension in dimensions
+        ],
+    )
 
 
-def _combined(cells: pd.DataFrame, names: Sequence[str]) -> list[Place]:
-    if "length" in names and (cells["length"] > 0).any():
+def _combined(cells: pd.DataFrame, dimensions: Sequence[str]) -> list[Place]:
+    if "length" in dimensions and (cells["length"] > 0).any():
         cells = cells[cells["length"] > 0]
-    return [{k: row[k] for k in names} for row in records(cells[list(names)].drop_duplicates())]
+    return [
+        {dimension: record[dimension] for dimension in dimensions}
+        for record in records(cells[list(dimensions)].drop_duplicates())
+    ]
 
 
-def _own(place: Place) -> Place:
-    return {name: value for name, value in _FULL.items() if name in place and name != "moment"}
+def _full_values(place: Place) -> Place:
+    return {
+        dimension: value
+        for dimension, value in _FULL.items()
+        if dimension in place and dimension != "moment"
+    }
 
 
-def _config(fixed: Mapping[str, Any], place: Place) -> Config:
-    known = {**fixed, **place}
-    budget = "full" if known["policy"] == "full" else str(known["budget"])
+def _config(fixed_values: Mapping[str, Any], place: Place) -> Config:
+    all_values = {**fixed_values, **place}
+    budget = "full" if all_values["policy"] == "full" else str(all_values["budget"])
     return Config(
-        model=str(known["model"]),
-        policy=str(known["policy"]),
+        model=str(all_values["model"]),
+        policy=str(all_values["policy"]),
         budget=budget,
-        moment=str(known["moment"]),
-        length=int(known["length"]),
-        seed=int(known["seed"]),
+        moment=str(all_values["moment"]),
+        length=int(all_values["length"]),
+        seed=int(all_values["seed"]),
     )
 
 
 def _tasks(cells: pd.DataFrame, place: Place) -> Weights:
     """The tasks of a place, all with the same weight."""
-    mine = cells
-    for name in _TASKS:
-        if name in place:
-            mine = mine[mine[name] == place[name]]
-    tasks = list(dict.fromkeys(mine["task"].astype(str)))
-    return tuple((Source(task), 1 / len(tasks)) for task in tasks)
+    place_cells = cells
+    for dimension in _TASKS:
+        if dimension in place:
+            place_cells = place_cells[place_cells[dimension] == place[dimension]]
+    task_names = list(dict.fromkeys(place_cells["task"].astype(str)))
+    return tuple((Source(task_name), 1 / len(task_names)) for task_name in task_names)
 
 
 def _head(place: Place, measures: Measures) -> tuple[Phrase, str]:
     """Title and group of a column."""
-    *outer, last = place.items()
-    group = ", ".join(_plain(name, value) for name, value in outer)
-    down = DOWN * (last[0] == "task" and str(last[1]) in falling(measures.cells))
-    return (_shown(*last), down), group
+    *outer_items, last_item = place.items()
+    group_text = ", ".join(_plain(dimension, value) for dimension, value in outer_items)
+    direction_mark = DOWN * (
+        last_item[0] == "task" and str(last_item[1]) in lower_is_better_tasks(measures.cells)
+    )
+    return (_shown(*last_item), direction_mark), group_text
 
 
-def _shown(name: str, value: Any) -> Phrase:
-    return tokens(int(value)) if name == "length" else Name(str(value))
+def _shown(dimension: str, value: Any) -> Phrase:
+    return tokens(int(value)) if dimension == "length" else Name(str(value))
 
 
-def _plain(name: str, value: Any) -> str:
-    return tokens(int(value)) if name == "length" else str(value)
+def _plain(dimension: str, value: Any) -> str:
+    return tokens(int(value)) if dimension == "length" else str(value)
 
 
-def _group(place: Place, names: Sequence[str]) -> str:
+def _group(place: Place, dimensions: Sequence[str]) -> str:
     """Which rows stand together: those of a section, or all but the full cache."""
-    if len(names) == 1:
+    if len(dimensions) == 1:
         return str(place.get("policy") == "full")
-    return str(place[names[0]])
+    return str(place[dimensions[0]])
 
 
 def _mean(weights: Weights) -> str:
     return f", mean of {len(weights)} tasks"
 
 
-def _of(fixed: Mapping[str, Any]) -> Iterable[Phrase]:
+def _shared_values(fixed_values: Mapping[str, Any]) -> Iterable[Phrase]:
     """What all cells of a table share."""
-    if "model" in fixed:
-        yield from (", model ", Name(str(fixed["model"])))
-    if fixed.get("policy", "full") != "full":
-        yield from (", policy ", Name(str(fixed["policy"])))
-    if fixed.get("budget", "full") != "full":
-        yield from (", budget ", Name(str(fixed["budget"])))
+    if "model" in fixed_values:
+        yield from (", model ", Name(str(fixed_values["model"])))
+    if fixed_values.get("policy", "full") != "full":
+        yield from (", policy ", Name(str(fixed_values["policy"])))
+    if fixed_values.get("budget", "full") != "full":
+        yield from (", budget ", Name(str(fixed_values["budget"])))

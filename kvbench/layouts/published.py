@@ -62,64 +62,73 @@ class PublishedLayout:
 
         Tables repeat the same rows for every model, so one model's stand for all.
         """
-        own = [f for f in self.table.figures if not f.method.endswith("*")]
-        models = list(dict.fromkeys(f.model for f in own))
-        most = max(models, key=lambda model: sum(f.model == model for f in own))
-        return [f for f in own if f.model == most]
+        measured_figures = [
+            figure for figure in self.table.figures if not figure.method.endswith("*")
+        ]
+        model_names = list(dict.fromkeys(figure.model for figure in measured_figures))
+        main_model = max(
+            model_names,
+            key=lambda model_name: sum(figure.model == model_name for figure in measured_figures),
+        )
+        return [figure for figure in measured_figures if figure.model == main_model]
 
     @property
     def lacking(self) -> str:
         """Why nothing of the table can be filled from kvbench's own tasks, or an empty string."""
-        if any(task_weights(f, ()) for f in self.figures):
+        if any(task_weights(figure, ()) for figure in self.figures):
             return ""
-        times = [f for f in self.figures if f.metric in _TIMES]
-        if times:
-            names = ", ".join(dict.fromkeys(f.column for f in times))
-            return f"it needs {names} at fixed batches and lengths, which a run does not measure"
-        names = ", ".join(datasets(self.figures))
-        return f"kvbench has no task for {names}"
+        speed_figures = [figure for figure in self.figures if figure.metric in _TIMES]
+        if speed_figures:
+            name_list = ", ".join(dict.fromkeys(figure.column for figure in speed_figures))
+            return (
+                f"it needs {name_list} at fixed batches and lengths, which a run does not measure"
+            )
+        name_list = ", ".join(datasets(self.figures))
+        return f"kvbench has no task for {name_list}"
 
 
 def published_layouts() -> dict[str, PublishedLayout]:
     """All layouts of published tables, by name."""
-    found = [
-        PublishedLayout(name, papers()[name].table(number))
-        for name, numbers in _TABLES.items()
-        for number in numbers.split()
+    layouts = [
+        PublishedLayout(paper_name, papers()[paper_name].table(table_number))
+        for paper_name, table_numbers in _TABLES.items()
+        for table_number in table_numbers.split()
     ]
-    return {one.name: one for one in found}
+    return {layout.name: layout for layout in layouts}
 
 
-def published_layout(name: str) -> PublishedLayout:
+def published_layout(layout_name: str) -> PublishedLayout:
     """A layout by name.
 
     Raises:
         UserError: There is none of that name; the nearest names are given.
     """
-    if name not in published_layouts():
-        raise unknown("layout", name, published_layouts(), "kvbench list layouts")
-    return published_layouts()[name]
+    if layout_name not in published_layouts():
+        raise unknown("layout", layout_name, published_layouts(), "kvbench list layouts")
+    return published_layouts()[layout_name]
 
 
-def task_weights(figure: Figure, more: Collection[str]) -> Weights:
+def task_weights(figure: Figure, extra_tasks: Collection[str]) -> Weights:
     """The mean of tasks that a figure is the score of; empty if there are no such tasks.
 
     Args:
         figure: The figure.
-        more: Tasks that there are beside those of the installed benchmarks.
+        extra_tasks: Tasks that there are beside those of the installed benchmarks.
     """
-    sets = catalogue.task_sets()
+    task_sets = catalogue.task_sets()
     if figure.metric not in _ANSWERS:
         return ()
     if not figure.task and figure.dataset in _PARTS:
         return ((_PARTS[figure.dataset], 1.0),)
-    known = figure.task in more or any(figure.task in leaves for leaves in sets.values())
-    if not figure.task or not (known or figure.task in sets):
+    is_known = figure.task in extra_tasks or any(
+        figure.task in task_names for task_names in task_sets.values()
+    )
+    if not figure.task or not (is_known or figure.task in task_sets):
         return ()
-    leaves = sets.get(figure.task, (figure.task,))
-    return tuple((Source(leaf), 1 / len(leaves)) for leaf in leaves)
+    task_names = task_sets.get(figure.task, (figure.task,))
+    return tuple((Source(task_name), 1 / len(task_names)) for task_name in task_names)
 
 
 def datasets(figures: Iterable[Figure]) -> list[str]:
     """What figures are scores of, as the paper calls it."""
-    return list(dict.fromkeys(f.dataset for f in figures if f.metric in _ANSWERS))
+    return list(dict.fromkeys(figure.dataset for figure in figures if figure.metric in _ANSWERS))

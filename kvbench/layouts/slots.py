@@ -28,8 +28,16 @@ class Measured:
     @property
     def rivals(self) -> tuple[object, ...]:
         """What the cells that it competes with share: all but the policy."""
-        c = self.config
-        return c.model, c.budget, c.moment, c.length, c.seed, self.weights, self.value
+        config = self.config
+        return (
+            config.model,
+            config.budget,
+            config.moment,
+            config.length,
+            config.seed,
+            self.weights,
+            self.value,
+        )
 
 
 @dataclass(frozen=True)
@@ -55,8 +63,8 @@ class Computed:
     @property
     def rivals(self) -> tuple[object, ...]:
         """What the cells that it competes with share: all but the policy."""
-        c = self.config
-        return c.model, c.budget, c.moment, c.length, c.seed, self.name
+        config = self.config
+        return config.model, config.budget, config.moment, config.length, config.seed, self.name
 
 
 Slot: TypeAlias = Measured | Computed
@@ -98,4 +106,4 @@ class Layout:
     @property
     def slots(self) -> list[Slot]:
         """All slots, row by row."""
-        return [slot for row in self.rows for slot in row.slots if slot is not None]
+        return [slot for layout_row in self.rows for slot in layout_row.slots if slot is not None]

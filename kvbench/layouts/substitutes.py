@@ -18,31 +18,33 @@ class Substitutes:
     """What stands in a layout in place of what the paper measured.
 
     Attributes:
-        given: By method, dataset, budget or length as the paper calls it, the run's policy, task,
-            budget or length.
+        replacements: By method, dataset, budget or length as the paper calls it, the run's policy,
+            task, budget or length.
     """
 
-    given: Mapping[str, str] = field(default_factory=dict)
+    replacements: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def parse(cls, layout: PublishedLayout, texts: Iterable[str]) -> Substitutes:
+    def parse(cls, layout: PublishedLayout, options: Iterable[str]) -> Substitutes:
         """Read `NAME=OURS`, NAME as printed in the table or as `kvbench published` gives it.
 
         Raises:
             UserError: The table has no such name.
         """
-        given = {}
-        for text in texts:
-            names = _names(layout.figures)
+        replacements = {}
+        for option in options:
+            figure_names = _names(layout.figures)
             # A name may hold "=" itself, and so may what stands for it.
-            fitting = [name for name in names if text.startswith(f"{name}=")]
-            if not fitting:
-                raise unknown(f"name in {layout.name}", text.partition("=")[0], names)
-            longest = max(fitting, key=len)
-            if not (ours := text[len(longest) + 1 :]):
-                raise UserError(f"--use {text}: name what stands for {longest}")
-            given[names[longest]] = ours
-        return cls(given)
+            fitting_names = [
+                figure_name for figure_name in figure_names if option.startswith(f"{figure_name}=")
+            ]
+            if not fitting_names:
+                raise unknown(f"name in {layout.name}", option.partition("=")[0], figure_names)
+            longest_name = max(fitting_names, key=len)
+            if not (replacement := option[len(longest_name) + 1 :]):
+                raise UserError(f"--use {option}: name what stands for {longest_name}")
+            replacements[figure_names[longest_name]] = replacement
+        return cls(replacements)
 
     def check(self, figures: Sequence[Figure], measures: Measures) -> None:
         """Refuse what the runs do not have, and a budget that the table shows already.
@@ -55,59 +57,84 @@ class Substitutes:
             UserError: It names what is wrong.
         """
         cells = measures.cells
-        for name, ours in self.given.items():
-            f = next(f for f in figures if name in (f.method, f.dataset, f.budget, f.setting))
-            kinds = {f.method: "policy", f.dataset: "task", f.budget: "budget"}
-            column = kinds.get(name, "length")
-            known = list(dict.fromkeys(cells[column].astype(str)))
+        for printed, ours in self.replacements.items():
+            figure = next(
+                figure
+                for figure in figures
+                if printed in (figure.method, figure.dataset, figure.budget, figure.setting)
+            )
+            column_by_name = {
+                figure.method: "policy",
+                figure.dataset: "task",
+                figure.budget: "budget",
+            }
+            column = column_by_name.get(printed, "length")
+            run_values = list(dict.fromkeys(cells[column].astype(str)))
             if column == "task":
-                known += catalogue.task_sets()
-            if ours not in known:
-                raise UserError(f"--use '{name}={ours}': {unknown(column, ours, known)}")
-        before, after = {f.kept for f in figures}, {self.apply(f).kept for f in figures}
-        if len(after) < len(before):
+                run_values += catalogue.task_sets()
+            if ours not in run_values:
+                raise UserError(f"--use '{printed}={ours}': {unknown(column, ours, run_values)}")
+        budgets_before, budgets_after = (
+            {figure.kept for figure in figures},
+            {self.apply(figure).kept for figure in figures},
+        )
+        if len(budgets_after) < len(budgets_before):
             raise UserError("--use: two budgets of the table would be the same")
 
     def apply(self, figure: Figure) -> Figure:
         """A figure of the layout with what stands in its place."""
-        g = self.given
-        if figure.method in g:
-            new = g[figure.method]
+        replacements = self.replacements
+        if figure.method in replacements:
+            replacement = replacements[figure.method]
             figure = replace(
                 figure,
-                policy=new,
-                row=new if figure.row == figure.method else figure.row,
-                column=new if figure.column == figure.method else figure.column,
+                policy=replacement,
+                row=replacement if figure.row == figure.method else figure.row,
+                column=replacement if figure.column == figure.method else figure.column,
             )
-        if figure.dataset in g:
-            figure = replace(figure, task=g[figure.dataset])
-        if figure.budget and figure.budget in g:
-            new = g[figure.budget]
-            labels = ("part", "row", "group", "column")
-            shown = {name: getattr(figure, name).replace(figure.budget, new) for name in labels}
-            whole = new.isdigit()
-            tokens_, fraction = (new, "") if whole else ("", new)
-            figure = replace(figure, **shown, tokens=tokens_, fraction=fraction)
+        if figure.dataset in replacements:
+            figure = replace(figure, task=replacements[figure.dataset])
+        if figure.budget and figure.budget in replacements:
+            replacement = replacements[figure.budget]
+            label_fields = ("part", "row", "group", "column")
+            label_texts = {
+                field_name: getattr(figure, field_name).replace(figure.budget, replacement)
+                for field_name in label_fields
+            }
+            is_token_count = replacement.isdigit()
+            token_budget, fraction = (replacement, "") if is_token_count else ("", replacement)
+            figure = replace(figure, **label_texts, tokens=token_budget, fraction=fraction)
         return figure
 
     def notes(self) -> Iterator[Phrase]:
         """What stands for what."""
-        if self.given:
-            pairs = [(Name(ours), f" for {name}") for name, ours in self.given.items()]
-            yield ("In place of what the paper has: ", *_joined(pairs), ".")
+        if self.replacements:
+            name_pairs = [
+                (Name(replacement), f" for {paper_name}")
+                for paper_name, replacement in self.replacements.items()
+            ]
+            yield ("In place of what the paper has: ", *_joined(name_pairs), ".")
 
 
 def _names(figures: Iterable[Figure]) -> dict[str, str]:
     """The methods, datasets, budgets and lengths of figures, by every spelling of them."""
-    names: dict[str, str] = {}
-    for f in figures:
-        names |= {f.method: f.method, f.dataset: f.dataset}
-        names |= {text: f.budget for text in (f.budget, f.kept) if text and f.budget}
-        names |= {name: f.method for name in [f.policy] if name and name != "full"}
-        names |= {name: name for name in [f.setting] if name in LENGTHS}
-    return names
+    spellings: dict[str, str] = {}
+    for figure in figures:
+        spellings |= {figure.method: figure.method, figure.dataset: figure.dataset}
+        spellings |= {
+            budget_text: figure.budget
+            for budget_text in (figure.budget, figure.kept)
+            if budget_text and figure.budget
+        }
+        spellings |= {
+            spelling: figure.method
+            for spelling in [figure.policy]
+            if spelling and spelling != "full"
+        }
+        spellings |= {spelling: spelling for spelling in [figure.setting] if spelling in LENGTHS}
+    return spellings
 
 
-def _joined(pairs: Sequence[tuple[Phrase, ...]]) -> Iterator[Phrase]:
-    for i, pair in enumerate(pairs):
-        yield from (", ", *pair) if i else pair
+def _joined(phrase_pairs: Sequence[tuple[Phrase, ...]]) -> Iterator[Phrase]:
+    for pair_index, pair in enumerate(phrase_pairs):
+        yield from (", ", *pair) if pair_index else pair

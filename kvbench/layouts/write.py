@@ -45,12 +45,12 @@ class Format(StrEnum):
     HTML = "html"
 
 
-def written(table: Table, form: Format) -> str:
+def format_table(table: Table, output_format: Format) -> str:
     """Write a table, with a line break at its end.
 
     LaTeX is a float that needs the packages its first line names; HTML is a page of its own.
     """
-    match form:
+    match output_format:
         case Format.LATEX:
             return _LATEX_NEEDS + latex(table, fit=True)
         case Format.MARKDOWN:

@@ -188,7 +188,7 @@ def losses(model: nn.Module, answer: Answer, ablated: Iterable[Sequence[Head]]) 
     for start in range(0, len(sets), size):
         caches = [ablate(prefix.cache, heads, len(rest)) for heads in sets[start : start + size]]
         batch = RaggedCache.stack(caches)
-        logits = forward(model, batch, rest.expand(len(caches), -1), last=len(tokens))
+        logits = forward(model, batch, rest.expand(len(caches), -1), logit_count=len(tokens))
         chosen = tokens[None, :, None].expand(len(caches), -1, 1)
         token_likelihood = logits.float().log_softmax(-1).gather(-1, chosen)[..., 0]
         # Below the probability of a random guess there is nothing left to lose, only noise.

@@ -87,9 +87,9 @@ class Pair:
     @property
     def setting(self) -> str:
         """The published setting, and whether it is known to be another moment than the run's."""
-        name = self.figure.setting or "not stated"
+        setting_name = self.figure.setting or "not stated"
         moment = self.moment.partition(":")[0]
-        return name + " (another moment)" * (MOMENTS.get(name, moment) != moment)
+        return setting_name + " (another moment)" * (MOMENTS.get(setting_name, moment) != moment)
 
 
 def pairs(cells: pd.DataFrame) -> list[Pair]:
@@ -102,83 +102,114 @@ def pairs(cells: pd.DataFrame) -> list[Pair]:
     Args:
         cells: The frame of `cells.parquet`.
     """
-    figures: dict[tuple[str, str, str], dict[tuple[str, ...], Figure]] = {}
-    for f in _scores():
-        alike = (f.paper, f.model, f.setting, f.value)
-        figures.setdefault((f.policy, f.task, f.kept), {}).setdefault(alike, f)
-    full = _Full()
+    figures_by_cell: dict[tuple[str, str, str], dict[tuple[str, ...], Figure]] = {}
+    for figure in _scores():
+        figure_key = (figure.paper, figure.model, figure.setting, figure.value)
+        figures_by_cell.setdefault((figure.policy, figure.task, figure.kept), {}).setdefault(
+            figure_key, figure
+        )
+    full_scores = _FullScores()
     return [
-        Pair(**ours, figure=f, published_full=full.of(f))
-        for ours in _ours(cells)
-        for f in figures.get((ours["policy"], ours["task"], ours["budget"]), {}).values()
+        Pair(**run_score, figure=figure, published_full=full_scores.of(figure))
+        for run_score in _run_scores(cells)
+        for figure in figures_by_cell.get(
+            (run_score["policy"], run_score["task"], run_score["budget"]), {}
+        ).values()
     ]
 
 
-def beside_table(found: Sequence[Pair]) -> Table:
+def beside_table(score_pairs: Sequence[Pair]) -> Table:
     """The pairs, at least one, as a table; what all of them share is said above or below it."""
-    place: list[tuple[Column, list[Phrase]]] = [
-        (Column("model"), [Name(p.model) for p in found]),
-        (Column("length"), [tokens(p.length) for p in found]),
-        (Column("moment"), [p.moment for p in found]),
-        (Column("seed"), [f"seed {p.seed}" for p in found]),
-        (Column("budget"), [("budget ", Name(p.budget)) for p in found]),
+    place_columns: list[tuple[Column, list[Phrase]]] = [
+        (Column("model"), [Name(pair.model) for pair in score_pairs]),
+        (Column("length"), [tokens(pair.length) for pair in score_pairs]),
+        (Column("moment"), [pair.moment for pair in score_pairs]),
+        (Column("seed"), [f"seed {pair.seed}" for pair in score_pairs]),
+        (Column("budget"), [("budget ", Name(pair.budget)) for pair in score_pairs]),
     ]
-    setting: list[Phrase] = [p.setting for p in found]
-    columns: list[tuple[Column, Sequence[Cell]]] = [
-        (Column("task"), [Name(p.task) for p in found]),
-        *((head, cells) for head, cells in place if _vary(cells)),
-        (Column("policy"), [Name(p.policy) for p in found]),
-        (Column("published for"), [p.published_for for p in found]),
-        *[(Column("setting"), setting)] * _vary(setting),
-        (Column("ours", Kind.POINTS), [p.score for p in found]),
-        (Column("published", Kind.POINTS), [p.published for p in found]),
-        (Column("difference", Kind.POINTS, signed=True), [p.score - p.published for p in found]),
-        (Column("ours, of full", Kind.PERCENT), [_share(p.score, p.full_score) for p in found]),
+    setting_cells: list[Phrase] = [pair.setting for pair in score_pairs]
+    table_columns: list[tuple[Column, Sequence[Cell]]] = [
+        (Column("task"), [Name(pair.task) for pair in score_pairs]),
+        *(
+            (head_column, column_cells)
+            for head_column, column_cells in place_columns
+            if _vary(column_cells)
+        ),
+        (Column("policy"), [Name(pair.policy) for pair in score_pairs]),
+        (Column("published for"), [pair.published_for for pair in score_pairs]),
+        *[(Column("setting"), setting_cells)] * _vary(setting_cells),
+        (Column("ours", Kind.POINTS), [pair.score for pair in score_pairs]),
+        (Column("published", Kind.POINTS), [pair.published for pair in score_pairs]),
+        (
+            Column("difference", Kind.POINTS, signed=True),
+            [pair.score - pair.published for pair in score_pairs],
+        ),
+        (
+            Column("ours, of full", Kind.PERCENT),
+            [_share(pair.score, pair.full_score) for pair in score_pairs],
+        ),
         (
             Column("published, of full", Kind.PERCENT),
-            [_share(p.published, p.published_full) for p in found],
+            [_share(pair.published, pair.published_full) for pair in score_pairs],
         ),
-        (Column("printed in"), [f"{p.figure.paper} {p.figure.table}" for p in found]),
+        (
+            Column("printed in"),
+            [f"{pair.figure.paper} {pair.figure.table}" for pair in score_pairs],
+        ),
     ]
     notes: list[Phrase] = [_READING]
-    notes += [("Setting of the published scores: ", setting[0], ".")] * (not _vary(setting))
-    shared = [part for _, cells in place if not _vary(cells) for part in (cells[0], ", ")]
-    groups = [p.task for p in found]
-    return beside((*shared, "beside published scores"), columns, groups=groups, notes=notes)
+    notes += [("Setting of the published scores: ", setting_cells[0], ".")] * (
+        not _vary(setting_cells)
+    )
+    shared_phrases = [
+        phrase
+        for _, column_cells in place_columns
+        if not _vary(column_cells)
+        for phrase in (column_cells[0], ", ")
+    ]
+    task_groups = [pair.task for pair in score_pairs]
+    return beside(
+        (*shared_phrases, "beside published scores"), table_columns, groups=task_groups, notes=notes
+    )
 
 
 def unmatched(cells: pd.DataFrame) -> str:
     """One line about runs that nothing published fits: what they have, and what there is."""
-    cut = cells[cells["policy"] != "full"]
-    policies, budgets, tasks = (
-        list(map(str, dict.fromkeys(cut[name]))) for name in ("policy", "budget", "task")
+    compressed_cells = cells[cells["policy"] != "full"]
+    policy_names, budgets, task_names = (
+        list(map(str, dict.fromkeys(compressed_cells[column_name])))
+        for column_name in ("policy", "budget", "task")
     )
-    run = f"{listed(policies, 6)} at {listed(budgets, 6)} on {listed(tasks, 6)}"
-    wanted = {*tasks, *(ours["task"] for ours in _ours(cells))}
-    there: dict[str, list[Figure]] = {}
-    for f in _scores():
-        if f.task in wanted:
-            there.setdefault(f"{f.paper} Table {f.table}", []).append(f)
-    known = [
-        f"{listed(list(dict.fromkeys(f.policy for f in own)), 6)} at "
-        f"{', '.join(dict.fromkeys(f.kept for f in own))} ({place})"
-        for place, own in there.items()
+    run_text = f"{listed(policy_names, 6)} at {listed(budgets, 6)} on {listed(task_names, 6)}"
+    wanted_tasks = {*task_names, *(run_score["task"] for run_score in _run_scores(cells))}
+    figures_by_table: dict[str, list[Figure]] = {}
+    for figure in _scores():
+        if figure.task in wanted_tasks:
+            figures_by_table.setdefault(f"{figure.paper} Table {figure.table}", []).append(figure)
+    table_texts = [
+        f"{listed(list(dict.fromkeys(figure.policy for figure in table_figures)), 6)} at "
+        f"{', '.join(dict.fromkeys(figure.kept for figure in table_figures))} ({table_name})"
+        for table_name, table_figures in figures_by_table.items()
     ]
-    some = (
-        f"published for these tasks: {'; '.join(known[:3])}"
-        if known
+    published_text = (
+        f"published for these tasks: {'; '.join(table_texts[:3])}"
+        if table_texts
         else "no paper has these tasks"
     )
-    more = f"; {len(known) - 3} more tables (kvbench published --task)" if len(known) > 3 else ""
-    return f"nothing published fits: the run has {run}; {some}{more}"
+    more_text = (
+        f"; {len(table_texts) - 3} more tables (kvbench published --task)"
+        if len(table_texts) > 3
+        else ""
+    )
+    return f"nothing published fits: the run has {run_text}; {published_text}{more_text}"
 
 
-def write(found: list[Pair], line: str, folder: Path) -> list[Path]:
+def write(score_pairs: list[Pair], empty_text: str, folder: Path) -> list[Path]:
     """Write the pairs beside the other files of a report.
 
     Args:
-        found: The pairs.
-        line: What to write instead if there are none.
+        score_pairs: The pairs.
+        empty_text: What to write instead if there are none.
         folder: The report's folder, with its folder `tables`.
 
     Returns:
@@ -187,48 +218,50 @@ def write(found: list[Pair], line: str, folder: Path) -> list[Path]:
     Raises:
         UserError: A file cannot be written.
     """
-    page = markdown(beside_table(found)) if found else md(line)
-    texts = {folder / "published.md": f"# Published scores\n\n{page}\n"}
-    if found:
-        texts[folder / "tables" / "published.csv"] = csv(beside_table(found))
-        texts[folder / "tables" / "published.tex"] = latex(beside_table(found))
-    for path, text in texts.items():
-        with replacing(path) as aside:
-            aside.write_text(text, encoding="utf-8")
-    return list(texts)
+    page_text = markdown(beside_table(score_pairs)) if score_pairs else md(empty_text)
+    text_by_path = {folder / "published.md": f"# Published scores\n\n{page_text}\n"}
+    if score_pairs:
+        text_by_path[folder / "tables" / "published.csv"] = csv(beside_table(score_pairs))
+        text_by_path[folder / "tables" / "published.tex"] = latex(beside_table(score_pairs))
+    for file_path, file_text in text_by_path.items():
+        with replacing(file_path) as partial_path:
+            partial_path.write_text(file_text, encoding="utf-8")
+    return list(text_by_path)
 
 
-def as_records(found: list[Pair]) -> list[dict[str, Any]]:
+def as_records(score_pairs: list[Pair]) -> list[dict[str, Any]]:
     """The pairs as JSON can hold them; numbers that are not known are null."""
     return [
         {
-            **{name: getattr(p, name) for name in _OF_RUN},
-            "score": p.score,
-            "full_score": _known(p.full_score),
-            "published": p.published,
-            "published_full": _known(p.published_full),
-            "diff": p.score - p.published,
-            "paper": p.figure.paper,
-            "table": p.figure.table,
-            "published_model": p.figure.model,
-            "same_model": p.same_model,
-            "setting": p.figure.setting,
-            "metric": p.figure.metric,
+            **{field_name: getattr(pair, field_name) for field_name in _OF_RUN},
+            "score": pair.score,
+            "full_score": _known(pair.full_score),
+            "published": pair.published,
+            "published_full": _known(pair.published_full),
+            "diff": pair.score - pair.published,
+            "paper": pair.figure.paper,
+            "table": pair.figure.table,
+            "published_model": pair.figure.model,
+            "same_model": pair.same_model,
+            "setting": pair.figure.setting,
+            "metric": pair.figure.metric,
         }
-        for p in found
+        for pair in score_pairs
     ]
 
 
-class _Full:
+class _FullScores:
     """What papers print for the full cache."""
 
     def __init__(self) -> None:
         self.in_table: dict[tuple[object, ...], set[float]] = {}
         self.in_paper: dict[tuple[object, ...], set[float]] = {}
-        for f in all_figures():
-            if f.policy == "full" and f.metric in SCORES:
-                self.in_table.setdefault((f.table, *self._key(f)), set()).add(f.number)
-                self.in_paper.setdefault(self._key(f), set()).add(f.number)
+        for figure in all_figures():
+            if figure.policy == "full" and figure.metric in SCORES:
+                self.in_table.setdefault((figure.table, *self._key(figure)), set()).add(
+                    figure.number
+                )
+                self.in_paper.setdefault(self._key(figure), set()).add(figure.number)
 
     def of(self, figure: Figure) -> float:
         """The full cache's score beside a figure, in [0, 1].
@@ -236,68 +269,77 @@ class _Full:
         It is that of the same table; if that has none, that of the paper's other tables, unless
         they differ.
         """
-        own = self.in_table.get((figure.table, *self._key(figure)), set())
-        known = own or self.in_paper.get(self._key(figure), set())
-        return next(iter(known)) / 100 if len(known) == 1 else math.nan
+        table_scores = self.in_table.get((figure.table, *self._key(figure)), set())
+        known_scores = table_scores or self.in_paper.get(self._key(figure), set())
+        return next(iter(known_scores)) / 100 if len(known_scores) == 1 else math.nan
 
     @staticmethod
-    def _key(f: Figure) -> tuple[object, ...]:
+    def _key(figure: Figure) -> tuple[object, ...]:
         # Columns of one task in one table differ in length (D2O, Table 20), and rows with a star
         # are copied from another paper and have a full cache of their own (TRIM-KV, Table 8).
-        copied = f.method.endswith("*")
-        return f.paper, f.model, f.task, f.setting, copied, f.metric
+        is_copied = figure.method.endswith("*")
+        return figure.paper, figure.model, figure.task, figure.setting, is_copied, figure.metric
 
 
 def _scores() -> Iterator[Figure]:
     """Published scores of policies and tasks that kvbench has, at known budgets."""
-    for f in all_figures():
-        if f.metric in SCORES and f.policy not in ("", "full") and f.task and f.kept:
-            yield f
+    for figure in all_figures():
+        if (
+            figure.metric in SCORES
+            and figure.policy not in ("", "full")
+            and figure.task
+            and figure.kept
+        ):
+            yield figure
 
 
-def _ours(cells: pd.DataFrame) -> Iterator[dict[str, Any]]:
+def _run_scores(cells: pd.DataFrame) -> Iterator[dict[str, Any]]:
     """The scores of runs: of every task, and of sets of tasks that were run whole."""
     results = prepare(cells)
-    done = results.cells[(results.cells["status"] == "ok") & (results.cells["policy"] != "full")]
-    for _, part in done.groupby("task", sort=False):
-        if unit_scale(part):
-            yield from map(_named, records(part))
-    published = {f.task for f in _scores()}
-    for name, leaves in catalogue.task_sets().items():
-        if name not in published or name in leaves:
+    ok_cells = results.cells[
+        (results.cells["status"] == "ok") & (results.cells["policy"] != "full")
+    ]
+    for _, task_cells in ok_cells.groupby("task", sort=False):
+        if unit_scale(task_cells):
+            yield from map(_named, records(task_cells))
+    published_tasks = {figure.task for figure in _scores()}
+    for set_name, set_tasks in catalogue.task_sets().items():
+        if set_name not in published_tasks or set_name in set_tasks:
             continue
-        part = results.cells[results.cells["task"].isin(leaves)]
-        if {*leaves} <= {*part["task"]} and unit_scale(part[part["status"] == "ok"]):
-            for row in records(group_means(part)):
-                if row["status"] == "ok" and row["tasks"] == len(leaves):
-                    yield _named(row | {"task": name})
+        task_cells = results.cells[results.cells["task"].isin(set_tasks)]
+        if {*set_tasks} <= {*task_cells["task"]} and unit_scale(
+            task_cells[task_cells["status"] == "ok"]
+        ):
+            for mean_row in records(group_means(task_cells)):
+                if mean_row["status"] == "ok" and mean_row["tasks"] == len(set_tasks):
+                    yield _named(mean_row | {"task": set_name})
 
 
-def _named(row: Mapping[str, Any]) -> dict[str, Any]:
+def _named(score_row: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "model": str(row["model"]),
-        "length": int(row["length"]),
-        "moment": str(row["moment"]),
-        "seed": int(row["seed"]),
-        "task": str(row["task"]),
-        "policy": str(row["policy"]),
-        "budget": str(row["budget"]),
-        "score": float(row["score"]),
-        "full_score": float(row["full_score"]),
+        "model": str(score_row["model"]),
+        "length": int(score_row["length"]),
+        "moment": str(score_row["moment"]),
+        "seed": int(score_row["seed"]),
+        "task": str(score_row["task"]),
+        "policy": str(score_row["policy"]),
+        "budget": str(score_row["budget"]),
+        "score": float(score_row["score"]),
+        "full_score": float(score_row["full_score"]),
     }
 
 
-def _bare(model: str) -> str:
+def _bare(model_name: str) -> str:
     """A model's name without its owner, in lower case, without punctuation."""
-    return re.sub(r"[^a-z0-9]", "", model.rstrip("/").rpartition("/")[2].lower())
+    return re.sub(r"[^a-z0-9]", "", model_name.rstrip("/").rpartition("/")[2].lower())
 
 
-def _share(score: float, full: float) -> float:
-    return score / full if full > 0 else math.nan
+def _share(score: float, full_score: float) -> float:
+    return score / full_score if full_score > 0 else math.nan
 
 
-def _vary(cells: Sequence[object]) -> bool:
-    return any(cell != cells[0] for cell in cells)
+def _vary(column_cells: Sequence[object]) -> bool:
+    return any(cell != column_cells[0] for cell in column_cells)
 
 
 def _known(value: float) -> float | None:

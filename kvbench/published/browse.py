@@ -36,51 +36,78 @@ class Filter:
         Raises:
             UserError: A name fits none of the figures; the nearest names are given.
         """
-        tasks = {name: {name, *self.members.get(name, ())} for name in self.tasks}
-        all_models = {f.model for f in figures if f.model}
-        models = {
-            name: {model for model in all_models if name.lower() in model.lower()}
-            for name in self.models
+        task_members = {
+            filter_name: {filter_name, *self.members.get(filter_name, ())}
+            for filter_name in self.tasks
         }
-        kept = list(figures)
-        for kind, wanted, names_of in (
-            ("policy", {name: {name} for name in self.policies}, _methods),
-            ("task", tasks, _datasets),
-            ("model", models, lambda f: (f.model,)),
+        model_names = {figure.model for figure in figures if figure.model}
+        matching_models = {
+            filter_name: {
+                model_name
+                for model_name in model_names
+                if filter_name.lower() in model_name.lower()
+            }
+            for filter_name in self.models
+        }
+        kept_figures = list(figures)
+        for filter_kind, requested_names, figure_names in (
+            ("policy", {filter_name: {filter_name} for filter_name in self.policies}, _methods),
+            ("task", task_members, _datasets),
+            ("model", matching_models, lambda figure: (figure.model,)),
         ):
             # Our names come last, so that they are suggested where a paper's differ only in case.
-            known = {name.lower(): name for f in figures for name in names_of(f) if name}
-            for name, names in wanted.items():
-                if not known.keys() & _lower(names):
-                    raise unknown(kind, name, known.values())
-            allowed = _lower(name for names in wanted.values() for name in names)
-            kept = [f for f in kept if not wanted or allowed & _lower(names_of(f))]
-        return kept
+            known_names = {
+                filter_name.lower(): filter_name
+                for figure in figures
+                for filter_name in figure_names(figure)
+                if filter_name
+            }
+            for filter_name, accepted_names in requested_names.items():
+                if not known_names.keys() & _lower(accepted_names):
+                    raise unknown(filter_kind, filter_name, known_names.values())
+            allowed_names = _lower(
+                filter_name
+                for accepted_names in requested_names.values()
+                for filter_name in accepted_names
+            )
+            kept_figures = [
+                figure
+                for figure in kept_figures
+                if not requested_names or allowed_names & _lower(figure_names(figure))
+            ]
+        return kept_figures
 
 
 def overview(figures: Iterable[Figure]) -> Table:
     """A row per paper: how many tables and figures there are."""
-    held: dict[str, list[Figure]] = {}
-    for f in figures:
-        held.setdefault(f.paper, []).append(f)
-    rows = [
-        Row((Name(name), str(len({f.table for f in own})), str(len(own)), _about(papers()[name])))
-        for name, own in held.items()
+    figures_by_paper: dict[str, list[Figure]] = {}
+    for figure in figures:
+        figures_by_paper.setdefault(figure.paper, []).append(figure)
+    paper_rows = [
+        Row(
+            (
+                Name(paper_name),
+                str(len({figure.table for figure in paper_figures})),
+                str(len(paper_figures)),
+                _about(papers()[paper_name]),
+            )
+        )
+        for paper_name, paper_figures in figures_by_paper.items()
     ]
-    heads = (Column("name"), _right("tables"), _right("figures"), Column("paper"))
-    return Table("", heads, tuple(rows))
+    head_columns = (Column("name"), _right("tables"), _right("figures"), Column("paper"))
+    return Table("", head_columns, tuple(paper_rows))
 
 
 def contents(paper: Paper, figures: Iterable[Figure]) -> Table:
     """A row per table of a paper: its number, how many figures it has, what it shows."""
-    counts = Counter(f.table for f in figures)
-    rows = [
-        Row((number, str(counts[number]), table.where, table.title))
-        for number, table in paper.tables.items()
-        if number in counts
+    figure_counts = Counter(figure.table for figure in figures)
+    table_rows = [
+        Row((table_number, str(figure_counts[table_number]), table.where, table.title))
+        for table_number, table in paper.tables.items()
+        if table_number in figure_counts
     ]
-    heads = (_right("table"), _right("figures"), Column("section"), Column("what it shows"))
-    return Table(_about(paper), heads, tuple(rows))
+    head_columns = (_right("table"), _right("figures"), Column("section"), Column("what it shows"))
+    return Table(_about(paper), head_columns, tuple(table_rows))
 
 
 def as_printed(paper: Paper, table: PublishedTable, figures: Sequence[Figure]) -> Table:
@@ -92,41 +119,48 @@ def as_printed(paper: Paper, table: PublishedTable, figures: Sequence[Figure]) -
         figures: The figures to show, in the order of the table; rows and columns without any are
             left out.
     """
-    columns = list(dict.fromkeys((f.group, f.column) for f in figures))
-    cells: dict[tuple[str, str], dict[tuple[str, str], list[str]]] = {}
-    for f in figures:
-        row = cells.setdefault((f.part, f.row), {})
-        row.setdefault((f.group, f.column), []).append(f.value)
-    parts = any(part for part, _ in cells)
-    heads = [Column("")] * parts + [Column("")]
-    heads += [Column(title, group=group, align="right") for group, title in columns]
-    rows = []
-    before = None
-    for (part, label), values in cells.items():
-        lead: list[Cell] = [part if part != before else ""] if parts else []
-        before = part
+    column_keys = list(dict.fromkeys((figure.group, figure.column) for figure in figures))
+    values_by_cell: dict[tuple[str, str], dict[tuple[str, str], list[str]]] = {}
+    for figure in figures:
+        row_values = values_by_cell.setdefault((figure.part, figure.row), {})
+        row_values.setdefault((figure.group, figure.column), []).append(figure.value)
+    has_parts = any(row_part for row_part, _ in values_by_cell)
+    head_columns = [Column("")] * has_parts + [Column("")]
+    head_columns += [Column(heading, group=group, align="right") for group, heading in column_keys]
+    table_rows = []
+    previous_part = None
+    for (row_part, row_label), cell_values in values_by_cell.items():
+        lead_cells: list[Cell] = (
+            [row_part if row_part != previous_part else ""] if has_parts else []
+        )
+        previous_part = row_part
         # A cell that holds two numbers, such as a score and a time.
-        printed = [" / ".join(values[c]) if c in values else None for c in columns]
-        rows.append(Row((*lead, label, *printed), group=part))
-    title = f"{paper.name}, Table {table.number} ({table.where}): {table.title}"
-    return Table(title, tuple(heads), tuple(rows), (table.note,) if table.note else ())
+        printed_cells = [
+            " / ".join(cell_values[column_key]) if column_key in cell_values else None
+            for column_key in column_keys
+        ]
+        table_rows.append(Row((*lead_cells, row_label, *printed_cells), group=row_part))
+    heading = f"{paper.name}, Table {table.number} ({table.where}): {table.title}"
+    return Table(
+        heading, tuple(head_columns), tuple(table_rows), (table.note,) if table.note else ()
+    )
 
 
 def _about(paper: Paper) -> str:
     return f"{paper.title} (arXiv {paper.arxiv})"
 
 
-def _right(title: str) -> Column:
-    return Column(title, align="right")
+def _right(column_title: str) -> Column:
+    return Column(column_title, align="right")
 
 
-def _methods(f: Figure) -> tuple[str, ...]:
+def _methods(figure: Figure) -> tuple[str, ...]:
     """What a method may be called; a policy with parameters also goes by its name alone."""
-    return f.method, f.policy.partition(":")[0], f.policy
+    return figure.method, figure.policy.partition(":")[0], figure.policy
 
 
-def _datasets(f: Figure) -> tuple[str, ...]:
-    return f.dataset, f.task
+def _datasets(figure: Figure) -> tuple[str, ...]:
+    return figure.dataset, figure.task
 
 
 def _lower(names: Iterable[str]) -> set[str]:

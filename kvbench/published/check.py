@@ -45,26 +45,34 @@ def check(papers: Iterable[Paper]) -> Checked:
 
     A figure contradicts others only if no numbers that round to what is printed agree.
     """
-    sums = repeats = 0
+    sum_count = repeat_count = 0
     findings: list[Finding] = []
     for paper in papers:
         for table in paper.tables.values():
-            found = claims(paper.name, table.number, table.figures)
-            sums += len(found)
-            findings += [_miscounted(claim) for claim in found if not claim.holds]
-        groups = _repeated(f for table in paper.tables.values() for f in table.figures)
-        repeats += len(groups)
-        for first, *others in groups:
-            why = f"Table {first.table} prints it so ({first.place})"
-            findings += [Finding(f, first.value, why) for f in others if _differ(first, f)]
-    order = list(dict.fromkeys(one.figure.paper for one in findings))
-    findings.sort(key=lambda one: (order.index(one.figure.paper), int(one.figure.table)))
-    return Checked(sums, repeats, tuple(findings))
+            table_claims = claims(paper.name, table.number, table.figures)
+            sum_count += len(table_claims)
+            findings += [_miscounted(claim) for claim in table_claims if not claim.holds]
+        repeated_groups = _repeated(
+            figure for table in paper.tables.values() for figure in table.figures
+        )
+        repeat_count += len(repeated_groups)
+        for first_figure, *other_figures in repeated_groups:
+            explanation = f"Table {first_figure.table} prints it so ({first_figure.place})"
+            findings += [
+                Finding(figure, first_figure.value, explanation)
+                for figure in other_figures
+                if _differ(first_figure, figure)
+            ]
+    paper_order = list(dict.fromkeys(finding.figure.paper for finding in findings))
+    findings.sort(
+        key=lambda finding: (paper_order.index(finding.figure.paper), int(finding.figure.table))
+    )
+    return Checked(sum_count, repeat_count, tuple(findings))
 
 
-def findings_table(found: Checked) -> Table:
+def findings_table(check_result: Checked) -> Table:
     """The contradictions as a table."""
-    heads = (
+    head_columns = (
         Column("paper"),
         Column("table", align="right"),
         Column("row; column"),
@@ -72,13 +80,22 @@ def findings_table(found: Checked) -> Table:
         Column("expected", align="right"),
         Column("because"),
     )
-    rows = tuple(Row(_cells(one), group=one.figure.paper) for one in found.findings)
-    return Table("", heads, rows)
+    table_rows = tuple(
+        Row(_cells(finding), group=finding.figure.paper) for finding in check_result.findings
+    )
+    return Table("", head_columns, table_rows)
 
 
-def _cells(one: Finding) -> tuple[Cell, ...]:
-    f = one.figure
-    return Name(f.paper), f.table, f.place, f.value, one.expected, one.why
+def _cells(finding: Finding) -> tuple[Cell, ...]:
+    figure = finding.figure
+    return (
+        Name(figure.paper),
+        figure.table,
+        figure.place,
+        figure.value,
+        finding.expected,
+        finding.why,
+    )
 
 
 def _miscounted(claim: Claim) -> Finding:
@@ -89,14 +106,28 @@ def _miscounted(claim: Claim) -> Finding:
 
 def _repeated(figures: Iterable[Figure]) -> list[list[Figure]]:
     """Measurements that several tables of a paper print, each with its figures, one a table."""
-    found: dict[tuple[str, ...], dict[str, Figure]] = {}
-    for f in figures:
-        method, dataset = f.policy or f.method, f.task or f.dataset
+    figures_by_key: dict[tuple[str, ...], dict[str, Figure]] = {}
+    for figure in figures:
+        method, dataset = figure.policy or figure.method, figure.task or figure.dataset
         if method:
-            key = (method, dataset, f.model, f.budget, f.setting, f.metric)
-            found.setdefault(key, {}).setdefault(f.table, f)
-    return [list(by_table.values()) for by_table in found.values() if len(by_table) > 1]
+            measure_key = (
+                method,
+                dataset,
+                figure.model,
+                figure.budget,
+                figure.setting,
+                figure.metric,
+            )
+            figures_by_key.setdefault(measure_key, {}).setdefault(figure.table, figure)
+    return [
+        list(figure_by_table.values())
+        for figure_by_table in figures_by_key.values()
+        if len(figure_by_table) > 1
+    ]
 
 
-def _differ(a: Figure, b: Figure) -> bool:
-    return abs(a.number - b.number) > a.half_digit + b.half_digit + 1e-9
+def _differ(first_figure: Figure, second_figure: Figure) -> bool:
+    return (
+        abs(first_figure.number - second_figure.number)
+        > first_figure.half_digit + second_figure.half_digit + 1e-9
+    )

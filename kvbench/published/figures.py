@@ -79,14 +79,14 @@ class Figure:
         """The budget as a run records it: `0.4`, `2048` or `full`; empty if it is not known."""
         if self.policy == "full":
             return "full"
-        known = self.fraction or self.tokens
-        return str(Budget.parse(known)) if known else ""
+        budget_text = self.fraction or self.tokens
+        return str(Budget.parse(budget_text)) if budget_text else ""
 
     @property
     def place(self) -> str:
         """Where the figure stands in its table."""
-        row = ", ".join(filter(None, (self.part, self.row)))
-        return f"{row}; {', '.join(filter(None, (self.group, self.column)))}"
+        row_text = ", ".join(filter(None, (self.part, self.row)))
+        return f"{row_text}; {', '.join(filter(None, (self.group, self.column)))}"
 
 
 FIELDS = tuple(field.name for field in fields(Figure))
@@ -128,9 +128,9 @@ class Paper:
             UserError: The paper has no such table with figures.
         """
         if number not in self.tables:
-            some = ", ".join(self.tables)
+            table_numbers = ", ".join(self.tables)
             raise UserError(
-                f"{self.name} has no table {quoted(number)} with figures; there are {some}"
+                f"{self.name} has no table {quoted(number)} with figures; there are {table_numbers}"
             )
         return self.tables[number]
 
@@ -143,8 +143,13 @@ def papers() -> dict[str, Paper]:
         ValueError: A file's figures are not those of the tables that `papers.yaml` lists.
     """
     folder = resources.files(PACKAGE)
-    index: dict[str, Any] = yaml.safe_load((folder / "papers.yaml").read_text(encoding="utf-8"))
-    return {name: _paper(name, about) for name, about in index.items()}
+    paper_index: dict[str, Any] = yaml.safe_load(
+        (folder / "papers.yaml").read_text(encoding="utf-8")
+    )
+    return {
+        paper_name: _paper(paper_name, paper_fields)
+        for paper_name, paper_fields in paper_index.items()
+    }
 
 
 def paper(name: str) -> Paper:
@@ -160,22 +165,30 @@ def paper(name: str) -> Paper:
 
 def all_figures() -> Iterator[Figure]:
     """The figures of all papers, table by table."""
-    for one in papers().values():
-        for table in one.tables.values():
+    for source_paper in papers().values():
+        for table in source_paper.tables.values():
             yield from table.figures
 
 
-def _paper(name: str, about: dict[str, Any]) -> Paper:
-    text = (resources.files(PACKAGE) / f"{name}.csv").read_text(encoding="utf-8")
-    held: dict[str, list[Figure]] = {str(number): [] for number in about["tables"]}
-    for row in csv.DictReader(text.splitlines()):
-        if row["paper"] != name or row["table"] not in held:
-            raise ValueError(f"{name}.csv: no table {row['table']} of {row['paper']} is listed")
-        held[row["table"]].append(Figure(**row))
-    tables = {
-        str(number): PublishedTable(
-            str(number), t["title"], t["where"], t.get("note", ""), tuple(held[str(number)])
-        )
-        for number, t in about["tables"].items()
+def _paper(paper_name: str, paper_fields: dict[str, Any]) -> Paper:
+    csv_text = (resources.files(PACKAGE) / f"{paper_name}.csv").read_text(encoding="utf-8")
+    figures_by_table: dict[str, list[Figure]] = {
+        str(table_number): [] for table_number in paper_fields["tables"]
     }
-    return Paper(name, about["title"], about["arxiv"], tables)
+    for csv_row in csv.DictReader(csv_text.splitlines()):
+        if csv_row["paper"] != paper_name or csv_row["table"] not in figures_by_table:
+            raise ValueError(
+                f"{paper_name}.csv: no table {csv_row['table']} of {csv_row['paper']} is listed"
+            )
+        figures_by_table[csv_row["table"]].append(Figure(**csv_row))
+    tables = {
+        str(table_number): PublishedTable(
+            str(table_number),
+            table_fields["title"],
+            table_fields["where"],
+            table_fields.get("note", ""),
+            tuple(figures_by_table[str(table_number)]),
+        )
+        for table_number, table_fields in paper_fields["tables"].items()
+    }
+    return Paper(paper_name, paper_fields["title"], paper_fields["arxiv"], tables)

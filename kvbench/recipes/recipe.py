@@ -84,7 +84,7 @@ class Recipe:
         Raises:
             UserError: A small model is asked for together with others.
         """
-        small = [model for model in models if model in self.miniatures]
+        small = [model_name for model_name in models if model_name in self.miniatures]
         if not small:
             return overlaid(self.full, {"models": list(models)} if models else {})
         if len(models) > 1:
@@ -92,16 +92,19 @@ class Recipe:
                 f"the miniature of {self.name} for {small[0]} is another grid than the full one; "
                 "give one --model at a time"
             )
-        changed = overlaid(self.full, self.miniatures[small[0]])
-        return overlaid(changed, {"models": small})
+        small_settings = overlaid(self.full, self.miniatures[small[0]])
+        return overlaid(small_settings, {"models": small})
 
     def command(self, models: Sequence[str] = ()) -> str:
         """The command that makes it, for recipes that `kvbench run` does not run."""
-        words = ["kvbench", *self.by.split()]
-        for key, value in self.settings(models).items():
-            values = value if isinstance(value, list) else [value]
-            words += [f"--{flag_of(key).replace('_', '-')}", ",".join(map(str, values))]
-        return shlex.join(words)
+        command_words = ["kvbench", *self.by.split()]
+        for setting_name, setting_value in self.settings(models).items():
+            setting_values = setting_value if isinstance(setting_value, list) else [setting_value]
+            command_words += [
+                f"--{flag_of(setting_name).replace('_', '-')}",
+                ",".join(map(str, setting_values)),
+            ]
+        return shlex.join(command_words)
 
     def grid(self, models: Sequence[str] = (), override: Mapping[str, Any] | None = None) -> Grid:
         """The grid that `kvbench run` runs.
@@ -143,15 +146,15 @@ def recipes() -> Mapping[str, Recipe]:
     Raises:
         ValueError: A file of the package is no recipe.
     """
-    found = []
-    for path in _folder().iterdir():
-        if path.name.endswith(".yaml") and path.name != _LEFT_OUT:
-            one = _read(yaml.safe_load(path.read_text(encoding="utf-8")))
-            if path.name != f"{one.name}.yaml":
-                raise ValueError(f"{path.name} holds {one.name}")
-            found.append(one)
-    found.sort(key=lambda one: _place(one.paper, one.item))
-    return MappingProxyType({one.name: one for one in found})
+    all_recipes = []
+    for recipe_path in _folder().iterdir():
+        if recipe_path.name.endswith(".yaml") and recipe_path.name != _LEFT_OUT:
+            loaded_recipe = _read(yaml.safe_load(recipe_path.read_text(encoding="utf-8")))
+            if recipe_path.name != f"{loaded_recipe.name}.yaml":
+                raise ValueError(f"{recipe_path.name} holds {loaded_recipe.name}")
+            all_recipes.append(loaded_recipe)
+    all_recipes.sort(key=lambda loaded_recipe: _place(loaded_recipe.paper, loaded_recipe.item))
+    return MappingProxyType({loaded_recipe.name: loaded_recipe for loaded_recipe in all_recipes})
 
 
 def recipe(name: str) -> Recipe:
@@ -162,54 +165,66 @@ def recipe(name: str) -> Recipe:
     """
     if name in recipes():
         return recipes()[name]
-    for one in left_out():
-        if one.name == name:
-            raise UserError(f"there is no recipe {name}: {one.reason}")
+    for left_item in left_out():
+        if left_item.name == name:
+            raise UserError(f"there is no recipe {name}: {left_item.reason}")
     raise unknown("recipe", name, recipes(), "kvbench list recipes")
 
 
 @functools.cache
 def left_out() -> tuple[LeftOutItem, ...]:
     """The tables and figures that have no recipe, in the order of `recipes`."""
-    text = (_folder() / _LEFT_OUT).read_text(encoding="utf-8")
-    found = [
-        LeftOutItem(paper, item, reason)
-        for paper, items in yaml.safe_load(text).items()
+    yaml_text = (_folder() / _LEFT_OUT).read_text(encoding="utf-8")
+    left_items = [
+        LeftOutItem(paper_name, item, reason)
+        for paper_name, items in yaml.safe_load(yaml_text).items()
         for item, reason in items.items()
     ]
-    return tuple(sorted(found, key=lambda one: _place(one.paper, one.item)))
+    return tuple(sorted(left_items, key=lambda left_item: _place(left_item.paper, left_item.item)))
 
 
-def missing_parts(one: Recipe) -> list[str]:
+def missing_parts(checked_recipe: Recipe) -> list[str]:
     """What of a recipe cannot be run here: what it lacks, and parts that are not installed."""
-    names = {flag_of(key): value for key, value in one.full.items()}
-    missing = list(one.lacks)
-    for spec in names["policy"]:
+    settings = {
+        flag_of(setting_name): setting_value
+        for setting_name, setting_value in checked_recipe.full.items()
+    }
+    missing_items = list(checked_recipe.lacks)
+    for policy_spec in settings["policy"]:
         try:
-            policy(spec)
+            policy(policy_spec)
         except UserError as error:
-            missing.append(str(error))
-    for task in names.get("task", ()):
+            missing_items.append(str(error))
+    for task_name in settings.get("task", ()):
         try:
-            catalogue.resolve_task(task)
+            catalogue.resolve_task(task_name)
         except UserError as error:
-            missing.append(str(error))
-    return missing
+            missing_items.append(str(error))
+    return missing_items
 
 
 def _folder() -> Any:
     return resources.files(__name__.rpartition(".")[0]) / "shipped"
 
 
-def _read(data: dict[str, Any]) -> Recipe:
-    number = [f"{kind} {data.pop(kind)}" for kind in _KINDS if kind in data]
-    known = {one.name for one in fields(Recipe)}
-    if len(number) != 1 or not set(data) <= known:
-        raise ValueError(f"{data.get('title')}: needs table or figure, and keys of {sorted(known)}")
-    lists = {key: tuple(data.get(key, ())) for key in ("differs", "needs", "lacks")}
-    return Recipe(item=number[0], **(data | lists))
+def _read(recipe_data: dict[str, Any]) -> Recipe:
+    item_labels = [
+        f"{item_kind} {recipe_data.pop(item_kind)}"
+        for item_kind in _KINDS
+        if item_kind in recipe_data
+    ]
+    known_keys = {field.name for field in fields(Recipe)}
+    if len(item_labels) != 1 or not set(recipe_data) <= known_keys:
+        raise ValueError(
+            f"{recipe_data.get('title')}: needs table or figure, and keys of {sorted(known_keys)}"
+        )
+    list_fields = {
+        list_name: tuple(recipe_data.get(list_name, ()))
+        for list_name in ("differs", "needs", "lacks")
+    }
+    return Recipe(item=item_labels[0], **(recipe_data | list_fields))
 
 
-def _place(paper: str, item: str) -> tuple[int, bool, int]:
-    kind, number = item.split()
-    return list(papers()).index(paper), kind != "table", int(number)
+def _place(paper_name: str, item_label: str) -> tuple[int, bool, int]:
+    item_kind, item_number = item_label.split()
+    return list(papers()).index(paper_name), item_kind != "table", int(item_number)

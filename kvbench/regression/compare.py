@@ -96,17 +96,17 @@ class Regression:
 
     def of(self, *outcomes: Outcome) -> list[Comparison]:
         """The cells with one of these outcomes."""
-        return [cell for cell in self.cells if cell.outcome in outcomes]
+        return [comparison for comparison in self.cells if comparison.outcome in outcomes]
 
     @property
     def compared(self) -> list[Comparison]:
         """The cells that both runs have a score of."""
-        return [cell for cell in self.cells if cell.pair.responses]
+        return [comparison for comparison in self.cells if comparison.pair.responses]
 
     @property
     def tested(self) -> int:
         """How many cells p-values are corrected for: those whose scores differ."""
-        return sum(cell.pair.differs for cell in self.compared)
+        return sum(comparison.pair.differs for comparison in self.compared)
 
     @property
     def failed(self) -> bool:
@@ -140,117 +140,135 @@ def compare(
     """
     if not (math.isfinite(max_drop) and max_drop >= 0):
         raise UserError(f"--max-drop {max_drop:g} is out of range; use points, such as 1.0")
-    check_share("--alpha", alpha, least=LEAST_ALPHA)
-    pairs = pair_cells(baseline, run)
-    shared = [pair for pair in pairs if pair.responses]
+    check_share("--alpha", alpha, minimum=LEAST_ALPHA)
+    cell_pairs = pair_cells(baseline, run)
+    shared_pairs = [pair for pair in cell_pairs if pair.responses]
     # A cell in which nothing differs cannot raise a false alarm, so the correction leaves it out.
-    differing = [pair for pair in shared if pair.differs]
-    draws = max(significance.DRAWS, math.ceil(_RESOLUTION * len(differing) / alpha))
-    p = [
-        significance.sign_p(pair.gaps[0], n=min(draws, significance.MOST_DRAWS))
-        for pair in differing
+    differing_pairs = [pair for pair in shared_pairs if pair.differs]
+    draw_count = max(significance.DRAWS, math.ceil(_RESOLUTION * len(differing_pairs) / alpha))
+    p_values = [
+        significance.sign_p(pair.gaps[0], draws=min(draw_count, significance.MOST_DRAWS))
+        for pair in differing_pairs
     ]
-    places = [pair.place for pair in differing]
-    tests = dict(zip(places, zip(p, significance.holm(p), strict=True), strict=True))
-    unit = unit_tasks(shared)
-    cells = []
-    for pair in pairs:
+    test_places = [pair.place for pair in differing_pairs]
+    tests_by_place = dict(
+        zip(test_places, zip(p_values, significance.holm(p_values), strict=True), strict=True)
+    )
+    unit_by_task = unit_tasks(shared_pairs)
+    comparisons = []
+    for pair in cell_pairs:
         if not pair.responses:
             outcome = Outcome.NO_BASELINE if pair.settled else Outcome.NOT_COMPARED
-            cells.append(Comparison(pair, outcome, pair.problem))
+            comparisons.append(Comparison(pair, outcome, pair.problem))
             continue
         # If a cell in which nothing differs had dropped, there would be one more test.
-        level = alpha / (len(tests) + (pair.place not in tests))
-        scale, test = unit[pair.place.task], tests.get(pair.place, (1.0, 1.0))
-        cells.append(_compared(pair, test, max_drop, alpha, level, scale))
-    extra = len(set(run[0]["match"]) - set(baseline[0]["match"]))
-    return Regression(tuple(cells), extra, made_differently(baseline[0], run[0]), max_drop, alpha)
+        test_level = alpha / (len(tests_by_place) + (pair.place not in tests_by_place))
+        unit_scaled, test_result = (
+            unit_by_task[pair.place.task],
+            tests_by_place.get(pair.place, (1.0, 1.0)),
+        )
+        comparisons.append(_compared(pair, test_result, max_drop, alpha, test_level, unit_scaled))
+    extra_count = len(set(run[0]["match"]) - set(baseline[0]["match"]))
+    return Regression(
+        tuple(comparisons), extra_count, made_differently(baseline[0], run[0]), max_drop, alpha
+    )
 
 
-def check_share(option: str, value: float, least: float = 0.0) -> None:
+def check_share(option: str, value: float, minimum: float = 0.0) -> None:
     """Refuse a probability that is out of range.
 
     Raises:
         UserError: It is not between 0 and 1, or below the least; the message names the option.
     """
-    if not (0 < value < 1 and value >= least):
-        raise UserError(f"{option} {value:g} is out of range; use a number between {least:g} and 1")
+    if not (0 < value < 1 and value >= minimum):
+        raise UserError(
+            f"{option} {value:g} is out of range; use a number between {minimum:g} and 1"
+        )
 
 
-def smallest_visible(pair: Pair, alpha: float, *, unit: bool) -> float:
+def smallest_visible(pair: Pair, alpha: float, *, unit_scaled: bool) -> float:
     """The smallest drop that a pair's samples show as significant, wherever it strikes.
 
     A drop is hardest to see where it strikes few contexts: a test needs a number of contexts that
     all got worse before it can be significant at all. For scores in [0, 1] that number of contexts,
     each lost from 1 to 0, is the drop that shows if nothing else differs. Where other scores do
-    differ, the drop must also stand out of their noise: it must be `z` standard errors.
+    differ, the drop must also stand out of their noise: it must be `z_score` standard errors.
 
     Args:
         pair: The two cells, with samples in common.
         alpha: The level, corrected for the number of cells.
-        unit: Whether scores are in [0, 1].
+        unit_scaled: Whether scores are in [0, 1].
 
     Returns:
         The drop; infinite if too few contexts can get worse for any drop to show, NaN if scores
         have no bounds and nothing differs, so that nothing is known of their noise.
     """
-    totals, sizes = pair.gaps
-    least = significance.least_contexts(alpha)
-    z = stats.normal_quantile(1 - alpha / 2)
-    noise = z * stats.clustered_se(totals, sizes) if len(sizes) > 1 else math.nan
-    if not unit:
-        return math.inf if len(sizes) < least else noise or math.nan
-    scores = pair.shared.before
-    left, _ = stats.by_cluster(
-        scores if pair.higher_is_better else 1 - scores, pair.shared.contexts
+    context_totals, context_sizes = pair.gaps
+    least_contexts = significance.least_contexts(alpha)
+    z_score = stats.normal_quantile(1 - alpha / 2)
+    noise_drop = (
+        z_score * stats.clustered_se(context_totals, context_sizes)
+        if len(context_sizes) > 1
+        else math.nan
     )
-    if np.count_nonzero(left > 0) < least:
+    if not unit_scaled:
+        return math.inf if len(context_sizes) < least_contexts else noise_drop or math.nan
+    baseline_scores = pair.shared.before
+    losable_totals, _ = stats.by_cluster(
+        baseline_scores if pair.higher_is_better else 1 - baseline_scores, pair.shared.contexts
+    )
+    if np.count_nonzero(losable_totals > 0) < least_contexts:
         return math.inf
-    whole = float(np.sort(sizes)[-least:].sum() / sizes.sum())
+    full_loss = float(np.sort(context_sizes)[-least_contexts:].sum() / context_sizes.sum())
     # No drop is larger than what there is to lose, and if all of it is lost, enough contexts are.
-    return float(np.fmax(min(whole, left.sum() / sizes.sum()), noise))
+    return float(np.fmax(min(full_loss, losable_totals.sum() / context_sizes.sum()), noise_drop))
 
 
-def unit_tasks(pairs: Sequence[Pair]) -> dict[str, bool]:
+def unit_tasks(cell_pairs: Sequence[Pair]) -> dict[str, bool]:
     """Whether all scores of a task lie in [0, 1], by task."""
-    unit: dict[str, bool] = {}
-    for pair in pairs:
-        unit[pair.place.task] = unit.get(pair.place.task, True) and pair.shared.unit
-    return unit
+    unit_by_task: dict[str, bool] = {}
+    for pair in cell_pairs:
+        unit_by_task[pair.place.task] = unit_by_task.get(pair.place.task, True) and pair.shared.unit
+    return unit_by_task
 
 
 def _compared(
-    pair: Pair, tested: tuple[float, float], max_drop: float, alpha: float, level: float, unit: bool
+    pair: Pair,
+    test_result: tuple[float, float],
+    max_drop: float,
+    alpha: float,
+    test_level: float,
+    unit_scaled: bool,
 ) -> Comparison:
-    shared, (p, corrected) = pair.shared, tested
-    before = math.fsum(shared.before) / pair.responses
-    after = math.fsum(shared.after) / pair.responses
-    allowed = max_drop * POINT * (1.0 if unit else abs(before))
+    shared, (p_value, corrected_p) = pair.shared, test_result
+    mean_before = math.fsum(shared.before) / pair.responses
+    mean_after = math.fsum(shared.after) / pair.responses
+    allowed_drop = max_drop * POINT * (1.0 if unit_scaled else abs(mean_before))
     if shared.same:
         change, outcome = stats.Difference(0.0, 0.0, 0.0, pair.responses), Outcome.SAME
     else:
         change = stats.paired_values(shared.after, shared.before, shared.contexts)
         gain = change.mean if pair.higher_is_better else -change.mean
-        outcome = _outcome(gain, allowed, significant=corrected < alpha)
+        outcome = _outcome(gain, allowed_drop, significant=corrected_p < alpha)
     return Comparison(
         pair,
         outcome,
-        before=before,
-        after=after,
+        before=mean_before,
+        after=mean_after,
         change=change,
-        p=p,
-        p_corrected=corrected,
+        p=p_value,
+        p_corrected=corrected_p,
         contexts=len(pair.gaps[1]),
-        allowed=allowed,
-        visible=smallest_visible(pair, level, unit=unit),
-        unit=unit,
+        allowed=allowed_drop,
+        visible=smallest_visible(pair, test_level, unit_scaled=unit_scaled),
+        unit=unit_scaled,
     )
 
 
-def _outcome(gain: float, allowed: float, *, significant: bool) -> Outcome:
+def _outcome(gain: float, allowed_drop: float, *, significant: bool) -> Outcome:
     slack = 1e-9  # a drop of exactly what is allowed is allowed
     if gain > -slack:
         return Outcome.IMPROVED if significant else Outcome.HIGHER
-    if gain >= -allowed - slack:
+    if gain >= -allowed_drop - slack:
         return Outcome.ALLOWED
     return Outcome.FAILED if significant else Outcome.UNPROVEN

@@ -15,46 +15,46 @@ _CHILD = {
 }
 
 
-def junit(found: Regression, name: str) -> bytes:
+def junit(result: Regression, suite_name: str) -> bytes:
     """Write a comparison as JUnit XML, a test case per cell of the baseline.
 
     A significant drop that is larger than allowed is a failure. A cell that cannot be compared is
     an error; where the baseline has no score, it is skipped.
 
     Args:
-        found: The comparison.
-        name: Name of the test suite.
+        result: The comparison.
+        suite_name: Name of the test suite.
     """
-    root = ElementTree.Element("testsuites")
-    suite = ElementTree.SubElement(root, "testsuite", name=plain(name))
-    suite.set("tests", str(len(found.cells)))
+    root_element = ElementTree.Element("testsuites")
+    suite = ElementTree.SubElement(root_element, "testsuite", name=plain(suite_name))
+    suite.set("tests", str(len(result.cells)))
     for attribute, outcome in (
         ("failures", Outcome.FAILED),
         ("errors", Outcome.NOT_COMPARED),
         ("skipped", Outcome.NO_BASELINE),
     ):
-        suite.set(attribute, str(len(found.of(outcome))))
-    for cell in found.cells:
-        _add_case(suite, cell)
-    ElementTree.indent(root)
-    text = ElementTree.tostring(root, encoding="utf-8", xml_declaration=True)
-    return bytes(text) + b"\n"
+        suite.set(attribute, str(len(result.of(outcome))))
+    for comparison in result.cells:
+        _add_case(suite, comparison)
+    ElementTree.indent(root_element)
+    xml_text = ElementTree.tostring(root_element, encoding="utf-8", xml_declaration=True)
+    return bytes(xml_text) + b"\n"
 
 
-def _add_case(suite: ElementTree.Element, cell: Comparison) -> None:
-    place = cell.pair.place
+def _add_case(suite: ElementTree.Element, comparison: Comparison) -> None:
+    place = comparison.pair.place
     # XML has no control characters, not even escaped; `plain` spells them out.
-    case = ElementTree.SubElement(
+    case_element = ElementTree.SubElement(
         suite,
         "testcase",
         classname=plain(f"{place.model}.{place.task}"),
         name=plain(place_text(place)),
     )
-    said = plain(cell.reason or f"{cell.outcome}: {change_text(cell)}")
-    child = _CHILD.get(cell.outcome)
-    if child is None:
-        ElementTree.SubElement(case, "system-out").text = said
+    message = plain(comparison.reason or f"{comparison.outcome}: {change_text(comparison)}")
+    child_tag = _CHILD.get(comparison.outcome)
+    if child_tag is None:
+        ElementTree.SubElement(case_element, "system-out").text = message
         return
-    element = ElementTree.SubElement(case, child, message=said)
-    if cell.outcome is Outcome.FAILED:
-        element.text = f"allowed: a drop of {allowance(cell)}"
+    element = ElementTree.SubElement(case_element, child_tag, message=message)
+    if comparison.outcome is Outcome.FAILED:
+        element.text = f"allowed: a drop of {allowance(comparison)}"

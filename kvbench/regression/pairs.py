@@ -46,16 +46,16 @@ class Place:
     seed: int
 
     @classmethod
-    def of(cls, row: Mapping[str, Any]) -> Place:
+    def of(cls, cell_row: Mapping[str, Any]) -> Place:
         """The place of a row of `cells.parquet`."""
         return cls(
-            model=str(row["model"]),
-            task=str(row["task"]),
-            length=int(row["length"]),
-            policy=str(row["policy"]),
-            budget=str(row["budget"]),
-            moment=str(row["moment"]),
-            seed=int(row["seed"]),
+            model=str(cell_row["model"]),
+            task=str(cell_row["task"]),
+            length=int(cell_row["length"]),
+            policy=str(cell_row["policy"]),
+            budget=str(cell_row["budget"]),
+            moment=str(cell_row["moment"]),
+            seed=int(cell_row["seed"]),
         )
 
 
@@ -136,25 +136,33 @@ def pair_cells(baseline: Frames, run: Frames) -> list[Pair]:
     Raises:
         UserError: One of them has two cells that measure the same.
     """
-    before, after = _by_match(baseline[0], "baseline"), _by_match(run[0], "run")
-    samples = Samples(baseline[1]), Samples(run[1])
-    pairs = []
-    for match, row in before.items():
-        other = after.get(match)
-        place, facts = Place.of(row), (str(row["metric"]), bool(row["higher_is_better"]))
-        problem = _problem(row, other, after.values())
-        if other is None or problem:
-            pairs.append(Pair(place, *facts, problem, settled=row["status"] != "ok"))
+    baseline_rows, run_rows = _by_match(baseline[0], "baseline"), _by_match(run[0], "run")
+    sample_sets = Samples(baseline[1]), Samples(run[1])
+    cell_pairs = []
+    for match_id, baseline_row in baseline_rows.items():
+        run_row = run_rows.get(match_id)
+        place, metric_facts = (
+            Place.of(baseline_row),
+            (str(baseline_row["metric"]), bool(baseline_row["higher_is_better"])),
+        )
+        problem = _problem(baseline_row, run_row, run_rows.values())
+        if run_row is None or problem:
+            cell_pairs.append(
+                Pair(place, *metric_facts, problem, settled=baseline_row["status"] != "ok")
+            )
             continue
-        scores = [_scores(s, r["cell"]) for s, r in zip(samples, (row, other), strict=True)]
-        pair = Pair(place, *facts, shared=_shared(*scores))
-        if changed := _changed_sample(*scores):
+        cell_scores = [
+            _scores(cell_samples, cell_row["cell"])
+            for cell_samples, cell_row in zip(sample_sets, (baseline_row, run_row), strict=True)
+        ]
+        pair = Pair(place, *metric_facts, shared=_shared(*cell_scores))
+        if changed := _changed_sample(*cell_scores):
             problem = f"the task's data differ: sample {changed} has another context"
-            pair = Pair(place, *facts, problem)
+            pair = Pair(place, *metric_facts, problem)
         elif not pair.responses:
-            pair = Pair(place, *facts, "the two runs have no sample in common")
-        pairs.append(pair)
-    return pairs
+            pair = Pair(place, *metric_facts, "the two runs have no sample in common")
+        cell_pairs.append(pair)
+    return cell_pairs
 
 
 def pair_with_full(run: Frames) -> list[Pair]:
@@ -166,24 +174,31 @@ def pair_with_full(run: Frames) -> list[Pair]:
     Returns:
         A pair for each cell that has a score and a full cache to compare with.
     """
-    cells = [row for row in records(run[0]) if row["status"] == "ok"]
-    samples = Samples(run[1])
-    full = {_beside(row): _scores(samples, row["cell"]) for row in cells if row["policy"] == "full"}
+    ok_rows = [cell_row for cell_row in records(run[0]) if cell_row["status"] == "ok"]
+    run_samples = Samples(run[1])
+    full_scores = {
+        _beside(cell_row): _scores(run_samples, cell_row["cell"])
+        for cell_row in ok_rows
+        if cell_row["policy"] == "full"
+    }
     return [
         Pair(
-            Place.of(row),
-            str(row["metric"]),
-            bool(row["higher_is_better"]),
-            shared=_shared(full[_beside(row)], _scores(samples, row["cell"])),
+            Place.of(cell_row),
+            str(cell_row["metric"]),
+            bool(cell_row["higher_is_better"]),
+            shared=_shared(full_scores[_beside(cell_row)], _scores(run_samples, cell_row["cell"])),
         )
-        for row in cells
-        if row["policy"] != "full" and _beside(row) in full
+        for cell_row in ok_rows
+        if cell_row["policy"] != "full" and _beside(cell_row) in full_scores
     ]
 
 
-def _beside(row: Mapping[str, Any]) -> tuple[object, ...]:
+def _beside(cell_row: Mapping[str, Any]) -> tuple[object, ...]:
     """What a cell has in common with its full cache; a live dialogue has one of its own."""
-    return (*(row[name] for name in ("model", "task", "length", "seed")), row["moment"] == "turns")
+    return (
+        *(cell_row[field_name] for field_name in ("model", "task", "length", "seed")),
+        cell_row["moment"] == "turns",
+    )
 
 
 def made_differently(baseline: pd.DataFrame, run: pd.DataFrame) -> dict[str, tuple[str, str]]:
@@ -197,72 +212,100 @@ def made_differently(baseline: pd.DataFrame, run: pd.DataFrame) -> dict[str, tup
         By name, such as "torch" or "device", what the baseline and the run have, with commas if
         their cells have several.
     """
-    before, after = _by_match(baseline, "baseline"), _by_match(run, "run")
-    found: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
-    for match in before:
-        if match not in after:
+    baseline_rows, run_rows = _by_match(baseline, "baseline"), _by_match(run, "run")
+    differing_values: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
+    for match_id in baseline_rows:
+        if match_id not in run_rows:
             continue
-        one, two = _made_with(before[match]), _made_with(after[match])
-        for name in sorted(one.keys() | two.keys()):
-            if one.get(name) != two.get(name):
-                values = found.setdefault(name, ({}, {}))
-                values[0][one.get(name, "none")] = values[1][two.get(name, "none")] = None
-    return {name: (", ".join(one), ", ".join(two)) for name, (one, two) in found.items()}
+        baseline_settings, run_settings = (
+            _made_with(baseline_rows[match_id]),
+            _made_with(run_rows[match_id]),
+        )
+        for setting_name in sorted(baseline_settings.keys() | run_settings.keys()):
+            if baseline_settings.get(setting_name) != run_settings.get(setting_name):
+                value_lists = differing_values.setdefault(setting_name, ({}, {}))
+                value_lists[0][baseline_settings.get(setting_name, "none")] = value_lists[1][
+                    run_settings.get(setting_name, "none")
+                ] = None
+    return {
+        setting_name: (", ".join(baseline_settings), ", ".join(run_settings))
+        for setting_name, (baseline_settings, run_settings) in differing_values.items()
+    }
 
 
-def _made_with(row: Mapping[str, Any]) -> dict[str, str]:
-    made = {name: str(row[name]) for name in _COMPUTED}
-    for name, value in recorded(str(row["versions"])).items():
-        made[name] = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
-    return made
+def _made_with(cell_row: Mapping[str, Any]) -> dict[str, str]:
+    settings = {setting_name: str(cell_row[setting_name]) for setting_name in _COMPUTED}
+    for setting_name, setting_value in recorded(str(cell_row["versions"])).items():
+        settings[setting_name] = (
+            setting_value
+            if isinstance(setting_value, str)
+            else json.dumps(setting_value, sort_keys=True)
+        )
+    return settings
 
 
-def _by_match(cells: pd.DataFrame, whose: str) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
+def _by_match(cells: pd.DataFrame, label: str) -> dict[str, dict[str, Any]]:
+    row_by_match: dict[str, dict[str, Any]] = {}
     places: set[Place] = set()
-    for row in records(cells):
-        if Place.of(row) in places:
+    for cell in records(cells):
+        if Place.of(cell) in places:
             raise UserError(
-                f"the {whose} measures {row['task']}, {row['policy']} at {row['budget']} twice; "
+                f"the {label} measures {cell['task']}, {cell['policy']} at {cell['budget']} twice; "
                 "compare two runs of one grid each"
             )
-        places.add(Place.of(row))
-        found[str(row["match"])] = row
-    return found
+        places.add(Place.of(cell))
+        row_by_match[str(cell["match"])] = cell
+    return row_by_match
 
 
-def _scores(samples: Samples, cell: object) -> _Scores:
+def _scores(samples: Samples, cell_id: object) -> _Scores:
     """The scored responses of a cell: score, response and context by key."""
-    part = samples.of([cell])
-    columns = [part[name].tolist() for name in COLUMNS[1:]]
+    cell_samples = samples.of([cell_id])
+    sample_columns = [cell_samples[column_name].tolist() for column_name in COLUMNS[1:]]
     return {
-        (str(sample), int(question), int(repeat)): (float(score), str(response), str(context))
-        for sample, question, repeat, score, response, context in zip(*columns, strict=True)
+        (str(sample_id), int(question_id), int(repeat)): (float(score), str(response), str(context))
+        for sample_id, question_id, repeat, score, response, context in zip(
+            *sample_columns, strict=True
+        )
         if math.isfinite(score)
     }
 
 
-def _changed_sample(baseline: _Scores, run: _Scores) -> str:
+def _changed_sample(baseline_scores: _Scores, run_scores: _Scores) -> str:
     """A sample whose context is not the same in both cells, or an empty string."""
-    changed = (key[0] for key in baseline if key in run and baseline[key][2] != run[key][2])
-    return next(changed, "")
+    changed_samples = (
+        key[0]
+        for key in baseline_scores
+        if key in run_scores and baseline_scores[key][2] != run_scores[key][2]
+    )
+    return next(changed_samples, "")
 
 
-def _shared(baseline: _Scores, run: _Scores) -> Shared:
-    keys = [key for key in baseline if key in run]
-    if not keys:
+def _shared(baseline_scores: _Scores, run_scores: _Scores) -> Shared:
+    shared_keys = [key for key in baseline_scores if key in run_scores]
+    if not shared_keys:
         return Shared()
-    before, after = [baseline[key] for key in keys], [run[key] for key in keys]
-    scores = [score for cell in (baseline, run) for score, _, _ in cell.values()]
+    baseline_answers, run_answers = (
+        [baseline_scores[key] for key in shared_keys],
+        [run_scores[key] for key in shared_keys],
+    )
+    all_scores = [
+        score
+        for cell_scores in (baseline_scores, run_scores)
+        for score, _, _ in cell_scores.values()
+    ]
     return Shared(
-        np.array([score for score, _, _ in before]),
-        np.array([score for score, _, _ in after]),
-        np.unique([context for _, _, context in before], return_inverse=True)[1],
-        samples=len({key[0] for key in keys}),
-        same=all(one[:2] == two[:2] for one, two in zip(before, after, strict=True)),
-        known=len(baseline),
-        level=float(np.mean([score for score, _, _ in baseline.values()])),
-        unit=min(scores) >= 0 and max(scores) <= 1,
+        np.array([score for score, _, _ in baseline_answers]),
+        np.array([score for score, _, _ in run_answers]),
+        np.unique([context for _, _, context in baseline_answers], return_inverse=True)[1],
+        samples=len({key[0] for key in shared_keys}),
+        same=all(
+            baseline_answer[:2] == run_answer[:2]
+            for baseline_answer, run_answer in zip(baseline_answers, run_answers, strict=True)
+        ),
+        known=len(baseline_scores),
+        level=float(np.mean([score for score, _, _ in baseline_scores.values()])),
+        unit=min(all_scores) >= 0 and max(all_scores) <= 1,
     )
 
 
@@ -270,33 +313,43 @@ def _shared(baseline: _Scores, run: _Scores) -> Shared:
 
 
 def _problem(
-    row: Mapping[str, Any], other: Mapping[str, Any] | None, run: Iterable[Mapping[str, Any]]
+    base_row: Mapping[str, Any],
+    run_row: Mapping[str, Any] | None,
+    run_rows: Iterable[Mapping[str, Any]],
 ) -> str:
-    if row["status"] != "ok":
-        return f"the baseline has no score: {row['error']}"
-    if other is None:
-        return _why_missing(row, list(run))
-    if other["status"] != "ok":
-        return f"the run has no score: {other['error']}"
-    if other["metric"] != row["metric"]:
-        return f"scored by {row['metric']} in the baseline and by {other['metric']} in the run"
+    if base_row["status"] != "ok":
+        return f"the baseline has no score: {base_row['error']}"
+    if run_row is None:
+        return _why_missing(base_row, list(run_rows))
+    if run_row["status"] != "ok":
+        return f"the run has no score: {run_row['error']}"
+    if run_row["metric"] != base_row["metric"]:
+        return (
+            f"scored by {base_row['metric']} in the baseline and by {run_row['metric']} in the run"
+        )
     return ""
 
 
-def _why_missing(row: Mapping[str, Any], run: list[Mapping[str, Any]]) -> str:
+def _why_missing(row: Mapping[str, Any], run_rows: list[Mapping[str, Any]]) -> str:
     """Why no cell of the run has the row's `match`, from the cells that are nearest to it."""
-    same = [other for other in run if Place.of(other) == Place.of(row)]
-    for other in same:
+    same_place = [other for other in run_rows if Place.of(other) == Place.of(row)]
+    for other in same_place:
         if other["data_hash"] != row["data_hash"]:
             return f"the task's data differ: {row['data_hash']} and {other['data_hash']}"
         if other["metric"] != row["metric"]:
             return f"scored by {row['metric']} in the baseline and by {other['metric']} in the run"
-        made = answers(str(row["versions"])), answers(str(other["versions"]))
-        return f"answers are made differently: {made[0]} in the baseline, {made[1]} in the run"
-    for name in _LISTED:
-        others = [n for n in _PLACE if n != name]
-        near = [o for o in run if all(o[n] == row[n] for n in others)]
-        if near:
-            values = ", ".join(dict.fromkeys(str(o[name]) for o in near))
-            return f"not in the run, which has {name} {values} instead"
+        styles = answers(str(row["versions"])), answers(str(other["versions"]))
+        return f"answers are made differently: {styles[0]} in the baseline, {styles[1]} in the run"
+    for field_name in _LISTED:
+        other_fields = [other_field for other_field in _PLACE if other_field != field_name]
+        near_rows = [
+            near_row
+            for near_row in run_rows
+            if all(near_row[other_field] == row[other_field] for other_field in other_fields)
+        ]
+        if near_rows:
+            value_list = ", ".join(
+                dict.fromkeys(str(near_row[field_name]) for near_row in near_rows)
+            )
+            return f"not in the run, which has {field_name} {value_list} instead"
     return "not in the run"

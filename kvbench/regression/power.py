@@ -110,7 +110,7 @@ class Plan:
 
 
 def needs(
-    run: Frames, goal: Goal, baseline: Frames | None = None, cells: int | None = None
+    run: Frames, goal: Goal, baseline: Frames | None = None, cell_count: int | None = None
 ) -> tuple[Goal, list[Need]]:
     """What each cell of a run needs.
 
@@ -118,7 +118,7 @@ def needs(
         run: The run.
         goal: What the comparison must achieve.
         baseline: Differences are those to this run; by default those to the full cache.
-        cells: Cells to correct for; by default all whose scores differ.
+        cell_count: Cells to correct for; by default all whose scores differ.
 
     Returns:
         The goal with its number of cells, and what each cell needs.
@@ -126,18 +126,20 @@ def needs(
     Raises:
         UserError: The run has nothing to compare with.
     """
-    pairs = pair_cells(baseline, run) if baseline else pair_with_full(run)
-    pairs = [pair for pair in pairs if pair.responses]
-    if not pairs:
+    cell_pairs = pair_cells(baseline, run) if baseline else pair_with_full(run)
+    cell_pairs = [pair for pair in cell_pairs if pair.responses]
+    if not cell_pairs:
         raise UserError(
             "the run and the baseline have no cell in common; use two runs of one grid"
             if baseline
             else "the run has no full cache to compare with; run the same grid without --no-full"
         )
-    differing = max(1, sum(pair.differs for pair in pairs))
-    goal = replace(goal, cells=differing if cells is None else cells)
-    unit = unit_tasks(pairs)
-    return goal, [_need(pair, goal, unit=unit[pair.place.task]) for pair in pairs]
+    differing_count = max(1, sum(pair.differs for pair in cell_pairs))
+    goal = replace(goal, cells=differing_count if cell_count is None else cell_count)
+    unit_by_task = unit_tasks(cell_pairs)
+    return goal, [
+        _need(pair, goal, unit_scaled=unit_by_task[pair.place.task]) for pair in cell_pairs
+    ]
 
 
 def assume(
@@ -169,108 +171,116 @@ def assume(
         )
     if not 0 <= icc <= 1:
         raise UserError(f"--icc {icc:g} is out of range; use a number from 0 to 1")
-    drop = goal.drop * POINT
-    if drop > rate:
+    score_drop = goal.drop * POINT
+    if score_drop > rate:
         raise UserError(f"a --rate of {rate:g} cannot drop by {goal.drop:g} points")
-    after = rate - drop
+    rate_after = rate - score_drop
     if discordance is None:
-        discordance = rate * (1 - after) + after * (1 - rate)
+        discordance = rate * (1 - rate_after) + rate_after * (1 - rate)
     # Lost and gained answers: lost + gained = discordance, lost - gained = drop, and no more is
     # lost than was right, no more gained than was wrong.
-    most = min(2 * rate - drop, 2 * (1 - rate) + drop)
-    if not drop - 1e-12 <= discordance <= most + 1e-12:
+    max_discordance = min(2 * rate - score_drop, 2 * (1 - rate) + score_drop)
+    if not score_drop - 1e-12 <= discordance <= max_discordance + 1e-12:
         raise UserError(
             f"--discordance {discordance:g} contradicts a drop of {goal.drop:g} points from --rate "
-            f"{rate:g}; use a number from {drop:g} to {most:g}"
+            f"{rate:g}; use a number from {score_drop:g} to {max_discordance:g}"
         )
-    effect = 1 + (questions - 1) * icc
-    sd = math.sqrt(max(0.0, discordance - drop * drop) * effect / questions)
-    contexts = contexts_needed(sd, drop, goal, unit=True)
-    return Plan(contexts, questions, discordance, effect, sd)
+    design_effect = 1 + (questions - 1) * icc
+    sd = math.sqrt(max(0.0, discordance - score_drop * score_drop) * design_effect / questions)
+    context_count = contexts_needed(sd, score_drop, goal, unit_scaled=True)
+    return Plan(context_count, questions, discordance, design_effect, sd)
 
 
-def contexts_needed(sd: float, drop: float, goal: Goal, *, unit: bool) -> int:
+def contexts_needed(sd: float, score_drop: float, goal: Goal, *, unit_scaled: bool) -> int:
     """The number of contexts with which a drop is significant with the wanted probability.
 
     Args:
         sd: Standard deviation of a context's mean difference.
-        drop: The drop, in the scores' unit.
+        score_drop: The drop, in the scores' unit.
         goal: Level and power.
-        unit: Whether scores are in [0, 1], so that differences are in [-1, 1]. Then `sd` is at
-            least what the drop itself brings about by losing whole contexts.
+        unit_scaled: Whether scores are in [0, 1], so that differences are in [-1, 1]. Then `sd` is
+            at least what the drop itself brings about by losing whole contexts.
     """
-    if unit:
-        sd = max(sd, math.sqrt(drop * max(0.0, 1 - drop)))
-    bound = -stats.normal_quantile(goal.level / 2) * math.hypot(sd, drop)
-    bound += stats.normal_quantile(goal.power) * sd
-    # n * drop >= bound * sqrt(n) + step, solved for sqrt(n).
-    root = (bound + math.sqrt(bound * bound + 4 * drop * unit)) / (2 * drop)
-    many = math.ceil(min(float(MOST), root * root))
-    least = least_contexts(goal.level)
-    if not unit:
-        return max(many, least)
+    if unit_scaled:
+        sd = max(sd, math.sqrt(score_drop * max(0.0, 1 - score_drop)))
+    normal_bound = -stats.normal_quantile(goal.level / 2) * math.hypot(sd, score_drop)
+    normal_bound += stats.normal_quantile(goal.power) * sd
+    # n * score_drop >= normal_bound * sqrt(n) + step, solved for sqrt(n).
+    root_count = (
+        normal_bound + math.sqrt(normal_bound * normal_bound + 4 * score_drop * unit_scaled)
+    ) / (2 * score_drop)
+    context_count = math.ceil(min(float(MOST), root_count * root_count))
+    min_contexts = least_contexts(goal.level)
+    if not unit_scaled:
+        return max(context_count, min_contexts)
     # At least this share of contexts gets worse: |d| >= d * d for differences in [-1, 1].
-    worse = min(1.0, (sd * sd + drop * drop + drop) / 2)
-    while many < MOST and _at_least(least, many, worse) < goal.power:
-        many += max(1, many // 100)
-    return max(many, least)
+    worse_share = min(1.0, (sd * sd + score_drop * score_drop + score_drop) / 2)
+    while context_count < MOST and _at_least(min_contexts, context_count, worse_share) < goal.power:
+        context_count += max(1, context_count // 100)
+    return max(context_count, min_contexts)
 
 
-def _need(pair: Pair, goal: Goal, *, unit: bool) -> Need:
-    totals, sizes = pair.gaps
-    contexts = len(sizes)
-    sd = stats.clustered_se(totals, sizes) * math.sqrt(contexts) if contexts > 1 else math.nan
+def _need(pair: Pair, goal: Goal, *, unit_scaled: bool) -> Need:
+    context_totals, context_sizes = pair.gaps
+    context_count = len(context_sizes)
+    sd = (
+        stats.clustered_se(context_totals, context_sizes) * math.sqrt(context_count)
+        if context_count > 1
+        else math.nan
+    )
     if math.isnan(sd):
         raise UserError(
             f"{pair.place.task}, {pair.place.policy} at {pair.place.budget} has one context, which "
             "says nothing about the spread; run more samples"
         )
-    gaps = pair.shared.after - pair.shared.before
-    independent = float(np.std(gaps, ddof=1)) / math.sqrt(len(gaps))
-    effect = (sd / math.sqrt(contexts) / independent) ** 2 if independent > 0 else math.nan
-    scale = 1.0 if unit else abs(pair.shared.level)
-    drop = goal.drop * POINT * scale
+    differences = pair.shared.after - pair.shared.before
+    independent_se = float(np.std(differences, ddof=1)) / math.sqrt(len(differences))
+    design_effect = (
+        (sd / math.sqrt(context_count) / independent_se) ** 2 if independent_se > 0 else math.nan
+    )
+    score_scale = 1.0 if unit_scaled else abs(pair.shared.level)
+    score_drop = goal.drop * POINT * score_scale
     return Need(
         pair.place,
-        unit,
-        contexts,
+        unit_scaled,
+        context_count,
         pair.shared.samples,
         sd,
-        effect,
-        contexts_needed(sd, drop, goal, unit=unit) if drop > 0 else MOST,
-        smallest_seen(sd, contexts, goal, unit=unit),
+        design_effect,
+        contexts_needed(sd, score_drop, goal, unit_scaled=unit_scaled) if score_drop > 0 else MOST,
+        smallest_seen(sd, context_count, goal, unit_scaled=unit_scaled),
     )
 
 
-def smallest_seen(sd: float, contexts: int, goal: Goal, *, unit: bool) -> float:
+def smallest_seen(sd: float, context_count: int, goal: Goal, *, unit_scaled: bool) -> float:
     """The smallest drop that a number of contexts sees, to a thousandth; infinite if none.
 
     Args:
         sd: Standard deviation of a context's mean difference.
-        contexts: The number of contexts.
+        context_count: The number of contexts.
         goal: Level and power.
-        unit: Whether scores are in [0, 1].
+        unit_scaled: Whether scores are in [0, 1].
     """
-    high = 1.0 if unit else 1e6 * max(sd, 1e-12)
-    if contexts_needed(sd, high, goal, unit=unit) > contexts:
+    upper_drop = 1.0 if unit_scaled else 1e6 * max(sd, 1e-12)
+    if contexts_needed(sd, upper_drop, goal, unit_scaled=unit_scaled) > context_count:
         return math.inf
-    low = 0.0
-    while high - low > 1e-3 * high:
-        middle = (low + high) / 2
-        if contexts_needed(sd, middle, goal, unit=unit) > contexts:
-            low = middle
+    lower_drop = 0.0
+    while upper_drop - lower_drop > 1e-3 * upper_drop:
+        middle_drop = (lower_drop + upper_drop) / 2
+        if contexts_needed(sd, middle_drop, goal, unit_scaled=unit_scaled) > context_count:
+            lower_drop = middle_drop
         else:
-            high = middle
-    return high
+            upper_drop = middle_drop
+    return upper_drop
 
 
-def _at_least(least: int, trials: int, share: float) -> float:
-    """Probability of `least` or more successes in a number of trials."""
-    if share >= 1:
-        return float(trials >= least)
-    logs = (
+def _at_least(min_successes: int, trials: int, rate: float) -> float:
+    """Probability of `min_successes` or more successes in a number of trials."""
+    if rate >= 1:
+        return float(trials >= min_successes)
+    log_terms = (
         math.lgamma(trials + 1) - math.lgamma(k + 1) - math.lgamma(trials - k + 1)
-        + k * math.log(share) + (trials - k) * math.log1p(-share)
-        for k in range(min(least, trials + 1))
+        + k * math.log(rate) + (trials - k) * math.log1p(-rate)
+        for k in range(min(min_successes, trials + 1))
     )  # fmt: skip
-    return 1.0 - math.fsum(map(math.exp, logs))
+    return 1.0 - math.fsum(map(math.exp, log_terms))

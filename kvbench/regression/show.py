@@ -33,71 +33,85 @@ _SAID = {
 }
 
 
-def verdict(found: Regression) -> str:
+def verdict(result: Regression) -> str:
     """The whole comparison in a few words."""
-    if found.failed:
-        return f"regression in {counted(len(found.of(Outcome.FAILED)), 'cell')}"
-    if not found.complete:
+    if result.failed:
+        return f"regression in {counted(len(result.of(Outcome.FAILED)), 'cell')}"
+    if not result.complete:
         return "not everything could be compared"
     return "no regression shown"
 
 
-def complaint(found: Regression) -> str:
+def complaint(result: Regression) -> str:
     """What is wrong, in one line that names the first cell."""
-    worst = found.of(Outcome.FAILED) or found.of(Outcome.NOT_COMPARED)
-    if not worst:
-        return f"{verdict(found)}: the runs have no cell in common"
-    place = worst[0].pair.place
-    what = worst[0].reason or change_text(worst[0])
-    return f"{verdict(found)}, first {place.task}, {place.policy} at {place.budget}: {what}"
+    worst_cells = result.of(Outcome.FAILED) or result.of(Outcome.NOT_COMPARED)
+    if not worst_cells:
+        return f"{verdict(result)}: the runs have no cell in common"
+    place = worst_cells[0].pair.place
+    reason = worst_cells[0].reason or change_text(worst_cells[0])
+    return f"{verdict(result)}, first {place.task}, {place.policy} at {place.budget}: {reason}"
 
 
-def tables(found: Regression, outcomes: Sequence[Outcome] = _CHANGED) -> list[Table]:
+def tables(result: Regression, outcomes: Sequence[Outcome] = _CHANGED) -> list[Table]:
     """The compared cells as tables, one per model, scale and direction of scores.
 
     Args:
-        found: The comparison.
+        result: The comparison.
         outcomes: The cells to show, in this order; by default those with a response that changed.
     """
-    cells = [cell for outcome in outcomes for cell in found.of(outcome)]
-    parts: dict[tuple[str, bool, bool], list[Comparison]] = {}
-    for cell in cells:
-        key = (cell.pair.place.model, cell.unit, cell.pair.higher_is_better)
-        parts.setdefault(key, []).append(cell)
-    return [_table(found, *key, part) for key, part in parts.items()]
+    selected_cells = [comparison for outcome in outcomes for comparison in result.of(outcome)]
+    cells_by_table: dict[tuple[str, bool, bool], list[Comparison]] = {}
+    for comparison in selected_cells:
+        table_key = (comparison.pair.place.model, comparison.unit, comparison.pair.higher_is_better)
+        cells_by_table.setdefault(table_key, []).append(comparison)
+    return [
+        _table(result, *table_key, table_cells) for table_key, table_cells in cells_by_table.items()
+    ]
 
 
-def sentences(found: Regression) -> Iterator[Phrase]:
+def sentences(result: Regression) -> Iterator[Phrase]:
     """What a reader must know besides the tables, the most important first."""
-    compared = found.compared
-    counts = {outcome: len(found.of(outcome)) for outcome in _SAID}
-    said = "; ".join(f"{n} {_SAID[outcome]}" for outcome, n in counts.items() if n)
-    shared = sum(cell.pair.responses for cell in compared)
-    known = sum(cell.pair.shared.known for cell in compared)
-    responses = counted(shared, "response") + f" of the baseline's {known}" * (shared < known)
-    yield (
-        f"Compared {len(compared)} of {counted(len(found.cells), 'cell')} "
-        f"on {responses}{': ' + said if said else ''}."
+    compared = result.compared
+    outcome_counts = {outcome: len(result.of(outcome)) for outcome in _SAID}
+    outcome_text = "; ".join(
+        f"{cell_count} {_SAID[outcome]}"
+        for outcome, cell_count in outcome_counts.items()
+        if cell_count
     )
-    yield from _unpaired(found)
+    shared_count = sum(comparison.pair.responses for comparison in compared)
+    baseline_count = sum(comparison.pair.shared.known for comparison in compared)
+    responses_text = counted(shared_count, "response") + f" of the baseline's {baseline_count}" * (
+        shared_count < baseline_count
+    )
+    yield (
+        f"Compared {len(compared)} of {counted(len(result.cells), 'cell')} "
+        f"on {responses_text}{': ' + outcome_text if outcome_text else ''}."
+    )
+    yield from _unpaired(result)
     if compared:
-        yield from _visible(found)
-    if found.made:
-        parts = [
-            (Name(name), " ", Name(one or "none"), " → ", Name(two or "none"))
-            for name, (one, two) in found.made.items()
+        yield from _visible(result)
+    if result.made:
+        setting_phrases = [
+            (
+                Name(setting_name),
+                " ",
+                Name(baseline_value or "none"),
+                " → ",
+                Name(run_value or "none"),
+            )
+            for setting_name, (baseline_value, run_value) in result.made.items()
         ]
-        yield ("Made differently: ", *_with_commas(parts), ".")
-    if found.extra:
-        yield f"The baseline lacks {counted(found.extra, 'cell')} of the run."
-    if any(cell.outcome in _CHANGED for cell in compared):
+        yield ("Made differently: ", *_with_commas(setting_phrases), ".")
+    if result.extra:
+        yield f"The baseline lacks {counted(result.extra, 'cell')} of the run."
+    if any(comparison.outcome in _CHANGED for comparison in compared):
         yield (
-            f"A cell fails if its score drops by more than {points(found.max_drop)} and the "
-            f"corrected p is below {found.alpha:g}. Changes are paired by response, brackets are "
+            f"A cell fails if its score drops by more than {points(result.max_drop)} and the "
+            f"corrected p is below {result.alpha:g}. Changes are paired by response, brackets are "
             "95% intervals, and p is corrected for the "
-            f"{counted(found.tested, 'cell')} whose scores differ (Holm)."
+            f"{counted(result.tested, 'cell')} whose scores differ (Holm)."
             + " Where scores are not in [0, 1], percent of the baseline's score replace points."
-            * (not all(cell.unit for cell in compared))
+            * (not all(comparison.unit for comparison in compared))
         )
 
 
@@ -106,139 +120,157 @@ def points(count: float) -> str:
     return f"{count:g} point{'s' * (count != 1)}"
 
 
-def markdown_page(found: Regression, baseline: str, run: str) -> str:
+def markdown_page(result: Regression, baseline_name: str, run_name: str) -> str:
     """The comparison as Markdown, for the summary of a CI job.
 
     Args:
-        found: The comparison.
-        baseline: What the baseline is called.
-        run: What the run is called.
+        result: The comparison.
+        baseline_name: What the baseline is called.
+        run_name: What the run is called.
     """
     blocks = [
-        f"## kvbench: {verdict(found)}",
-        markdown_text((Name(run), " against ", Name(baseline), ".")),
-        *map(markdown, tables(found)),
-        *map(markdown_text, sentences(found)),
+        f"## kvbench: {verdict(result)}",
+        markdown_text((Name(run_name), " against ", Name(baseline_name), ".")),
+        *map(markdown, tables(result)),
+        *map(markdown_text, sentences(result)),
     ]
-    if found.of(Outcome.SAME):
-        same = "\n\n".join(map(markdown, tables(found, (Outcome.SAME,))))
-        blocks += ["<details><summary>Unchanged cells</summary>", same, "</details>"]
+    if result.of(Outcome.SAME):
+        same_tables = "\n\n".join(map(markdown, tables(result, (Outcome.SAME,))))
+        blocks += ["<details><summary>Unchanged cells</summary>", same_tables, "</details>"]
     return "\n\n".join(blocks) + "\n"
 
 
-def as_json(found: Regression, code: int) -> dict[str, Any]:
+def as_json(result: Regression, exit_code: int) -> dict[str, Any]:
     """The comparison as JSON can hold it: what is not a finite number is null.
 
     Args:
-        found: The comparison.
-        code: The exit code.
+        result: The comparison.
+        exit_code: The exit code.
     """
     return {
-        "exit_code": code,
-        "verdict": verdict(found),
-        "max_drop": found.max_drop,
-        "alpha": found.alpha,
-        "cells": [_record(cell) for cell in found.cells],
-        "not_in_baseline": found.extra,
+        "exit_code": exit_code,
+        "verdict": verdict(result),
+        "max_drop": result.max_drop,
+        "alpha": result.alpha,
+        "cells": [_record(comparison) for comparison in result.cells],
+        "not_in_baseline": result.extra,
         "made_differently": {
-            name: {"baseline": one, "run": two} for name, (one, two) in found.made.items()
+            setting_name: {"baseline": baseline_value, "run": run_value}
+            for setting_name, (baseline_value, run_value) in result.made.items()
         },
     }
 
 
 def place_text(place: Place) -> str:
     """A cell's policy, budget, moment, length and seed in one line."""
-    moment = f", {place.moment}" if place.moment else ""
-    return f"{place.policy} at {place.budget}{moment}, {tokens(place.length)}, seed {place.seed}"
+    moment_text = f", {place.moment}" if place.moment else ""
+    return (
+        f"{place.policy} at {place.budget}{moment_text}, {tokens(place.length)}, seed {place.seed}"
+    )
 
 
 def change_text(cell: Comparison) -> str:
     """What became of a cell's score, in one line."""
-    kind = score_kind(unit=cell.unit)
-    before, after = (number(x, kind) for x in (cell.before, cell.after))
+    kind = score_kind(unit_scaled=cell.unit)
+    baseline, run_score = (number(score, kind) for score in (cell.before, cell.after))
     return (
-        f"{before} -> {after} ({number(cell.change.mean, kind, signed=True)}, corrected p "
+        f"{baseline} -> {run_score} ({number(cell.change.mean, kind, signed=True)}, corrected p "
         f"{number(cell.p_corrected, Kind.NUMBER)}) on {counted(cell.contexts, 'context')}"
     )
 
 
 def _table(
-    found: Regression, model: str, unit: bool, higher: bool, cells: list[Comparison]
+    result: Regression,
+    model_name: str,
+    unit_scaled: bool,
+    higher_is_better: bool,
+    comparisons: list[Comparison],
 ) -> Table:
-    kind = score_kind(unit=unit)
-    better: Literal["higher", "lower"] = "higher" if higher else "lower"
-    places = [cell.pair.place for cell in cells]
-    columns: list[tuple[Column, list[Cell]]] = [
-        (Column("result"), [cell.outcome.value for cell in cells]),
-        *place_columns(places, [cell.pair.place for cell in found.cells]),
+    number_kind = score_kind(unit_scaled=unit_scaled)
+    better_direction: Literal["higher", "lower"] = "higher" if higher_is_better else "lower"
+    places = [comparison.pair.place for comparison in comparisons]
+    table_columns: list[tuple[Column, list[Cell]]] = [
+        (Column("result"), [comparison.outcome.value for comparison in comparisons]),
+        *place_columns(places, [comparison.pair.place for comparison in result.cells]),
     ]
-    changes: list[Cell] = [_interval(cell) for cell in cells]
-    visible: list[Cell] = [
-        cell.visible if math.isfinite(cell.visible) else _NONE * math.isinf(cell.visible) or None
-        for cell in cells
+    change_cells: list[Cell] = [_interval(comparison) for comparison in comparisons]
+    visible_cells: list[Cell] = [
+        comparison.visible
+        if math.isfinite(comparison.visible)
+        else _NO_DROP * math.isinf(comparison.visible) or None
+        for comparison in comparisons
     ]
-    columns += [
-        (Column("baseline", kind), [cell.before for cell in cells]),
-        (Column("run", kind), [cell.after for cell in cells]),
-        (Column("change", kind, better=better, signed=True), changes),
-        (Column("corrected p", Kind.NUMBER), [cell.p_corrected for cell in cells]),
-        (Column("contexts", Kind.COUNT), [cell.contexts for cell in cells]),
-        (Column("sees drops from", kind), visible),
+    table_columns += [
+        (Column("baseline", number_kind), [comparison.before for comparison in comparisons]),
+        (Column("run", number_kind), [comparison.after for comparison in comparisons]),
+        (Column("change", number_kind, better=better_direction, signed=True), change_cells),
+        (
+            Column("corrected p", Kind.NUMBER),
+            [comparison.p_corrected for comparison in comparisons],
+        ),
+        (Column("contexts", Kind.COUNT), [comparison.contexts for comparison in comparisons]),
+        (Column("sees drops from", number_kind), visible_cells),
     ]
-    title = (Name(model), "" if higher else ", lower is better")
-    return beside(title, columns, groups=[cell.outcome.value for cell in cells])
+    table_title = (Name(model_name), "" if higher_is_better else ", lower is better")
+    return beside(
+        table_title, table_columns, groups=[comparison.outcome.value for comparison in comparisons]
+    )
 
 
-_NONE = "none"
+_NO_DROP = "none"
 
 
 def place_columns(
-    places: Sequence[Place], everywhere: Sequence[Place]
+    table_places: Sequence[Place], all_places: Sequence[Place]
 ) -> list[tuple[Column, list[Cell]]]:
     """Columns that say what cells measure.
 
     Args:
-        places: The cells of a table.
-        everywhere: All cells; moment, length and seed have a column only if these differ in them.
+        table_places: The cells of a table.
+        all_places: All cells; moment, length and seed have a column only if these differ in them.
     """
-    columns: list[tuple[Column, list[Cell]]] = []
-    for name in ("task", "policy", "budget", "moment", "length", "seed"):
-        values = {getattr(place, name) for place in everywhere} - {""}
-        if name in ("task", "policy", "budget") or len(values) > 1:
-            head = Column(name, align="left" if name in ("task", "policy") else "right")
-            columns.append((head, [Name(str(getattr(place, name))) for place in places]))
-    return columns
+    table_columns: list[tuple[Column, list[Cell]]] = []
+    for field_name in ("task", "policy", "budget", "moment", "length", "seed"):
+        field_values = {getattr(place, field_name) for place in all_places} - {""}
+        if field_name in ("task", "policy", "budget") or len(field_values) > 1:
+            head_column = Column(
+                field_name, align="left" if field_name in ("task", "policy") else "right"
+            )
+            table_columns.append(
+                (head_column, [Name(str(getattr(place, field_name))) for place in table_places])
+            )
+    return table_columns
 
 
-def _interval(cell: Comparison) -> Interval:
-    if cell.outcome is Outcome.SAME:
+def _interval(comparison: Comparison) -> Interval:
+    if comparison.outcome is Outcome.SAME:
         return Interval(0.0)
-    return Interval(cell.change.mean, cell.change.lo, cell.change.hi)
+    return Interval(comparison.change.mean, comparison.change.lo, comparison.change.hi)
 
 
-def _unpaired(found: Regression) -> Iterator[Phrase]:
+def _unpaired(result: Regression) -> Iterator[Phrase]:
     """Why cells were not compared: a sentence per reason."""
-    for outcome, said in (
+    for outcome, label in (
         (Outcome.NOT_COMPARED, "Not compared"),
         (Outcome.NO_BASELINE, "Nothing to compare with"),
     ):
-        reasons: dict[str, list[Comparison]] = {}
-        for cell in found.of(outcome):
-            reasons.setdefault(cell.reason, []).append(cell)
-        for reason, cells in reasons.items():
-            names: list[Phrase] = [
-                (Name(c.pair.place.policy), " at ", Name(c.pair.place.budget), " on ",
-                 Name(c.pair.place.task))
-                for c in cells[:_MOST]
+        cells_by_reason: dict[str, list[Comparison]] = {}
+        for comparison in result.of(outcome):
+            cells_by_reason.setdefault(comparison.reason, []).append(comparison)
+        for reason, cells in cells_by_reason.items():
+            phrases: list[Phrase] = [
+                (Name(entry.pair.place.policy), " at ", Name(entry.pair.place.budget), " on ",
+                 Name(entry.pair.place.task))
+                for entry in cells[:_MOST]
             ]  # fmt: skip
-            more = f" and {len(cells) - _MOST} more" if len(cells) > _MOST else ""
-            yield (f"{said} ({counted(len(cells), 'cell')}): ", *_with_commas(names), more, ": ",
+            rest = f" and {len(cells) - _MOST} more" if len(cells) > _MOST else ""
+            yield (f"{label} ({counted(len(cells), 'cell')}): ", *_with_commas(phrases), rest, ": ",
                    reason, ".")  # fmt: skip
 
 
-def _visible(found: Regression) -> Iterator[Phrase]:
+def _visible(result: Regression) -> Iterator[Phrase]:
     """Which drops the samples could have shown at all: a pass is no evidence against others."""
-    blind = [cell for cell in found.compared if math.isinf(cell.visible)]
+    blind = [comparison for comparison in result.compared if math.isinf(comparison.visible)]
     if blind:
         yield (
             f"Of {counted(len(blind), 'cell')} a pass says nothing: too few contexts can get worse "
@@ -246,14 +278,18 @@ def _visible(found: Regression) -> Iterator[Phrase]:
             " says how many), or a budget at which more answers are right.",
         )  # fmt: skip
     for unit in (True, False):
-        coarse = [
-            cell.visible
-            for cell in found.compared
-            if cell.unit is unit and cell.allowed < cell.visible < math.inf
+        coarse_drops = [
+            comparison.visible
+            for comparison in result.compared
+            if comparison.unit is unit and comparison.allowed < comparison.visible < math.inf
         ]
-        if coarse:
-            kind = score_kind(unit=unit)
-            ends = list(dict.fromkeys(number(x, kind) for x in (min(coarse), max(coarse))))
+        if coarse_drops:
+            number_kind = score_kind(unit_scaled=unit)
+            ends = list(
+                dict.fromkeys(
+                    number(drop, number_kind) for drop in (min(coarse_drops), max(coarse_drops))
+                )
+            )
             by_cell = ", depending on the cell," * (len(ends) > 1)
             yield (
                 f"A drop of less than {' to '.join(ends)}{' points' * unit}{by_cell} can go unseen "
@@ -261,36 +297,39 @@ def _visible(found: Regression) -> Iterator[Phrase]:
             )  # fmt: skip
 
 
-def _with_commas(parts: Iterable[Phrase]) -> list[Phrase]:
-    return [piece for part in parts for piece in (", ", part)][1:]
+def _with_commas(phrases: Iterable[Phrase]) -> list[Phrase]:
+    return [piece for phrase in phrases for piece in (", ", phrase)][1:]
 
 
-def _record(cell: Comparison) -> dict[str, Any]:
+def _record(comparison: Comparison) -> dict[str, Any]:
     numbers = {
-        "baseline": cell.before,
-        "run": cell.after,
-        "change": cell.change.mean,
-        "change_lo": cell.change.lo,
-        "change_hi": cell.change.hi,
-        "p": cell.p,
-        "p_corrected": cell.p_corrected,
-        "allowed_drop": cell.allowed,
-        "visible_drop": cell.visible,
+        "baseline": comparison.before,
+        "run": comparison.after,
+        "change": comparison.change.mean,
+        "change_lo": comparison.change.lo,
+        "change_hi": comparison.change.hi,
+        "p": comparison.p,
+        "p_corrected": comparison.p_corrected,
+        "allowed_drop": comparison.allowed,
+        "visible_drop": comparison.visible,
     }
     return {
-        **asdict(cell.pair.place),
-        "metric": cell.pair.metric,
-        "higher_is_better": cell.pair.higher_is_better,
-        "outcome": cell.outcome.value,
-        "reason": cell.reason,
-        "contexts": cell.contexts,
-        "responses": cell.pair.responses,
-        **{name: x if math.isfinite(x) else None for name, x in numbers.items()},
+        **asdict(comparison.pair.place),
+        "metric": comparison.pair.metric,
+        "higher_is_better": comparison.pair.higher_is_better,
+        "outcome": comparison.outcome.value,
+        "reason": comparison.reason,
+        "contexts": comparison.contexts,
+        "responses": comparison.pair.responses,
+        **{
+            field_name: value if math.isfinite(value) else None
+            for field_name, value in numbers.items()
+        },
     }
 
 
-def allowance(cell: Comparison) -> str:
+def allowance(comparison: Comparison) -> str:
     """The drop that a cell is allowed, in one word."""
-    if cell.unit:
-        return points(cell.allowed / POINT)
-    return number(cell.allowed, Kind.NUMBER)
+    if comparison.unit:
+        return points(comparison.allowed / POINT)
+    return number(comparison.allowed, Kind.NUMBER)

@@ -16,20 +16,23 @@ from kvbench.report.text import counted
 
 def tables(needs: Sequence[Need], goal: Goal) -> list[Table]:
     """What each cell needs, a table per model and scale of scores."""
-    parts: dict[tuple[str, bool], list[Need]] = {}
+    needs_by_table: dict[tuple[str, bool], list[Need]] = {}
     for need in needs:
-        parts.setdefault((need.place.model, need.unit), []).append(need)
-    return [_table(model, unit, part, goal) for (model, unit), part in parts.items()]
+        needs_by_table.setdefault((need.place.model, need.unit), []).append(need)
+    return [
+        _table(model_name, unit_scaled, table_needs, goal)
+        for (model_name, unit_scaled), table_needs in needs_by_table.items()
+    ]
 
 
 def sentences(needs: Sequence[Need], goal: Goal) -> Iterator[Phrase]:
     """What a reader must know besides the tables."""
-    most = max(needs, key=lambda need: need.needed_samples)
-    if most.needed < MOST:
+    worst = max(needs, key=lambda need: need.needed_samples)
+    if worst.needed < MOST:
         yield (
             f"To see a drop of {points(goal.drop)} in every cell, ask ",
-            Name(f"--samples {most.needed_samples}"),
-            f" ({most.place.task}, {most.place.policy} at {most.place.budget} needs most).",
+            Name(f"--samples {worst.needed_samples}"),
+            f" ({worst.place.task}, {worst.place.policy} at {worst.place.budget} needs most).",
         )
     yield (
         f"Seen means: significant in {100 * goal.power:g}% of comparisons at alpha {goal.alpha:g}, "
@@ -42,9 +45,9 @@ def sentences(needs: Sequence[Need], goal: Goal) -> Iterator[Phrase]:
 def plan_sentence(plan: Plan, goal: Goal) -> Phrase:
     """What assumptions need, in a sentence."""
     effect = f", design effect {plan.design_effect:g}" * (plan.questions > 1)
-    asked = f" with {plan.questions} questions each" * (plan.questions > 1)
+    question_text = f" with {plan.questions} questions each" * (plan.questions > 1)
     return (
-        f"{counted(plan.contexts, 'context')}{asked} see a drop of {points(goal.drop)} in "
+        f"{counted(plan.contexts, 'context')}{question_text} see a drop of {points(goal.drop)} in "
         f"{100 * goal.power:g}% of comparisons (alpha {goal.alpha:g}, corrected for "
         f"{counted(goal.cells, 'cell')}; {100 * plan.discordance:g}% of answers differ{effect})."
     )
@@ -74,23 +77,27 @@ def needs_json(needs: Sequence[Need], goal: Goal) -> dict[str, Any]:
     }
 
 
-def _table(model: str, unit: bool, needs: list[Need], goal: Goal) -> Table:
-    kind = score_kind(unit=unit)
-    seen: list[Cell] = [need.seen if math.isfinite(need.seen) else "none" for need in needs]
-    needed: list[Cell] = [n.needed if n.needed < MOST else "too many" for n in needs]
-    samples: list[Cell] = [n.needed_samples if n.needed < MOST else "too many" for n in needs]
-    effects: list[Cell] = [_finite(need.design_effect) for need in needs]
-    columns: list[tuple[Column, Sequence[Cell]]] = [
+def _table(model_name: str, unit_scaled: bool, needs: list[Need], goal: Goal) -> Table:
+    number_kind = score_kind(unit_scaled=unit_scaled)
+    drop_cells: list[Cell] = [need.seen if math.isfinite(need.seen) else "none" for need in needs]
+    context_cells: list[Cell] = [
+        cell_need.needed if cell_need.needed < MOST else "too many" for cell_need in needs
+    ]
+    sample_cells: list[Cell] = [
+        cell_need.needed_samples if cell_need.needed < MOST else "too many" for cell_need in needs
+    ]
+    effect_cells: list[Cell] = [_finite(need.design_effect) for need in needs]
+    table_columns: list[tuple[Column, Sequence[Cell]]] = [
         *place_columns([need.place for need in needs], [need.place for need in needs]),
         (Column("contexts", Kind.COUNT), [need.contexts for need in needs]),
-        (Column("sees drops from", kind), seen),
-        (Column("sd", kind), [need.sd for need in needs]),
-        (Column("design effect", Kind.TIMES), effects),
-        (Column("contexts needed", Kind.COUNT), needed),
-        (Column("samples needed", Kind.COUNT), samples),
+        (Column("sees drops from", number_kind), drop_cells),
+        (Column("sd", number_kind), [need.sd for need in needs]),
+        (Column("design effect", Kind.TIMES), effect_cells),
+        (Column("contexts needed", Kind.COUNT), context_cells),
+        (Column("samples needed", Kind.COUNT), sample_cells),
     ]
-    of = points(goal.drop) if unit else f"{number(goal.drop, Kind.NUMBER)}%"
-    return beside((Name(model), f": to see a drop of {of}"), columns)
+    drop_text = points(goal.drop) if unit_scaled else f"{number(goal.drop, Kind.NUMBER)}%"
+    return beside((Name(model_name), f": to see a drop of {drop_text}"), table_columns)
 
 
 def _finite(value: float) -> float | None:

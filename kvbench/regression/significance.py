@@ -31,7 +31,7 @@ def paired_p(
     clusters: Mapping[Key, str],
     *,
     seed: int = 0,
-    n: int = DRAWS,
+    draws: int = DRAWS,
 ) -> float:
     """Two-sided p-value of the mean of `a - b` over the keys that both have.
 
@@ -44,78 +44,102 @@ def paired_p(
 
     It is exact where scores are fractions with a common denominator, as nearly all are, and where
     at most `EXACT` contexts differ. Otherwise exchanges are drawn until `_FAR` of them are as far
-    from 0 (Besag and Clifford 1991, Biometrika 78, 301), or `n` are drawn; the one that was seen
-    is counted with them.
+    from 0 (Besag and Clifford 1991, Biometrika 78, 301), or `draws` are drawn; the one that was
+    seen is counted with them.
 
     Args:
         a: Score by key.
         b: The scores to compare with.
         clusters: Context by key; may hold more keys.
         seed: Seed of the draws.
-        n: Most draws. No p is below `1 / (n + 1)` where signs are drawn.
+        draws: Most draws. No p is below `1 / (draws + 1)` where signs are drawn.
 
     Returns:
         The p-value; 1 if nothing differs, NaN if there is no key in common.
     """
-    keys = [key for key in a if key in b]
-    if not keys:
+    shared_keys = [key for key in a if key in b]
+    if not shared_keys:
         return math.nan
-    names = [clusters[key] for key in keys]
-    totals, _ = by_cluster(
-        checked([a[key] for key in keys], names) - checked([b[key] for key in keys], names), names
+    context_names = [clusters[key] for key in shared_keys]
+    context_totals, _ = by_cluster(
+        checked([a[key] for key in shared_keys], context_names)
+        - checked([b[key] for key in shared_keys], context_names),
+        context_names,
     )
-    return sign_p(totals, seed=seed, n=n)
+    return sign_p(context_totals, seed=seed, draws=draws)
 
 
-def sign_p(totals: Floats, *, seed: int = 0, n: int = DRAWS) -> float:
+def sign_p(context_totals: Floats, *, seed: int = 0, draws: int = DRAWS) -> float:
     """`paired_p` of the summed differences of each context, `[C]`."""
     # A context whose differences are 0 has no sign. What float sums leave over 0 is none either.
-    totals = totals[np.abs(totals) > 1e-9 * np.abs(totals).max(initial=0.0)]
-    if not len(totals):
+    context_totals = context_totals[
+        np.abs(context_totals) > 1e-9 * np.abs(context_totals).max(initial=0.0)
+    ]
+    if not len(context_totals):
         return 1.0
-    whole = _whole(totals)
-    if whole is None:  # scores that are weighted have a common fraction of their own
-        whole = _whole(totals / np.abs(totals).min())
-    if whole is not None:
-        return _counted(whole)
-    seen = abs(float(totals.sum())) * (1 - 1e-9)  # an exchange that gives the same sum counts
-    if len(totals) <= EXACT:
+    whole_totals = _whole(context_totals)
+    if whole_totals is None:  # scores that are weighted have a common fraction of their own
+        whole_totals = _whole(context_totals / np.abs(context_totals).min())
+    if whole_totals is not None:
+        return _counted(whole_totals)
+    observed_sum = abs(float(context_totals.sum())) * (
+        1 - 1e-9
+    )  # an exchange that gives the same sum counts
+    if len(context_totals) <= EXACT:
         # The first sign can stay: an exchange and its opposite are equally far from 0.
-        codes = np.arange(2 ** (len(totals) - 1))[:, None] >> np.arange(len(totals))
-        return float(np.mean(np.abs((1.0 - 2.0 * (codes & 1)) @ totals) >= seen))
-    rng = np.random.default_rng([seed, len(totals)])
-    far = drawn = 0
-    while drawn < n and far < _FAR:
-        rows = min(n - drawn, max(_LEAST, _AT_ONCE // len(totals)))
-        signs = rng.integers(0, 2, size=(rows, len(totals)), dtype=np.int8) * 2.0 - 1.0
-        far += int(np.count_nonzero(np.abs(signs @ totals) >= seen))
-        drawn += rows
-    return (far + 1) / (drawn + 1)
+        sign_codes = np.arange(2 ** (len(context_totals) - 1))[:, None] >> np.arange(
+            len(context_totals)
+        )
+        return float(
+            np.mean(np.abs((1.0 - 2.0 * (sign_codes & 1)) @ context_totals) >= observed_sum)
+        )
+    generator = np.random.default_rng([seed, len(context_totals)])
+    far_count = draw_count = 0
+    while draw_count < draws and far_count < _FAR:
+        batch_size = min(draws - draw_count, max(_LEAST, _AT_ONCE // len(context_totals)))
+        sign_matrix = (
+            generator.integers(0, 2, size=(batch_size, len(context_totals)), dtype=np.int8) * 2.0
+            - 1.0
+        )
+        far_count += int(np.count_nonzero(np.abs(sign_matrix @ context_totals) >= observed_sum))
+        draw_count += batch_size
+    return (far_count + 1) / (draw_count + 1)
 
 
-def _whole(totals: Floats) -> npt.NDArray[np.int64] | None:
+def _whole(context_totals: Floats) -> npt.NDArray[np.int64] | None:
     """The totals as whole multiples of a common fraction; None if they have none, or very many."""
-    for parts in range(1, _PARTS + 1):
-        near = np.rint(totals * parts)
-        if near.all() and np.abs(totals * parts - near).max() < 1e-7:
-            whole = near.astype(np.int64)
-            return whole if len(whole) * np.abs(whole).sum() <= _STEPS else None
+    for denominator in range(1, _PARTS + 1):
+        rounded_totals = np.rint(context_totals * denominator)
+        if (
+            rounded_totals.all()
+            and np.abs(context_totals * denominator - rounded_totals).max() < 1e-7
+        ):
+            whole_totals = rounded_totals.astype(np.int64)
+            return (
+                whole_totals if len(whole_totals) * np.abs(whole_totals).sum() <= _STEPS else None
+            )
     return None
 
 
-def _counted(whole: npt.NDArray[np.int64]) -> float:
+def _counted(whole_totals: npt.NDArray[np.int64]) -> float:
     """Share of all exchanges of signs whose sum is at least as far from 0, by adding them up."""
-    reach = int(np.abs(whole).sum())
-    share = np.zeros(2 * reach + 1)  # of the exchanges with each sum, from -reach to reach
-    share[reach] = 1.0
-    for step in np.abs(whole):
-        shifted = np.zeros_like(share)
-        shifted[step:] = share[:-step] / 2
-        shifted[:-step] += share[step:] / 2
-        share = shifted
-    seen = abs(int(whole.sum()))
+    largest_sum = int(np.abs(whole_totals).sum())
+    sum_shares = np.zeros(
+        2 * largest_sum + 1
+    )  # of the exchanges with each sum, from -reach to reach
+    sum_shares[largest_sum] = 1.0
+    for step in np.abs(whole_totals):
+        shifted_shares = np.zeros_like(sum_shares)
+        shifted_shares[step:] = sum_shares[:-step] / 2
+        shifted_shares[:-step] += sum_shares[step:] / 2
+        sum_shares = shifted_shares
+    observed_sum = abs(int(whole_totals.sum()))
     # As many sums are at or below -seen as at or above it.
-    return float(min(1.0, 2 * share[: reach - seen + 1].sum())) if seen else 1.0
+    return (
+        float(min(1.0, 2 * sum_shares[: largest_sum - observed_sum + 1].sum()))
+        if observed_sum
+        else 1.0
+    )
 
 
 def least_contexts(alpha: float) -> int:
@@ -123,21 +147,21 @@ def least_contexts(alpha: float) -> int:
     return math.ceil(math.log2(2.0 / alpha) - 1e-9)
 
 
-def holm(p: Sequence[float]) -> list[float]:
+def holm(p_values: Sequence[float]) -> list[float]:
     """Correct p-values for having looked at all of them (Holm 1979).
 
     Among the differences whose corrected p is below alpha, the chance that any is false is at most
     alpha, whatever the tests have to do with each other.
 
     Args:
-        p: The p-values.
+        p_values: The p-values.
 
     Returns:
         The corrected p-values in the same order, at most 1.
     """
-    corrected = [1.0] * len(p)
-    floor = 0.0
-    for rank, i in enumerate(sorted(range(len(p)), key=lambda i: p[i])):
-        floor = max(floor, min(1.0, (len(p) - rank) * p[i]))
-        corrected[i] = floor
-    return corrected
+    corrected_p = [1.0] * len(p_values)
+    largest_p = 0.0
+    for rank, index in enumerate(sorted(range(len(p_values)), key=lambda index: p_values[index])):
+        largest_p = max(largest_p, min(1.0, (len(p_values) - rank) * p_values[index]))
+        corrected_p[index] = largest_p
+    return corrected_p

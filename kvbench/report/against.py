@@ -46,59 +46,81 @@ def differences(cells: pd.DataFrame, samples: pd.DataFrame | Samples, base: str)
     Raises:
         UserError: `base` was not run; the nearest names are given.
     """
-    known = [str(p) for p in dict.fromkeys(cells["policy"]) if p != "full"]
-    if base not in known:
-        listed = f"there are {', '.join(known)}" if known else "nothing but full was run"
-        raise UserError(f"--against {base}: not in this run{nearest(base, known)} ({listed})")
-    kept = cells[cells["policy"] != "full"]
-    rows: list[dict[str, Any]] = []
-    for panel, part in kept.groupby(_PANEL, sort=False):
-        names = panel if isinstance(panel, tuple) else (panel,)
-        if base not in set(part["policy"]) or part["policy"].nunique() < 2:
+    policies = [str(policy) for policy in dict.fromkeys(cells["policy"]) if policy != "full"]
+    if base not in policies:
+        choices = f"there are {', '.join(policies)}" if policies else "nothing but full was run"
+        raise UserError(f"--against {base}: not in this run{nearest(base, policies)} ({choices})")
+    compressed_cells = cells[cells["policy"] != "full"]
+    difference_rows: list[dict[str, Any]] = []
+    for panel_key, panel_cells in compressed_cells.groupby(_PANEL, sort=False):
+        panel_values = panel_key if isinstance(panel_key, tuple) else (panel_key,)
+        if base not in set(panel_cells["policy"]) or panel_cells["policy"].nunique() < 2:
             continue
         # In the place of full, the base is what the others are paired with.
-        turned = part.assign(policy=part["policy"].where(part["policy"] != base, "full"))
-        for row in records(group_means(turned, samples)):
-            if row["policy"] != "full" and row["status"] == "ok" and pd.notna(row["diff"]):
-                head = dict(zip(_PANEL, names, strict=True))
-                rows.append(head | row | {"base_score": row["full_score"]})
-    return pd.DataFrame(rows, columns=[*_PANEL, *_OF_POLICY, *_NUMBERS])
+        relabelled_cells = panel_cells.assign(
+            policy=panel_cells["policy"].where(panel_cells["policy"] != base, "full")
+        )
+        for mean_row in records(group_means(relabelled_cells, samples)):
+            if (
+                mean_row["policy"] != "full"
+                and mean_row["status"] == "ok"
+                and pd.notna(mean_row["diff"])
+            ):
+                panel_fields = dict(zip(_PANEL, panel_values, strict=True))
+                difference_rows.append(
+                    panel_fields | mean_row | {"base_score": mean_row["full_score"]}
+                )
+    return pd.DataFrame(difference_rows, columns=[*_PANEL, *_OF_POLICY, *_NUMBERS])
 
 
-def tables(found: pd.DataFrame, base: str) -> list[Table]:
+def tables(difference_frame: pd.DataFrame, base: str) -> list[Table]:
     """The differences as tables, one per model, group, length, seed and moment."""
-    tables = []
-    for place, part in found.groupby([*SETTING, "moment"], sort=False):
-        model, _, group, length, seed, moment = map(str, place)
-        several = found["seed"].nunique() > 1
-        where = f", {tokens(int(length))}, {moment}" + f", seed {seed}" * several
-        title = (Name(model), " · ", Name(group), where, ": against ", Name(base))
-        groups = part["budget"].astype(str).tolist()
-        tables.append(beside(title, _columns(part, base), groups=groups))
-    return tables
+    panel_tables = []
+    for panel_key, panel_rows in difference_frame.groupby([*SETTING, "moment"], sort=False):
+        model_name, _, group_name, length, seed, moment = map(str, panel_key)
+        has_several_seeds = difference_frame["seed"].nunique() > 1
+        setting_text = f", {tokens(int(length))}, {moment}" + f", seed {seed}" * has_several_seeds
+        table_title = (
+            Name(model_name),
+            " · ",
+            Name(group_name),
+            setting_text,
+            ": against ",
+            Name(base),
+        )
+        budget_groups = panel_rows["budget"].astype(str).tolist()
+        panel_tables.append(beside(table_title, _columns(panel_rows, base), groups=budget_groups))
+    return panel_tables
 
 
-def write(found: pd.DataFrame, base: str, path: Path) -> Path:
+def write(difference_frame: pd.DataFrame, base: str, output_path: Path) -> Path:
     """Write the differences as Markdown.
 
     Raises:
         UserError: The file cannot be written.
     """
-    blocks = [f"# Against {code(base)}", _READING, *map(markdown, tables(found, base))]
-    write_whole(path, ("\n\n".join(blocks) + "\n").encode())
-    return path
+    blocks = [f"# Against {code(base)}", _READING, *map(markdown, tables(difference_frame, base))]
+    write_whole(output_path, ("\n\n".join(blocks) + "\n").encode())
+    return output_path
 
 
-def _columns(part: pd.DataFrame, base: str) -> list[tuple[Column, list[Cell]]]:
-    rows = records(part)
-    scores = part[["base_score", "score"]]
-    kind = score_kind(unit=bool(((scores >= 0) & (scores <= 1)).all(axis=None)))
-    gaps: list[Cell] = [Interval(row["diff"], row["diff_lo"], row["diff_hi"]) for row in rows]
-    better: Literal["higher", "lower"] = "higher" if part["higher_is_better"].iloc[0] else "lower"
+def _columns(panel_rows: pd.DataFrame, base: str) -> list[tuple[Column, list[Cell]]]:
+    row_records = records(panel_rows)
+    scores = panel_rows[["base_score", "score"]]
+    number_kind = score_kind(unit_scaled=bool(((scores >= 0) & (scores <= 1)).all(axis=None)))
+    gap_cells: list[Cell] = [
+        Interval(record["diff"], record["diff_lo"], record["diff_hi"]) for record in row_records
+    ]
+    better_direction: Literal["higher", "lower"] = (
+        "higher" if panel_rows["higher_is_better"].iloc[0] else "lower"
+    )
     return [
-        (Column("budget", align="right"), [Name(row["budget"]) for row in rows]),
-        (Column("policy"), [Name(row["policy"]) for row in rows]),
-        (Column(Name(base), kind), [row["base_score"] for row in rows]),
-        (Column("score", kind, better=better), [row["score"] for row in rows]),
-        (Column("difference", kind, better=better, signed=True), gaps),
+        (Column("budget", align="right"), [Name(record["budget"]) for record in row_records]),
+        (Column("policy"), [Name(record["policy"]) for record in row_records]),
+        (Column(Name(base), number_kind), [record["base_score"] for record in row_records]),
+        (
+            Column("score", number_kind, better=better_direction),
+            [record["score"] for record in row_records],
+        ),
+        (Column("difference", number_kind, better=better_direction, signed=True), gap_cells),
     ]

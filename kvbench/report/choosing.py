@@ -11,7 +11,7 @@ import pandas as pd
 from rich.text import Text
 
 from kvbench.budget import Budget
-from kvbench.report.frames import Results, silent_tasks, unit_scale
+from kvbench.report.frames import Results, tasks_at_chance, unit_scale
 from kvbench.report.numbers import Kind, interval, number, percent, size
 from kvbench.report.outputs import plain_text
 from kvbench.report.panel import Panel, panels
@@ -90,8 +90,8 @@ class Aim:
     @property
     def points(self) -> str:
         """The distance in words, such as `2 points`."""
-        value = f"{100 * self.within:.4g}"
-        return f"{value} point{'s' * (value != '1')}"
+        point_text = f"{100 * self.within:.4g}"
+        return f"{point_text} point{'s' * (point_text != '1')}"
 
 
 WITHIN_A_POINT = Aim()
@@ -131,27 +131,27 @@ def panel_choices(panel: Panel, aim: Aim) -> Iterator[Choice]:
     """The choices of a panel: the mean first, then every task that tells policies apart."""
     overall = panel.overall
     if len(panel.tasks) > 1 and len(overall):
-        verdict = cheapest(overall, unit=unit_scale(overall), within=aim.within)
+        verdict = cheapest(overall, unit_scaled=unit_scale(overall), within=aim.within)
         yield Choice(panel, "", int(overall["tasks"].max()), verdict)
-    for task in panel.tasks:
-        cells = panel.of_task(task)
-        verdict = cheapest(cells, unit=unit_scale(cells), within=aim.within)
+    for task_name in panel.tasks:
+        task_cells = panel.of_task(task_name)
+        verdict = cheapest(task_cells, unit_scaled=unit_scale(task_cells), within=aim.within)
         if verdict.kind != "silent":
-            yield Choice(panel, task, 1, verdict)
+            yield Choice(panel, task_name, 1, verdict)
 
 
 def lines(panel: Panel, samples: Samples | None, aim: Aim, voice: Voice) -> Iterator[str]:
     """A panel's choices in words, a line each."""
-    facts = PanelMemory.of(panel, samples)
-    found = list(panel_choices(panel, aim))
-    if len(panel.tasks) > 1 and set(silent_tasks(panel.cells)) == set(panel.tasks):
-        nothing = "none, because the full cache is above chance on none of the tasks."
-        yield f"{voice.strong('Mean:')} {nothing}"
-    for choice in found:
-        head = voice.name(choice.task) + ":"
+    panel_memory = PanelMemory.of(panel, samples)
+    choices = list(panel_choices(panel, aim))
+    if len(panel.tasks) > 1 and set(tasks_at_chance(panel.cells)) == set(panel.tasks):
+        no_mean_text = "none, because the full cache is above chance on none of the tasks."
+        yield f"{voice.strong('Mean:')} {no_mean_text}"
+    for choice in choices:
+        heading = voice.name(choice.task) + ":"
         if not choice.task:
-            head = voice.strong(f"{mean_of(choice.tasks).capitalize()}:")
-        yield f"{head} {sentence(choice.verdict, aim, voice, facts)}"
+            heading = voice.strong(f"{mean_of(choice.tasks).capitalize()}:")
+        yield f"{heading} {sentence(choice.verdict, aim, voice, panel_memory)}"
 
 
 @dataclass(frozen=True)
@@ -174,68 +174,78 @@ class PanelMemory:
         Layers, KV heads, head size and dtype need not be known: the run has measured the bytes of
         contexts of known length, and keys and values take the same bytes for every token.
         """
-        cells = panel.cells
-        told = cells[(cells["status"] == "ok") & cells["moment"].isin(_CONTEXT_ONLY)]
-        if samples is None or not len(told):
+        panel_cells = panel.cells
+        context_cells = panel_cells[
+            (panel_cells["status"] == "ok") & panel_cells["moment"].isin(_CONTEXT_ONLY)
+        ]
+        if samples is None or not len(context_cells):
             return cls(math.nan, math.nan)
-        bytes_of = told.set_index("cell")["kv_bytes_full"]
-        mine = samples.of(bytes_of.index)
-        length = mine.groupby("cell", observed=True)["context_tokens"].mean()
-        return cls(float((bytes_of / length).median()), float(length.median()))
+        full_bytes = context_cells.set_index("cell")["kv_bytes_full"]
+        context_samples = samples.of(full_bytes.index)
+        mean_tokens = context_samples.groupby("cell", observed=True)["context_tokens"].mean()
+        return cls(float((full_bytes / mean_tokens).median()), float(mean_tokens.median()))
 
     def tokens_of(self, serving: Serving) -> float:
         """The context that the memory is told for."""
         return self.context if serving.context is None else float(serving.context)
 
-    def of_setting(self, row: pd.Series, serving: Serving) -> Memory:
+    def of_setting(self, setting_row: pd.Series, serving: Serving) -> Memory:
         """The memory of a setting.
 
         A share of the context stays the share that was measured; a number of tokens stays the bytes
         that were measured, whatever the context.
 
         Args:
-            row: Cell or group mean of the setting.
+            setting_row: Cell or group mean of the setting.
             serving: Batch and context.
         """
-        one = self.token_bytes * self.tokens_of(serving)
-        budget = Budget.parse(str(row["budget"]))
-        share = budget.tokens is None and not budget.visual
-        held = row["share"] * one if share else min(one, float(row["kv_bytes_live"]))
-        return Memory(serving.batch * one, serving.batch * held)
+        sequence_bytes = self.token_bytes * self.tokens_of(serving)
+        budget = Budget.parse(str(setting_row["budget"]))
+        is_share = budget.tokens is None and not budget.visual
+        held_bytes = (
+            setting_row["share"] * sequence_bytes
+            if is_share
+            else min(sequence_bytes, float(setting_row["kv_bytes_live"]))
+        )
+        return Memory(serving.batch * sequence_bytes, serving.batch * held_bytes)
 
     def note(self, panel: Panel, serving: Serving) -> str:
         """What a reader must know about the memory of a panel."""
         if math.isnan(self.token_bytes):
             return "Memory is unknown: the run has no full cache of a context."
-        text = (
+        note_text = (
             f"Memory counts keys and values, {size(self.token_bytes)} per token over the layers "
             "that are compressed, as measured in this run."
         )
         length = panel.variant.length or round(self.context)
         if serving.context is not None and serving.context > length:
-            text += (
+            note_text += (
                 f" The scores are of {tokens(length)}: this run does not say what a policy loses "
                 f"at {tokens(serving.context)}."
             )
-        return text
+        return note_text
 
 
-def shown(results: Results, aim: Aim) -> Text:
+def render_choices(results: Results, aim: Aim) -> Text:
     """The choices of means over tasks, and of single tasks, for a terminal.
 
     Args:
         results: What was run.
         aim: What a setting is looked for.
     """
-    text = Text().append(f"Cheapest policy within {aim.points} of the full cache\n", "bold")
+    styled_text = Text().append(f"Cheapest policy within {aim.points} of the full cache\n", "bold")
     for panel in panels(results):
-        told = "\n".join(f"  {line}" for line in lines(panel, results.samples, aim, PLAIN))
-        title = plain_text((Name(panel.model), " · ", *panel.title))
-        note = ""
+        choice_lines = "\n".join(
+            f"  {choice_line}" for choice_line in lines(panel, results.samples, aim, PLAIN)
+        )
+        panel_title = plain_text((Name(panel.model), " · ", *panel.title))
+        memory_note = ""
         if aim.serving is not None:
-            note = f"\n  {PanelMemory.of(panel, results.samples).note(panel, aim.serving)}"
-        text.append(f"{title}\n{told or '  ' + NO_VERDICT['silent']}{note}\n")
-    return text
+            memory_note = f"\n  {PanelMemory.of(panel, results.samples).note(panel, aim.serving)}"
+        styled_text.append(
+            f"{panel_title}\n{choice_lines or '  ' + NO_VERDICT['silent']}{memory_note}\n"
+        )
+    return styled_text
 
 
 def as_records(results: Results, aim: Aim) -> list[dict[str, Any]]:
@@ -250,15 +260,15 @@ def as_records(results: Results, aim: Aim) -> list[dict[str, Any]]:
         `memory_full` and `memory_held`.
     """
     return [
-        _record(choice, memory, aim)
+        _record(choice, panel_memory, aim)
         for panel in panels(results)
-        for memory in [PanelMemory.of(panel, results.samples)]
+        for panel_memory in [PanelMemory.of(panel, results.samples)]
         for choice in panel_choices(panel, aim)
     ]
 
 
-def _record(choice: Choice, memory: PanelMemory, aim: Aim) -> dict[str, Any]:
-    verdict, row = choice.verdict, choice.verdict.row
+def _record(choice: Choice, panel_memory: PanelMemory, aim: Aim) -> dict[str, Any]:
+    verdict, setting_row = choice.verdict, choice.verdict.row
     record: dict[str, Any] = {
         "model": choice.panel.model,
         "group": choice.panel.group,
@@ -270,15 +280,15 @@ def _record(choice: Choice, memory: PanelMemory, aim: Aim) -> dict[str, Any]:
         "kind": verdict.kind,
         "sure": verdict.sure,
         "open": verdict.open,
-        "said": sentence(verdict, aim, PLAIN, memory),
+        "said": sentence(verdict, aim, PLAIN, panel_memory),
     }
-    if row is not None:
-        record |= {"policy": str(row["policy"]), "budget": str(row["budget"])}
-        record |= {name: float(row[name]) for name in _OF_SETTING}
-        record["samples"] = int(row["samples"])
-        if aim.serving is not None and not math.isnan(memory.token_bytes):
-            told = memory.of_setting(row, aim.serving)
-            record |= {"memory_full": told.full, "memory_held": told.held}
+    if setting_row is not None:
+        record |= {"policy": str(setting_row["policy"]), "budget": str(setting_row["budget"])}
+        record |= {field_name: float(setting_row[field_name]) for field_name in _OF_SETTING}
+        record["samples"] = int(setting_row["samples"])
+        if aim.serving is not None and not math.isnan(panel_memory.token_bytes):
+            batch_memory = panel_memory.of_setting(setting_row, aim.serving)
+            record |= {"memory_full": batch_memory.full, "memory_held": batch_memory.held}
     return record
 
 
@@ -286,7 +296,7 @@ def sentence(
     verdict: Verdict,
     aim: Aim = WITHIN_A_POINT,
     voice: Voice = MARKDOWN,
-    memory: PanelMemory | None = None,
+    panel_memory: PanelMemory | None = None,
 ) -> str:
     """A verdict in words.
 
@@ -294,60 +304,71 @@ def sentence(
         verdict: What can be said.
         aim: What it was asked for.
         voice: How names are written.
-        memory: What the memory follows from, if `aim` asks for it.
+        panel_memory: What the memory follows from, if `aim` asks for it.
     """
-    row = verdict.row
-    if row is None:
+    setting_row = verdict.row
+    if setting_row is None:
         return NO_VERDICT[verdict.kind]
-    gap = number(row["diff"], Kind.POINTS, signed=True)
-    ends = interval(row["diff_lo"], row["diff_hi"], Kind.POINTS, signed=True)
-    bytes_held = f"{percent(row['share'])} of the bytes"
-    setting = f"{_setting(row, voice)} ({bytes_held}; {gap} {ends} points from full)"
+    gap = number(setting_row["diff"], Kind.POINTS, signed=True)
+    bounds = interval(setting_row["diff_lo"], setting_row["diff_hi"], Kind.POINTS, signed=True)
+    share = f"{percent(setting_row['share'])} of the bytes"
+    setting = f"{_setting(setting_row, voice)} ({share}; {gap} {bounds} points from full)"
     if verdict.kind == "none":
-        text = f"none; {setting} comes closest."
+        verdict_text = f"none; {setting} comes closest."
         if verdict.open:
-            text += f" {voice.strong('Not certain:')} its interval includes losses within "
-            text += f"{aim.points}; {resolution(verdict, row)}."
+            verdict_text += f" {voice.strong('Not certain:')} its interval includes losses within "
+            verdict_text += f"{aim.points}; {resolution(verdict, setting_row)}."
         if verdict.equal:
-            text += f" Equally close: {_settings(verdict.equal, voice, shares=True)}."
-        return text
+            verdict_text += f" Equally close: {_settings(verdict.equal, voice, with_shares=True)}."
+        return verdict_text
     if verdict.sure:
-        text = f"{setting}. The whole interval is within {aim.points}."
+        verdict_text = f"{setting}. The whole interval is within {aim.points}."
     else:
-        text = f"{setting}. {voice.strong('Not certain:')} the interval includes losses of more "
-        text += f"than {aim.points}; {resolution(verdict, row)}."
-    if memory is not None and aim.serving is not None and not math.isnan(memory.token_bytes):
-        text += f" {_saving(memory, row, aim.serving)}"
+        verdict_text = (
+            f"{setting}. {voice.strong('Not certain:')} the interval includes losses of more "
+        )
+        verdict_text += f"than {aim.points}; {resolution(verdict, setting_row)}."
+    if (
+        panel_memory is not None
+        and aim.serving is not None
+        and not math.isnan(panel_memory.token_bytes)
+    ):
+        verdict_text += f" {_saving(panel_memory, setting_row, aim.serving)}"
     if verdict.certain is not None and not verdict.sure:
-        certain = _settings([verdict.certain], voice, shares=True)
-        text += f" The cheapest whose whole interval is within: {certain}."
+        certain_text = _settings([verdict.certain], voice, with_shares=True)
+        verdict_text += f" The cheapest whose whole interval is within: {certain_text}."
     if verdict.equal:
-        text += f" Also within {aim.points} at the same bytes: {_settings(verdict.equal, voice)}."
+        verdict_text += (
+            f" Also within {aim.points} at the same bytes: {_settings(verdict.equal, voice)}."
+        )
     if verdict.cheaper:
-        cheaper = _settings(verdict.cheaper, voice)
-        text += f" Cheaper settings that this run cannot rule out: {cheaper}."
-    return text
+        cheaper_text = _settings(verdict.cheaper, voice)
+        verdict_text += f" Cheaper settings that this run cannot rule out: {cheaper_text}."
+    return verdict_text
 
 
-def resolution(verdict: Verdict, row: pd.Series) -> str:
+def resolution(verdict: Verdict, entry: pd.Series) -> str:
     """How small a drop the samples can show: the distance from a difference to its worse end."""
-    seen = number(verdict.resolution, Kind.POINTS)
+    drop = number(verdict.resolution, Kind.POINTS)
     return (
-        f"{counted(int(row['samples']), 'sample')} can show only drops of more than {seen} points"
+        f"{counted(int(entry['samples']), 'sample')} can show only drops of more than {drop} points"
     )
 
 
-def _saving(memory: PanelMemory, row: pd.Series, serving: Serving) -> str:
-    told = memory.of_setting(row, serving)
-    where = f"At batch {serving.batch} and {tokens(round(memory.tokens_of(serving)))}"
-    held = f"it holds {size(told.held)} instead of {size(told.full)}"
-    return f"{where} {held}: {size(told.saved)} saved."
+def _saving(panel_memory: PanelMemory, setting_row: pd.Series, serving: Serving) -> str:
+    batch_memory = panel_memory.of_setting(setting_row, serving)
+    serving_text = f"At batch {serving.batch} and {tokens(round(panel_memory.tokens_of(serving)))}"
+    held_text = f"it holds {size(batch_memory.held)} instead of {size(batch_memory.full)}"
+    return f"{serving_text} {held_text}: {size(batch_memory.saved)} saved."
 
 
-def _setting(row: pd.Series, voice: Voice) -> str:
-    return f"{voice.name(row['policy'])} at {voice.name(row['budget'])}"
+def _setting(setting_row: pd.Series, voice: Voice) -> str:
+    return f"{voice.name(setting_row['policy'])} at {voice.name(setting_row['budget'])}"
 
 
-def _settings(rows: Iterable[pd.Series], voice: Voice, *, shares: bool = False) -> str:
-    found = [_setting(row, voice) + f" ({percent(row['share'])})" * shares for row in rows]
-    return listed(found, 6)
+def _settings(setting_rows: Iterable[pd.Series], voice: Voice, *, with_shares: bool = False) -> str:
+    setting_texts = [
+        _setting(setting_row, voice) + f" ({percent(setting_row['share'])})" * with_shares
+        for setting_row in setting_rows
+    ]
+    return listed(setting_texts, 6)

@@ -12,49 +12,53 @@ Values: TypeAlias = "list[float | str]"
 
 
 def csv_columns(
-    title: str, cells: Sequence[Cell], write: Callable[[Phrase], str]
+    column_title: str, column_cells: Sequence[Cell], write_phrase: Callable[[Phrase], str]
 ) -> tuple[list[str], list[Values]]:
     """The one to four columns that a column becomes, for intervals and p-values have their own.
 
     Args:
-        title: Title of the column.
-        cells: Its cells.
-        write: Writes a text.
+        column_title: Title of the column.
+        column_cells: Its cells.
+        write_phrase: Writes a text.
 
     Returns:
         The titles of the columns, and for each cell its values. Text that a spreadsheet would run
         as a formula begins with an apostrophe.
     """
-    ends = ("_lo", "_hi")
-    if any(isinstance(cell, Compared) for cell in cells):
-        suffixes: tuple[str, ...] = ("", "_diff", *(f"_diff{end}" for end in ends))
-    elif any(isinstance(cell, Interval) for cell in cells):
-        suffixes = ("", *ends)
-    elif any(isinstance(cell, Graded) and not math.isnan(cell.p) for cell in cells):
+    bound_suffixes = ("_lo", "_hi")
+    if any(isinstance(cell, Compared) for cell in column_cells):
+        suffixes: tuple[str, ...] = (
+            "",
+            "_diff",
+            *(f"_diff{bound_suffix}" for bound_suffix in bound_suffixes),
+        )
+    elif any(isinstance(cell, Interval) for cell in column_cells):
+        suffixes = ("", *bound_suffixes)
+    elif any(isinstance(cell, Graded) and not math.isnan(cell.p) for cell in column_cells):
         suffixes = ("", "_p")
     else:
         suffixes = ("",)
-    titles = [_formula_safe(title) + suffix for suffix in suffixes]
-    return titles, [_values(cell, len(suffixes), write) for cell in cells]
+    column_titles = [_formula_safe(column_title) + suffix for suffix in suffixes]
+    return column_titles, [_values(cell, len(suffixes), write_phrase) for cell in column_cells]
 
 
-def _values(cell: Cell, count: int, write: Callable[[Phrase], str]) -> Values:
+def _values(cell: Cell, column_count: int, write_phrase: Callable[[Phrase], str]) -> Values:
     match cell:
         case Compared():
             numbers = [cell.score, cell.gap.mean, cell.gap.lo, cell.gap.hi]
         case Interval():
             numbers = [cell.mean, cell.lo, cell.hi]
         case Graded():
-            numbers = [cell.value, cell.p][:count]
+            numbers = [cell.value, cell.p][:column_count]
         case int() | float():
             numbers = [cell]
         case None:
             numbers = []
         case _:
-            return [_formula_safe(write(cell)), *[""] * (count - 1)]
-    known: Values = ["" if math.isnan(x) else x for x in numbers]
-    return known + [""] * (count - len(known))
+            return [_formula_safe(write_phrase(cell)), *[""] * (column_count - 1)]
+    cell_values: Values = ["" if math.isnan(number) else number for number in numbers]
+    return cell_values + [""] * (column_count - len(cell_values))
 
 
-def _formula_safe(text: str) -> str:
-    return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text
+def _formula_safe(cell_text: str) -> str:
+    return f"'{cell_text}" if cell_text.startswith(("=", "+", "-", "@")) else cell_text

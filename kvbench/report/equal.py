@@ -40,66 +40,92 @@ def equal_rows(results: Results) -> Places:
     Kept sets are not recorded. Equal responses show equal sets where enough of them differ from
     those of the full cache; without a full cache nothing is claimed.
     """
-    cells, samples = results.cells[results.cells["status"] == "ok"], results.samples
-    found: Places = {}
+    ok_cells, samples = results.cells[results.cells["status"] == "ok"], results.samples
+    places_by_policies: Places = {}
     if samples is None:
-        return found
-    is_full = cells["policy"] == "full"
-    full = cells[is_full].set_index(["model", "task", "length", "seed"])["cell"].to_dict()
-    for setting, part in cells[~is_full].groupby(_SETTING, sort=False):
-        alike: dict[tuple[tuple[str, bytes], ...], list[str]] = {}
-        for name, own in part.sort_values("task").groupby("policy", sort=False):
-            told = (samples.told(cell) for cell in own["cell"])
-            key = tuple((t, x.tobytes()) for t, x in zip(own["task"], told, strict=True))
-            alike.setdefault(key, []).append(str(name))
-        for names in (names for names in alike.values() if len(names) > 1):
-            place, mine = _place(setting), part[part["policy"] == names[0]]
-            unlike = sum(
-                _unlike(samples, cell, full.get((place.model, task, place.length, place.seed)))
-                for task, cell in zip(mine["task"], mine["cell"], strict=True)
+        return places_by_policies
+    is_full = ok_cells["policy"] == "full"
+    full_cells = ok_cells[is_full].set_index(["model", "task", "length", "seed"])["cell"].to_dict()
+    for setting, setting_cells in ok_cells[~is_full].groupby(_SETTING, sort=False):
+        policies_by_answers: dict[tuple[tuple[str, bytes], ...], list[str]] = {}
+        for policy_name, policy_cells in setting_cells.sort_values("task").groupby(
+            "policy", sort=False
+        ):
+            answer_arrays = (samples.answer_table(cell_id) for cell_id in policy_cells["cell"])
+            answer_key = tuple(
+                (task_name, answers.tobytes())
+                for task_name, answers in zip(policy_cells["task"], answer_arrays, strict=True)
             )
-            if unlike >= _LEAST:
-                found.setdefault(tuple(sorted(names)), []).append(place)
-    return found
+            policies_by_answers.setdefault(answer_key, []).append(str(policy_name))
+        for policy_names in (
+            policy_names for policy_names in policies_by_answers.values() if len(policy_names) > 1
+        ):
+            place, policy_rows = (
+                _place(setting),
+                setting_cells[setting_cells["policy"] == policy_names[0]],
+            )
+            changed_count = sum(
+                _count_changed(
+                    samples,
+                    cell_id,
+                    full_cells.get((place.model, task_id, place.length, place.seed)),
+                )
+                for task_id, cell_id in zip(policy_rows["task"], policy_rows["cell"], strict=True)
+            )
+            if changed_count >= _LEAST:
+                places_by_policies.setdefault(tuple(sorted(policy_names)), []).append(place)
+    return places_by_policies
 
 
-def _unlike(samples: Samples, cell: str, full: str | None) -> int:
+def _count_changed(samples: Samples, cell_id: str, full_id: str | None) -> int:
     """Responses of a cell that the full cache gave otherwise; 0 if there is none to compare."""
-    mine, whole = samples.told(cell), samples.told(full or "")
-    same = len(mine) == len(whole) and np.array_equal(mine[:, 0], whole[:, 0])
-    return int((mine[:, 1] != whole[:, 1]).sum()) if same else 0
+    cell_answers, full_answers = samples.answer_table(cell_id), samples.answer_table(full_id or "")
+    is_same = len(cell_answers) == len(full_answers) and np.array_equal(
+        cell_answers[:, 0], full_answers[:, 0]
+    )
+    return int((cell_answers[:, 1] != full_answers[:, 1]).sum()) if is_same else 0
 
 
 def without_room(results: Results) -> Places:
     """Policies whose sinks and windows of a fixed size fill the budget of most contexts."""
-    cells, found = results.cells[results.cells["status"] == "ok"], Places()
-    cells = cells[cells["moment"].isin(["context", "question"]) & (cells["policy"] != "full")]
+    compressed_cells, places_by_policies = results.cells[results.cells["status"] == "ok"], Places()
+    compressed_cells = compressed_cells[
+        compressed_cells["moment"].isin(["context", "question"])
+        & (compressed_cells["policy"] != "full")
+    ]
     if results.samples is None:
-        return found
-    for (name, *where), part in cells.groupby(["policy", *_SETTING], sort=False):
-        reserved = _reserved(str(name))
-        samples = results.samples.of(part["cell"])
-        lengths = samples["context_tokens"].to_numpy(np.int64)
-        place = _place(where)
+        return places_by_policies
+    for (policy_name, *setting), setting_cells in compressed_cells.groupby(
+        ["policy", *_SETTING], sort=False
+    ):
+        reserved_counts = _reserved(str(policy_name))
+        setting_samples = results.samples.of(setting_cells["cell"])
+        context_lengths = setting_samples["context_tokens"].to_numpy(np.int64)
+        place = _place(setting)
         if place.moment == "question":
-            lengths = lengths + samples["question_tokens"].to_numpy(np.int64)
+            context_lengths = context_lengths + setting_samples["question_tokens"].to_numpy(
+                np.int64
+            )
         budget = Budget.parse(place.budget)
-        if any(budget.is_filled(one, lengths.tolist()) for one in reserved):
-            found.setdefault((str(name),), []).append(place)
-    return found
+        if any(
+            budget.is_filled(reserved_count, context_lengths.tolist())
+            for reserved_count in reserved_counts
+        ):
+            places_by_policies.setdefault((str(policy_name),), []).append(place)
+    return places_by_policies
 
 
-def _place(values: Iterable[Any]) -> Place:
+def _place(setting: Iterable[Any]) -> Place:
     """The place of a group of rows."""
-    return Place(*values)
+    return Place(*setting)
 
 
-def _reserved(name: str) -> list[Callable[[int], int]]:
+def _reserved(policy_name: str) -> list[Callable[[int], int]]:
     """What each part of a policy reserves; nothing if it is not installed here."""
     from kvbench.spelling import policy
 
     try:
-        return [part.reserved for part in policy(name).parts]
+        return [component.reserved for component in policy(policy_name).parts]
     except UserError:
         return []
 
@@ -107,10 +133,15 @@ def _reserved(name: str) -> list[Callable[[int], int]]:
 def labels(results: Results, places: Iterable[Place]) -> list[str]:
     """Budgets, with what else tells the settings of the report apart."""
     compressed = results.cells[results.cells["policy"] != "full"]
-    several = [name for name in _SETTING[:-1] if compressed[name].nunique() > 1]
-    found = []
+    varied_fields = [
+        field_name for field_name in _SETTING[:-1] if compressed[field_name].nunique() > 1
+    ]
+    budget_labels = []
     for place in places:
-        said = place._asdict() | {"length": tokens(place.length), "seed": f"seed {place.seed}"}
-        more = ", ".join(said[name] for name in several)
-        found.append(f"{place.budget} ({more})" if more else place.budget)
-    return found
+        field_texts = place._asdict() | {
+            "length": tokens(place.length),
+            "seed": f"seed {place.seed}",
+        }
+        setting_text = ", ".join(field_texts[field_name] for field_name in varied_fields)
+        budget_labels.append(f"{place.budget} ({setting_text})" if setting_text else place.budget)
+    return budget_labels

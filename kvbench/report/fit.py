@@ -23,27 +23,39 @@ def fitted(table: Table, console: Console) -> Iterator[RichTable]:
         table: The table.
         console: Where it will be printed.
     """
-    lead = len(list(takewhile(lambda column: not column.right, table.columns)))
-    parts: list[list[int]] = []
-    for j in range(lead, len(table.columns)):
-        if not parts or not _fits(_part(table, lead, [*parts[-1], j]), console):
-            parts.append([])
-        parts[-1].append(j)
-    for i, columns in enumerate(parts):
-        part = _part(table, lead, columns)
-        if len(parts) > 1:
-            part = replace(part, title=(part.title, f" ({i + 1} of {len(parts)})"))
-        yield terminal(part if i + 1 == len(parts) else replace(part, notes=()))
+    lead_count = len(list(takewhile(lambda column: not column.right, table.columns)))
+    column_blocks: list[list[int]] = []
+    for column_index in range(lead_count, len(table.columns)):
+        if not column_blocks or not _fits(
+            _select_columns(table, lead_count, [*column_blocks[-1], column_index]), console
+        ):
+            column_blocks.append([])
+        column_blocks[-1].append(column_index)
+    for block_index, column_indices in enumerate(column_blocks):
+        table_block = _select_columns(table, lead_count, column_indices)
+        if len(column_blocks) > 1:
+            table_block = replace(
+                table_block,
+                title=(table_block.title, f" ({block_index + 1} of {len(column_blocks)})"),
+            )
+        yield terminal(
+            table_block if block_index + 1 == len(column_blocks) else replace(table_block, notes=())
+        )
 
 
-def _part(table: Table, lead: int, columns: list[int]) -> Table:
-    keep = [*range(lead), *columns]
-    heads: tuple[Column, ...] = tuple(table.columns[j] for j in keep)
-    rows = tuple(Row(tuple(row.cells[j] for j in keep), row.group) for row in table.rows)
-    return replace(table, columns=heads, rows=rows)
+def _select_columns(table: Table, lead_count: int, column_indices: list[int]) -> Table:
+    kept_indices = [*range(lead_count), *column_indices]
+    kept_columns: tuple[Column, ...] = tuple(
+        table.columns[column_index] for column_index in kept_indices
+    )
+    kept_rows = tuple(
+        Row(tuple(table_row.cells[column_index] for column_index in kept_indices), table_row.group)
+        for table_row in table.rows
+    )
+    return replace(table, columns=kept_columns, rows=kept_rows)
 
 
 def _fits(table: Table, console: Console) -> bool:
-    bare = terminal(replace(table, title="", notes=()))
+    bare_table = terminal(replace(table, title="", notes=()))
     unlimited = console.options.update(width=9999)
-    return console.measure(bare, options=unlimited).maximum <= console.width
+    return console.measure(bare_table, options=unlimited).maximum <= console.width

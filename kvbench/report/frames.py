@@ -68,42 +68,50 @@ class Results:
         """Models in order of appearance."""
         return list(dict.fromkeys(self.cells["model"].astype(str)))
 
-    def groups(self, model: str) -> list[str]:
+    def groups(self, model_name: str) -> list[str]:
         """Groups of a model's tasks in order of appearance."""
-        mine = self.cells[self.cells["model"] == model]
-        return list(dict.fromkeys(mine["group"].astype(str)))
+        model_cells = self.cells[self.cells["model"] == model_name]
+        return list(dict.fromkeys(model_cells["group"].astype(str)))
 
-    def tasks(self, model: str, group: str) -> list[str]:
+    def tasks(self, model_name: str, group_name: str) -> list[str]:
         """Leaf tasks of a group in order of appearance."""
-        mine = self.cells[(self.cells["model"] == model) & (self.cells["group"] == group)]
-        return list(dict.fromkeys(mine["task"].astype(str)))
+        group_cells = self.cells[
+            (self.cells["model"] == model_name) & (self.cells["group"] == group_name)
+        ]
+        return list(dict.fromkeys(group_cells["task"].astype(str)))
 
-    def variants(self, model: str, group: str | None = None) -> list[Variant]:
+    def variants(self, model_name: str, group_name: str | None = None) -> list[Variant]:
         """The variants of a model's results, or of its results in one group.
 
         Full has no moment and belongs to all of them. A variant in which only full was run shows
         nothing, so it is left out unless nothing else was run at all.
         """
-        mine = self.cells[self.cells["model"] == model]
-        several = {name: mine[name].nunique() > 1 for name in ("length", "seed")}
-        several["moment"] = len(_moments(mine)) > 1
-        if group is not None:
-            mine = mine[mine["group"] == group]
-        found = []
-        for seed in sorted(set(mine["seed"])):
-            for moment in _moments(mine) or list(dict.fromkeys(mine["moment"].astype(str))):
-                for length in sorted(set(mine["length"])):
-                    parts = [tokens(length)] * several["length"]
-                    parts += [moment] * (several["moment"] and bool(moment))
-                    parts += [f"seed {seed}"] * several["seed"]
-                    variant = Variant(int(length), moment, int(seed), ", ".join(parts))
-                    if len(pick(mine, variant)):
-                        found.append(variant)
-        return [v for v in found if _compresses(pick(mine, v))] or found
+        model_cells = self.cells[self.cells["model"] == model_name]
+        varies = {
+            field_name: model_cells[field_name].nunique() > 1 for field_name in ("length", "seed")
+        }
+        varies["moment"] = len(_moments(model_cells)) > 1
+        if group_name is not None:
+            model_cells = model_cells[model_cells["group"] == group_name]
+        variants = []
+        for seed in sorted(set(model_cells["seed"])):
+            for moment in _moments(model_cells) or list(
+                dict.fromkeys(model_cells["moment"].astype(str))
+            ):
+                for length in sorted(set(model_cells["length"])):
+                    label_parts = [tokens(length)] * varies["length"]
+                    label_parts += [moment] * (varies["moment"] and bool(moment))
+                    label_parts += [f"seed {seed}"] * varies["seed"]
+                    variant = Variant(int(length), moment, int(seed), ", ".join(label_parts))
+                    if len(pick(model_cells, variant)):
+                        variants.append(variant)
+        return [
+            candidate for candidate in variants if _compresses(pick(model_cells, candidate))
+        ] or variants
 
 
 def _moments(cells: pd.DataFrame) -> list[str]:
-    return [str(m) for m in dict.fromkeys(cells.loc[cells["policy"] != "full", "moment"])]
+    return [str(moment) for moment in dict.fromkeys(cells.loc[cells["policy"] != "full", "moment"])]
 
 
 def _compresses(cells: pd.DataFrame) -> bool:
@@ -112,14 +120,14 @@ def _compresses(cells: pd.DataFrame) -> bool:
 
 def pick(frame: pd.DataFrame, variant: Variant) -> pd.DataFrame:
     """The rows of a variant, including those of full."""
-    here = (frame["length"] == variant.length) & (frame["seed"] == variant.seed)
-    return frame[here & of_moment(frame, variant.moment)]
+    is_variant = (frame["length"] == variant.length) & (frame["seed"] == variant.seed)
+    return frame[is_variant & of_moment(frame, variant.moment)]
 
 
 def of_moment(frame: pd.DataFrame, moment: str) -> pd.Series[bool]:
     """Which rows belong to a moment, including those of full (live dialogues have their own)."""
-    full = (frame["policy"] == "full") & (frame["moment"] == "") & (moment != "turns")
-    return (frame["moment"] == moment) | full
+    is_full = (frame["policy"] == "full") & (frame["moment"] == "") & (moment != "turns")
+    return (frame["moment"] == moment) | is_full
 
 
 def prepare(cells: pd.DataFrame, samples: pd.DataFrame | Samples | None = None) -> Results:
@@ -135,7 +143,7 @@ def prepare(cells: pd.DataFrame, samples: pd.DataFrame | Samples | None = None) 
     """
     cells = cells.reset_index(drop=True).sort_values("samples", kind="stable")
     cells = cells.drop_duplicates("cell", keep="last").sort_index()
-    cells = cells.sort_values("policy", key=lambda p: p != "full", kind="stable")
+    cells = cells.sort_values("policy", key=lambda policy: policy != "full", kind="stable")
     cells = cells.reset_index(drop=True)
     cells["share"] = cells["kv_bytes_live"] / cells["kv_bytes_full"]
     cells["read_share"] = cells["kv_bytes_read"] / cells["kv_bytes_full"]
@@ -150,13 +158,16 @@ def prepare(cells: pd.DataFrame, samples: pd.DataFrame | Samples | None = None) 
         overall["share"] = overall["kv_bytes_live"] / overall["kv_bytes_full"]
         overall["read_share"] = overall["kv_bytes_read"] / overall["kv_bytes_full"]
         overall["allocated_share"] = overall["kv_bytes_allocated"] / overall["kv_bytes_full"]
-    policies = [str(p) for p in dict.fromkeys(cells["policy"]) if p != "full"]
+    policies = [str(policy) for policy in dict.fromkeys(cells["policy"]) if policy != "full"]
     return Results(cells, samples, overall, policies)
 
 
 def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
     """The rows of a frame as dictionaries."""
-    return [{str(k): v for k, v in row.items()} for row in frame.to_dict("records")]
+    return [
+        {str(column_name): value for column_name, value in record.items()}
+        for record in frame.to_dict("records")
+    ]
 
 
 def unit_scale(frame: pd.DataFrame) -> bool:
@@ -167,43 +178,47 @@ def unit_scale(frame: pd.DataFrame) -> bool:
 
 def extras(samples: pd.DataFrame) -> dict[str, dict[str, Any]]:
     """The JSON object of every distinct text in the column `extra`, each parsed once."""
-    return {text: json.loads(text or "{}") for text in samples["extra"].unique()}
+    return {extra_json: json.loads(extra_json or "{}") for extra_json in samples["extra"].unique()}
 
 
 def budget_order(budget: str) -> tuple[int, float]:
     """Orders shares of the context, numbers of tokens and visual budgets, from small to large."""
-    kind, _, amount = budget.rpartition(":")
+    budget_kind, _, amount = budget.rpartition(":")
     try:
-        return (2 * bool(kind) + amount.isdigit(), float(amount))
+        return (2 * bool(budget_kind) + amount.isdigit(), float(amount))
     except ValueError:
         return (4, math.inf)
 
 
 def uncompared(cells: pd.DataFrame) -> list[str]:
     """Tasks that lack a score of full to compare with, at some length and seed."""
-    found = []
-    for place, part in cells.groupby([*_QUESTIONS, _live(cells)], sort=False):
-        if not ((part["policy"] == "full") & (part["status"] == "ok")).any():
-            found.append(str(place[_QUESTIONS.index("task")]))
-    return list(dict.fromkeys(found))
+    task_names = []
+    for question_key, question_cells in cells.groupby([*_QUESTIONS, _live(cells)], sort=False):
+        if not ((question_cells["policy"] == "full") & (question_cells["status"] == "ok")).any():
+            task_names.append(str(question_key[_QUESTIONS.index("task")]))
+    return list(dict.fromkeys(task_names))
 
 
-def silent_tasks(cells: pd.DataFrame) -> list[str]:
+def tasks_at_chance(cells: pd.DataFrame) -> list[str]:
     """Tasks on which full is not above chance; without a score of full that is unknown."""
-    found = []
-    ok = cells[cells["status"] == "ok"]
-    for place, part in ok.groupby([*_QUESTIONS, _live(ok)], sort=False):
-        full = part[part["policy"] == "full"]
-        if len(full) and not full["discriminative"].all():
-            found.append(str(place[_QUESTIONS.index("task")]))
-    return list(dict.fromkeys(found))
+    task_names = []
+    ok_cells = cells[cells["status"] == "ok"]
+    for question_key, question_cells in ok_cells.groupby(
+        [*_QUESTIONS, _live(ok_cells)], sort=False
+    ):
+        full_cells = question_cells[question_cells["policy"] == "full"]
+        if len(full_cells) and not full_cells["discriminative"].all():
+            task_names.append(str(question_key[_QUESTIONS.index("task")]))
+    return list(dict.fromkeys(task_names))
 
 
 def readers(cells: pd.DataFrame) -> list[str]:
     """Policies that read less in a decode step than they hold."""
-    ok = cells[(cells["status"] == "ok") & (cells["policy"] != "full")]
-    few = ok[ok["kv_bytes_read"] < ok["kv_bytes_live"]]
-    return list(dict.fromkeys(few["policy"].astype(str)))
+    compressed_cells = cells[(cells["status"] == "ok") & (cells["policy"] != "full")]
+    sparse_cells = compressed_cells[
+        compressed_cells["kv_bytes_read"] < compressed_cells["kv_bytes_live"]
+    ]
+    return list(dict.fromkeys(sparse_cells["policy"].astype(str)))
 
 
 def holds_codes(cells: pd.DataFrame) -> bool:
@@ -211,36 +226,40 @@ def holds_codes(cells: pd.DataFrame) -> bool:
     return bool(cells["policy"].str.contains(":(?:bits|key_channels)=").any())
 
 
-def falling(cells: pd.DataFrame) -> list[str]:
+def lower_is_better_tasks(cells: pd.DataFrame) -> list[str]:
     """Tasks with a score for which less is better."""
-    down = ~cells["higher_is_better"].astype(bool)
-    return list(dict.fromkeys(cells.loc[down, "task"].astype(str)))
+    lower_is_better = ~cells["higher_is_better"].astype(bool)
+    return list(dict.fromkeys(cells.loc[lower_is_better, "task"].astype(str)))
 
 
 def judged(cells: pd.DataFrame) -> dict[str, list[str]]:
     """Tasks whose responses were judged, by the judge that `versions` records."""
-    tasks: dict[str, list[str]] = {}
-    for task, versions in dict.fromkeys(zip(cells["task"], cells["versions"], strict=True)):
-        judge = recorded(versions).get("judge")
-        if judge and str(task) not in tasks.setdefault(str(judge), []):
-            tasks[str(judge)].append(str(task))
-    return tasks
+    judged_tasks: dict[str, list[str]] = {}
+    for task_name, versions in dict.fromkeys(zip(cells["task"], cells["versions"], strict=True)):
+        judge_name = recorded(versions).get("judge")
+        if judge_name and str(task_name) not in judged_tasks.setdefault(str(judge_name), []):
+            judged_tasks[str(judge_name)].append(str(task_name))
+    return judged_tasks
 
 
 def answers(versions: str) -> str:
     """How a cell's answers were made, from its `versions`: "greedy", or "temperature 0.6"."""
-    made = recorded(versions).get("generation", {})
-    settings = [f"{name} {value}" for name, value in made.items() if name not in _COUNTS]
-    return ", ".join(settings if "temperature" in made else ["greedy", *settings])
+    generation = recorded(versions).get("generation", {})
+    settings = [
+        f"{setting_name} {setting_value}"
+        for setting_name, setting_value in generation.items()
+        if setting_name not in _COUNTS
+    ]
+    return ", ".join(settings if "temperature" in generation else ["greedy", *settings])
 
 
 def recorded(versions: str) -> dict[str, Any]:
     """The JSON object that a cell records as its `versions`; empty if it is something else."""
     try:
-        known = json.loads(versions)
+        version_record = json.loads(versions)
     except ValueError:
         return {}
-    return known if isinstance(known, dict) else {}
+    return version_record if isinstance(version_record, dict) else {}
 
 
 def _live(cells: pd.DataFrame) -> pd.Series[bool]:
@@ -249,12 +268,16 @@ def _live(cells: pd.DataFrame) -> pd.Series[bool]:
 
 
 def _model_names(cells: pd.DataFrame) -> pd.Series[str]:
-    names = cells["model"].astype(str)
-    for model, part in cells.groupby("model", sort=False):
-        if not part.duplicated(_PLACE).any():
+    model_names = cells["model"].astype(str)
+    for model_name, model_cells in cells.groupby("model", sort=False):
+        if not model_cells.duplicated(_PLACE).any():
             continue
-        apart = [c for c in _TELL_APART if part[c].nunique() > 1]
-        columns = [c for c in apart if c != "cell"] or apart
-        extra = part[columns].astype(str).agg(", ".join, axis=1)
-        names.loc[part.index] = str(model) + " (" + extra + ")"
-    return names
+        differing_columns = [
+            column_name for column_name in _TELL_APART if model_cells[column_name].nunique() > 1
+        ]
+        label_columns = [
+            column_name for column_name in differing_columns if column_name != "cell"
+        ] or differing_columns
+        label_suffix = model_cells[label_columns].astype(str).agg(", ".join, axis=1)
+        model_names.loc[model_cells.index] = str(model_name) + " (" + label_suffix + ")"
+    return model_names

@@ -41,13 +41,16 @@ def front(cost: npt.ArrayLike, value: npt.ArrayLike) -> npt.NDArray[np.bool_]:
         `[n]`, in O(n log n).
     """
     costs, values = np.asarray(cost, dtype=np.float64), np.asarray(value, dtype=np.float64)
-    best = np.zeros(len(costs), dtype=np.bool_)
-    valid = np.flatnonzero(~(np.isnan(costs) | np.isnan(values)))
-    order = valid[np.lexsort((-values[valid], costs[valid]))]
-    last = -1  # the last optimal point: the dearest and most valuable so far
-    for i in order:
-        tie = values[i] == values[last] and costs[i] == costs[last]
-        if last < 0 or tie or values[i] > values[last]:
-            best[i] = True
-            last = i
-    return best
+    is_optimal = np.zeros(len(costs), dtype=np.bool_)
+    valid_indices = np.flatnonzero(~(np.isnan(costs) | np.isnan(values)))
+    sorted_indices = valid_indices[np.lexsort((-values[valid_indices], costs[valid_indices]))]
+    last_optimal = -1  # the last optimal point: the dearest and most valuable so far
+    for point_index in sorted_indices:
+        is_tie = (
+            values[point_index] == values[last_optimal]
+            and costs[point_index] == costs[last_optimal]
+        )
+        if last_optimal < 0 or is_tie or values[point_index] > values[last_optimal]:
+            is_optimal[point_index] = True
+            last_optimal = point_index
+    return is_optimal

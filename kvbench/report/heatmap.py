@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 
 from kvbench.report.frames import Results, budget_order, extras, of_moment
 from kvbench.report.overall import CONFIG
-from kvbench.report.style import COLUMN, PAGE, Drawn, house_style, save, sheet
+from kvbench.report.style import COLUMN, PAGE, Drawn, lay_out_figure, plot_style, save
 from kvbench.report.text import counted, short, slug
 from kvbench.stats import Floats
 
@@ -35,25 +35,30 @@ def with_depth(results: Results) -> pd.DataFrame:
         `length`, `policy`, `budget` and `moment`.
     """
     assert results.samples is not None
-    columns = ["cell", "model", "task", "metric", "length", *CONFIG]
-    cells = results.cells.loc[results.cells["status"] == "ok", columns]
-    found = []
-    for _, part in cells.groupby("task", sort=False):
-        samples = results.samples.of(part["cell"])[["cell", *_QUESTION, "extra", "score"]]
-        depths = {text: _depth(extra) for text, extra in extras(samples).items()}
-        if depths and not any(map(math.isnan, depths.values())):
-            depth = samples["extra"].map(depths).astype(float)
-            found.append(samples.drop(columns="extra").assign(depth=depth))
-    if not found:
-        return pd.DataFrame(columns=["cell", *_QUESTION, "score", "depth", *columns[1:]])
-    return pd.concat(found).sort_index().astype({"cell": str}).merge(cells, on="cell")
+    cell_columns = ["cell", "model", "task", "metric", "length", *CONFIG]
+    ok_cells = results.cells.loc[results.cells["status"] == "ok", cell_columns]
+    depth_frames = []
+    for _, task_cells in ok_cells.groupby("task", sort=False):
+        task_samples = results.samples.of(task_cells["cell"])[
+            ["cell", *_QUESTION, "extra", "score"]
+        ]
+        depth_by_extra = {
+            extra_json: _depth(extra_fields)
+            for extra_json, extra_fields in extras(task_samples).items()
+        }
+        if depth_by_extra and not any(map(math.isnan, depth_by_extra.values())):
+            sample_depth = task_samples["extra"].map(depth_by_extra).astype(float)
+            depth_frames.append(task_samples.drop(columns="extra").assign(depth=sample_depth))
+    if not depth_frames:
+        return pd.DataFrame(columns=["cell", *_QUESTION, "score", "depth", *cell_columns[1:]])
+    return pd.concat(depth_frames).sort_index().astype({"cell": str}).merge(ok_cells, on="cell")
 
 
-def _depth(extra: Mapping[str, Any]) -> float:
-    depth = extra.get("depth")
-    if isinstance(depth, bool) or not isinstance(depth, (int, float)):
+def _depth(extra_fields: Mapping[str, Any]) -> float:
+    depth_value = extra_fields.get("depth")
+    if isinstance(depth_value, bool) or not isinstance(depth_value, (int, float)):
         return math.nan
-    return float(depth)
+    return float(depth_value)
 
 
 def draw_heatmaps(results: Results, folder: Path) -> list[Drawn]:
@@ -68,143 +73,197 @@ def draw_heatmaps(results: Results, folder: Path) -> list[Drawn]:
     Returns:
         The figures; none if no task has depths.
     """
-    samples = with_depth(results)
-    drawn: list[Drawn] = []
-    with house_style():
-        for (model, task), part in samples.groupby(["model", "task"], sort=False):
-            moments = list(dict.fromkeys(part.loc[part["policy"] != "full", "moment"]))
+    depth_samples = with_depth(results)
+    drawn_figures: list[Drawn] = []
+    with plot_style():
+        for (model_name, task_name), task_samples in depth_samples.groupby(
+            ["model", "task"], sort=False
+        ):
+            moments = list(
+                dict.fromkeys(task_samples.loc[task_samples["policy"] != "full", "moment"])
+            )
             for moment in moments or [""]:
-                rows = part[of_moment(part, moment)]
-                others = rows.loc[rows["policy"] != "full", "length"]
-                if len(others):  # of a length with nothing but full there is nothing to compare
-                    rows = rows[rows["length"].isin(others)]
-                name = f"depth-{slug(task)}"
-                name += f"-{slug(moment)}" if len(moments) > 1 else ""
-                name += f"-{slug(model)}" if len(results.models) > 1 else ""
-                metric = ", ".join(dict.fromkeys(rows["metric"].astype(str)))
-                title = f"{short(task)}, {short(metric)} · {short(model)}"
-                title += f", {short(moment)}" if len(moments) > 1 else ""
-                for where, some in _parts(rows):
-                    end = f", budget {where}" if where else ""
-                    stem = f"{name}-{slug(where)}" if where else name
-                    drawn.append(_heatmap(some, title + end, folder / stem))
-    return drawn
+                moment_samples = task_samples[of_moment(task_samples, moment)]
+                compressed_lengths = moment_samples.loc[
+                    moment_samples["policy"] != "full", "length"
+                ]
+                if len(
+                    compressed_lengths
+                ):  # of a length with nothing but full there is nothing to compare
+                    moment_samples = moment_samples[
+                        moment_samples["length"].isin(compressed_lengths)
+                    ]
+                base_stem = f"depth-{slug(task_name)}"
+                base_stem += f"-{slug(moment)}" if len(moments) > 1 else ""
+                base_stem += f"-{slug(model_name)}" if len(results.models) > 1 else ""
+                metric_text = ", ".join(dict.fromkeys(moment_samples["metric"].astype(str)))
+                figure_title = f"{short(task_name)}, {short(metric_text)} · {short(model_name)}"
+                figure_title += f", {short(moment)}" if len(moments) > 1 else ""
+                for budget, figure_samples in _split_by_budget(moment_samples):
+                    title_suffix = f", budget {budget}" if budget else ""
+                    file_stem = f"{base_stem}-{slug(budget)}" if budget else base_stem
+                    drawn_figures.append(
+                        _heatmap(figure_samples, figure_title + title_suffix, folder / file_stem)
+                    )
+    return drawn_figures
 
 
-def _parts(rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
+def _split_by_budget(sample_rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
     """The rows of one figure, or of a figure per budget if there are more maps than it can hold.
 
     Yields:
         The budget, empty if there is one figure, and the rows with those of full.
     """
-    full = rows["policy"] == "full"
-    if len(rows[["policy", "budget"]].drop_duplicates()) <= _MOST_MAPS:
-        yield "", rows
+    is_full = sample_rows["policy"] == "full"
+    if len(sample_rows[["policy", "budget"]].drop_duplicates()) <= _MOST_MAPS:
+        yield "", sample_rows
         return
-    for budget in sorted(set(rows.loc[~full, "budget"].astype(str)), key=budget_order):
-        yield budget, rows[full | (rows["budget"] == budget)]
+    for budget in sorted(set(sample_rows.loc[~is_full, "budget"].astype(str)), key=budget_order):
+        yield budget, sample_rows[is_full | (sample_rows["budget"] == budget)]
 
 
-def _panels(rows: pd.DataFrame, most: int) -> list[list[tuple[str, str] | None]]:
+def _panels(sample_rows: pd.DataFrame, max_across: int) -> list[list[tuple[str, str] | None]]:
     """Which policy and budget stands where: policies across, budgets down, full first.
 
     Args:
-        rows: Samples with depth.
-        most: Panels side by side.
+        sample_rows: Samples with depth.
+        max_across: Panels side by side.
 
     Returns:
         Lines of `(policy, budget)`, with `None` where there is nothing to show.
     """
-    present = set(zip(rows["policy"], rows["budget"].astype(str), strict=True))
-    policies = [p for p in dict.fromkeys(rows["policy"]) if p != "full"]
-    budgets = sorted({b for p, b in present if p != "full"}, key=budget_order)
-    full = sorted(pair for pair in present if pair[0] == "full")
-    if len(policies) == 1:
-        flat = full + [(policies[0], b) for b in budgets]
-        return [[*flat[i : i + most]] for i in range(0, len(flat), most)]
-    lines: list[list[tuple[str, str] | None]] = []
-    blocks = math.ceil(len(policies) / max(1, most - len(full)))
-    room = math.ceil(len(policies) / max(1, blocks))
-    for first in range(0, len(policies), max(1, room)):
-        block = policies[first : first + room]
-        for y, budget in enumerate(budgets):
-            corner = [full[0] if first == 0 and y == 0 else None] if full else []
-            pairs = [(p, budget) for p in block]
-            lines.append([*corner, *(pair if pair in present else None for pair in pairs)])
-    return lines or [[*full]]
+    present_pairs = set(zip(sample_rows["policy"], sample_rows["budget"].astype(str), strict=True))
+    policy_names = [policy for policy in dict.fromkeys(sample_rows["policy"]) if policy != "full"]
+    budget_names = sorted(
+        {panel_budget for policy, panel_budget in present_pairs if policy != "full"},
+        key=budget_order,
+    )
+    full_pairs = sorted(pair for pair in present_pairs if pair[0] == "full")
+    if len(policy_names) == 1:
+        flat_pairs = full_pairs + [(policy_names[0], panel_budget) for panel_budget in budget_names]
+        return [
+            [*flat_pairs[line_start : line_start + max_across]]
+            for line_start in range(0, len(flat_pairs), max_across)
+        ]
+    panel_lines: list[list[tuple[str, str] | None]] = []
+    block_count = math.ceil(len(policy_names) / max(1, max_across - len(full_pairs)))
+    block_size = math.ceil(len(policy_names) / max(1, block_count))
+    for block_start in range(0, len(policy_names), max(1, block_size)):
+        block_policies = policy_names[block_start : block_start + block_size]
+        for budget_index, budget in enumerate(budget_names):
+            corner_pair = (
+                [full_pairs[0] if block_start == 0 and budget_index == 0 else None]
+                if full_pairs
+                else []
+            )
+            line_pairs = [(policy, budget) for policy in block_policies]
+            panel_lines.append(
+                [*corner_pair, *(pair if pair in present_pairs else None for pair in line_pairs)]
+            )
+    return panel_lines or [[*full_pairs]]
 
 
-def _heatmap(rows: pd.DataFrame, title: str, stem: Path) -> Drawn:
-    lengths, depths = sorted(set(rows["length"])), sorted(set(rows["depth"]))
+def _heatmap(sample_rows: pd.DataFrame, figure_title: str, figure_stem: Path) -> Drawn:
+    lengths, depths = sorted(set(sample_rows["length"])), sorted(set(sample_rows["depth"]))
     # A repeat of a question is not another question.
-    asked = rows.drop_duplicates(["cell", *_QUESTION])
-    counts = set(asked.groupby(_FIELD).size().tolist())
-    means = rows.groupby(_FIELD)["score"].mean().to_numpy(np.float64)
-    field = 0.25 if len(counts) == 1 else 0.46  # inches that a score needs
-    most = max(1, int(5.97 / max(0.6, field * len(lengths) + 0.08)))
-    lines = _panels(rows, most)
-    columns = max(len(line) for line in lines)
-    unit = bool(rows["score"].between(0, 1).all())
-    scale = 100.0 if unit else 1.0
-    low, top = (0.0, 100.0) if unit else (float(means.min()), float(means.max()))
-    names = [[pair and _name(pair, 5.9 / columns) for pair in line] for line in lines]
-    tall = max(name.count("\n") + 1 for line in names for name in line if name)
-    n = (
-        f"n = {counted(min(counts), 'question')} per cell"
-        if len(counts) == 1
+    unique_questions = sample_rows.drop_duplicates(["cell", *_QUESTION])
+    question_counts = set(unique_questions.groupby(_FIELD).size().tolist())
+    field_means = sample_rows.groupby(_FIELD)["score"].mean().to_numpy(np.float64)
+    field_width = 0.25 if len(question_counts) == 1 else 0.46  # inches that a score needs
+    max_across = max(1, int(5.97 / max(0.6, field_width * len(lengths) + 0.08)))
+    panel_lines = _panels(sample_rows, max_across)
+    column_count = max(len(panel_line) for panel_line in panel_lines)
+    unit_scaled = bool(sample_rows["score"].between(0, 1).all())
+    score_scale = 100.0 if unit_scaled else 1.0
+    lower_limit, upper_limit = (
+        (0.0, 100.0) if unit_scaled else (float(field_means.min()), float(field_means.max()))
+    )
+    panel_titles = [
+        [pair and _name(pair, 5.9 / column_count) for pair in panel_line]
+        for panel_line in panel_lines
+    ]
+    title_lines = max(
+        panel_title.count("\n") + 1
+        for panel_line in panel_titles
+        for panel_title in panel_line
+        if panel_title
+    )
+    count_text = (
+        f"n = {counted(min(question_counts), 'question')} per cell"
+        if len(question_counts) == 1
         else "questions per cell in brackets"
     )
-    title += f": score{' (0 to 100)' * unit}, {n}"
-    whole, single = _grids(rows, "mean"), _grids(asked, "count")
-    page = sheet(
-        len(lines),
-        columns,
-        title=title,
-        width=PAGE if columns > 2 else COLUMN,
-        panel=max(1.0 / len(lines), 0.13 * len(depths)),
+    figure_title += f": score{' (0 to 100)' * unit_scaled}, {count_text}"
+    mean_grids, count_grids = _grids(sample_rows, "mean"), _grids(unique_questions, "count")
+    layout = lay_out_figure(
+        len(panel_lines),
+        column_count,
+        title=figure_title,
+        width=PAGE if column_count > 2 else COLUMN,
+        panel_height=max(1.0 / len(panel_lines), 0.13 * len(depths)),
         x_label="context length, tokens",
         y_label="depth in the context, %",
-        top=0.05 + 0.12 * tall,
-        gap=(0.08, 0.1 + 0.12 * tall),
-        right=0.5,
+        top_margin=0.05 + 0.12 * title_lines,
+        panel_gap=(0.08, 0.1 + 0.12 * title_lines),
+        right_margin=0.5,
         sharex=True,
         sharey=True,
     )
     image: Any = None
-    for y, x in np.ndindex(len(lines), columns):
-        ax = page.axes[y, x]
-        pair = lines[y][x] if x < len(lines[y]) else None
+    for line_index, column_index in np.ndindex(len(panel_lines), column_count):
+        ax = layout.axes[line_index, column_index]
+        pair = (
+            panel_lines[line_index][column_index]
+            if column_index < len(panel_lines[line_index])
+            else None
+        )
         if pair is None:
             ax.set_axis_off()
             continue
-        mean, count = (
-            grid.reindex(index=depths, columns=lengths).to_numpy(np.float64)
-            for grid in (whole[pair], single[pair])
+        mean_grid, count_grid = (
+            field_grid.reindex(index=depths, columns=lengths).to_numpy(np.float64)
+            for field_grid in (mean_grids[pair], count_grids[pair])
         )
-        values = np.ma.masked_invalid(scale * mean)
-        image = ax.imshow(values, cmap="cividis", vmin=low, vmax=top, aspect="auto")
-        ax.set_title(names[y][x], loc="left", fontsize=7, y=1.0, pad=2)
+        scaled_scores = np.ma.masked_invalid(score_scale * mean_grid)
+        image = ax.imshow(
+            scaled_scores, cmap="cividis", vmin=lower_limit, vmax=upper_limit, aspect="auto"
+        )
+        ax.set_title(panel_titles[line_index][column_index], loc="left", fontsize=7, y=1.0, pad=2)
         ax.spines[:].set_visible(False)
-        ax.set_xticks(range(len(lengths)), [_tokens(v) for v in lengths], fontsize=7)
-        step = math.ceil(len(depths) / 6)
-        ax.set_yticks(range(0, len(depths), step), [f"{d:g}" for d in depths[::step]], fontsize=7)
-        last = y + 1 == len(lines) or x >= len(lines[y + 1]) or lines[y + 1][x] is None
-        first = x == 0 or lines[y][x - 1] is None
-        ax.tick_params(length=0, labelbottom=last, labelleft=first)
-        _annotate(ax, values, count if len(counts) > 1 else None, low, top)
-    page.colour_bar(image, scale * means)
-    return Drawn(title, save(page.figure, stem))
+        ax.set_xticks(range(len(lengths)), [_tokens(length) for length in lengths], fontsize=7)
+        tick_step = math.ceil(len(depths) / 6)
+        ax.set_yticks(
+            range(0, len(depths), tick_step),
+            [f"{depth:g}" for depth in depths[::tick_step]],
+            fontsize=7,
+        )
+        labels_below = (
+            line_index + 1 == len(panel_lines)
+            or column_index >= len(panel_lines[line_index + 1])
+            or panel_lines[line_index + 1][column_index] is None
+        )
+        labels_left = column_index == 0 or panel_lines[line_index][column_index - 1] is None
+        ax.tick_params(length=0, labelbottom=labels_below, labelleft=labels_left)
+        _annotate(
+            ax,
+            scaled_scores,
+            count_grid if len(question_counts) > 1 else None,
+            lower_limit,
+            upper_limit,
+        )
+    layout.colour_bar(image, score_scale * field_means)
+    return Drawn(figure_title, save(layout.figure, figure_stem))
 
 
 def _grids(
-    rows: pd.DataFrame, how: Literal["mean", "count"]
+    sample_rows: pd.DataFrame, aggregation: Literal["mean", "count"]
 ) -> dict[tuple[str, str], pd.DataFrame]:
     """Scores by depth and length, by policy and budget: their mean, or how many they are."""
     return {
-        (str(policy), str(budget)): part.pivot_table(
-            values="score", index="depth", columns="length", aggfunc=how
+        (str(policy), str(budget)): pair_samples.pivot_table(
+            values="score", index="depth", columns="length", aggfunc=aggregation
         )
-        for (policy, budget), part in rows.groupby(["policy", "budget"], sort=False)
+        for (policy, budget), pair_samples in sample_rows.groupby(["policy", "budget"], sort=False)
     }
 
 
@@ -216,25 +275,33 @@ def _name(pair: tuple[str, str], width: float) -> str:
     """A panel's title, broken at colons and commas so that it fits `width` inches at 7 points."""
     if pair[0] == "full":
         return "full"
-    most = int(width / 0.06)
-    lines = [""]
-    for part in re.split(r"(?<=[:,])", f"{short(pair[0], 60)}, {pair[1]}"):
-        if lines[-1] and len(lines[-1]) + len(part) > most:
-            lines.append("")
-        lines[-1] += short(part, most).lstrip() if not lines[-1] else part
-    return "\n".join(lines)
+    max_letters = int(width / 0.06)
+    title_lines = [""]
+    for fragment in re.split(r"(?<=[:,])", f"{short(pair[0], 60)}, {pair[1]}"):
+        if title_lines[-1] and len(title_lines[-1]) + len(fragment) > max_letters:
+            title_lines.append("")
+        title_lines[-1] += (
+            short(fragment, max_letters).lstrip() if not title_lines[-1] else fragment
+        )
+    return "\n".join(title_lines)
 
 
 def _annotate(
-    ax: Axes, values: np.ma.MaskedArray[Any, Any], n: Floats | None, low: float, top: float
+    ax: Axes,
+    scaled_scores: np.ma.MaskedArray[Any, Any],
+    field_counts: Floats | None,
+    lower_limit: float,
+    upper_limit: float,
 ) -> None:
     """Write the score into each field, and the number of samples where it differs."""
-    for (row, column), value in np.ndenumerate(np.ma.filled(values, np.nan)):
-        if np.isnan(value):
+    for (row_index, column_index), score in np.ndenumerate(np.ma.filled(scaled_scores, np.nan)):
+        if np.isnan(score):
             continue
-        dark = value < low + 0.55 * (top - low)
-        count = f" ({int(n[row, column])})" if n is not None else ""
+        is_dark = score < lower_limit + 0.55 * (upper_limit - lower_limit)
+        count_text = (
+            f" ({int(field_counts[row_index, column_index])})" if field_counts is not None else ""
+        )
         ax.text(
-            column, row, f"{value:.0f}{count}", ha="center", va="center",
-            fontsize=6.5, color="white" if dark else "black",
+            column_index, row_index, f"{score:.0f}{count_text}", ha="center", va="center",
+            fontsize=6.5, color="white" if is_dark else "black",
         )  # fmt: skip

@@ -40,24 +40,24 @@ def number(value: float, kind: Kind, *, signed: bool = False) -> str:
     """
     if math.isnan(value):
         return DASH
-    text = _bare(value, kind)
-    digits = text.lstrip("-")
-    if text.startswith("-") and digits.strip("0.%×"):
+    ascii_text = _bare(value, kind)
+    digits = ascii_text.lstrip("-")
+    if ascii_text.startswith("-") and digits.strip("0.%×"):
         return MINUS + digits
     return "+" + digits if signed and digits.strip("0.%×") else digits
 
 
-def interval(lo: float, hi: float, kind: Kind, *, signed: bool = False) -> str:
+def interval(lower: float, upper: float, kind: Kind, *, signed: bool = False) -> str:
     """Format the two ends of an interval, such as `[−6.0, −0.4]`; an unknown end gives a dash."""
-    if math.isnan(lo) or math.isnan(hi):
+    if math.isnan(lower) or math.isnan(upper):
         return DASH
-    ends = (number(end, kind, signed=signed).rstrip("%×") for end in (lo, hi))
-    return f"[{', '.join(ends)}]"
+    bounds = (number(bound, kind, signed=signed).rstrip("%×") for bound in (lower, upper))
+    return f"[{', '.join(bounds)}]"
 
 
-def score_kind(*, unit: bool) -> Kind:
+def score_kind(*, unit_scaled: bool) -> Kind:
     """How scores are written: in points where the task is scored in [0, 1], else as they are."""
-    return Kind.POINTS if unit else Kind.NUMBER
+    return Kind.POINTS if unit_scaled else Kind.NUMBER
 
 
 def percent(share: float) -> str:
@@ -65,9 +65,9 @@ def percent(share: float) -> str:
     return number(share, Kind.PERCENT)
 
 
-def size(value: float) -> str:
+def size(byte_count: float) -> str:
     """Bytes with a binary unit."""
-    return number(value, Kind.BYTES)
+    return number(byte_count, Kind.BYTES)
 
 
 def _bare(value: float, kind: Kind) -> str:
@@ -98,10 +98,10 @@ def _four_digits(value: float) -> str:
     return f"{rounded:.{max(0, 3 - math.floor(math.log10(abs(rounded))))}f}"
 
 
-def _size(value: float) -> str:
-    units = list(_BYTE_UNITS)
-    while value >= 999.5 and len(units) > 1:
-        value /= 1024
-        del units[0]
-    digits = 0 if units[0] == "B" or value >= 99.95 else 1 if value >= 9.995 else 2
-    return f"{value:.{digits}f} {units[0]}"
+def _size(byte_count: float) -> str:
+    byte_units = list(_BYTE_UNITS)
+    while byte_count >= 999.5 and len(byte_units) > 1:
+        byte_count /= 1024
+        del byte_units[0]
+    decimals = 0 if byte_units[0] == "B" or byte_count >= 99.95 else 1 if byte_count >= 9.995 else 2
+    return f"{byte_count:.{decimals}f} {byte_units[0]}"

@@ -78,8 +78,8 @@ class _Markup:
             case Lines():
                 return self.newline.join(map(self.phrase, phrase.lines))
             case _:
-                first, *others = _joined(phrase) or [""]
-                return self.phrase(first) + "".join(map(self._after_text, others))
+                first_part, *later_parts = _joined(phrase) or [""]
+                return self.phrase(first_part) + "".join(map(self._after_text, later_parts))
 
     def _after_text(self, phrase: Phrase) -> str:
         """Write the part of a text that follows another part on the same line."""
@@ -93,21 +93,21 @@ class _Markup:
             case None:
                 return self.number(DASH)
             case Compared():
-                gap = _spaced(cell.gap, column, signed=True)
-                text = f"{number(cell.score, column.kind)} {gap}".rstrip()
+                gap_text = _spaced(cell.gap, column, signed=True)
+                number_text = f"{number(cell.score, column.kind)} {gap_text}".rstrip()
             case Interval():
-                text = _spaced(cell, column, signed=column.signed)
+                number_text = _spaced(cell, column, signed=column.signed)
             case Graded():
-                text, rank = cell.text, cell.rank
+                number_text, rank = cell.text, cell.rank
             case int() | float():
-                text = number(cell, column.kind, signed=column.signed)
+                number_text = number(cell, column.kind, signed=column.signed)
             case _:
                 return self.phrase(cell)
-        written = self.number(text)
-        written = self.marks[rank - 1].format(written) if rank else written
+        marked_text = self.number(number_text)
+        marked_text = self.marks[rank - 1].format(marked_text) if rank else marked_text
         if isinstance(cell, Graded) and cell.better:
-            written += self.superscript("+" if cell.better > 0 else MINUS)
-        return written
+            marked_text += self.superscript("+" if cell.better > 0 else MINUS)
+        return marked_text
 
 
 _PLAIN = _Markup(plain, plain, "\n")
@@ -151,7 +151,7 @@ def terminal(table: Table, *, boxed: bool = True) -> RichTable:
         boxed: Whether it has lines and folds long names. Without, names stay whole: they are there
             to be copied.
     """
-    out = RichTable(
+    rich_table = RichTable(
         title=Text(_PLAIN.phrase(table.title), "bold") if table.title else None,
         title_justify="left",
         header_style="bold",
@@ -160,32 +160,38 @@ def terminal(table: Table, *, boxed: bool = True) -> RichTable:
         caption=Text("\n".join(map(_PLAIN.phrase, table.notes))) if table.notes else None,
         caption_justify="left",
     )
-    for j, column in enumerate(table.columns):
-        title = _titled(column, _PLAIN)
-        names = [len(name) for row in table.rows for name in _names(row.cells[j])]
-        folds = not column.right
-        out.add_column(
-            Text(_broken(title) if boxed else title),
+    for column_index, column in enumerate(table.columns):
+        column_title = _titled(column, _PLAIN)
+        name_widths = [
+            len(cell_name)
+            for table_row in table.rows
+            for cell_name in _names(table_row.cells[column_index])
+        ]
+        can_fold = not column.right
+        rich_table.add_column(
+            Text(_broken(column_title) if boxed else column_title),
             justify="right" if column.right else "left",
             overflow="fold",
-            no_wrap=not folds or (not boxed and j == 0),
-            max_width=_NAME_WIDTH if boxed and folds else None,
-            min_width=max(names, default=None) if not boxed else None,
+            no_wrap=not can_fold or (not boxed and column_index == 0),
+            max_width=_NAME_WIDTH if boxed and can_fold else None,
+            min_width=max(name_widths, default=None) if not boxed else None,
         )
     ranks = table.ranks()
-    for i, row in enumerate(table.rows):
-        out.add_row(
+    for row_index, table_row in enumerate(table.rows):
+        rich_table.add_row(
             *(
                 # Appended, so that the style does not reach the space beside the text.
                 Text().append(
-                    "" if table.repeats(i, j) else _PLAIN.cell(cell, column),
-                    _style(cell, column, ranks.get((i, j), 0)),
+                    "" if table.repeats(row_index, column_index) else _PLAIN.cell(cell, column),
+                    _style(cell, column, ranks.get((row_index, column_index), 0)),
                 )
-                for j, (cell, column) in enumerate(zip(row.cells, table.columns, strict=True))
+                for column_index, (cell, column) in enumerate(
+                    zip(table_row.cells, table.columns, strict=True)
+                )
             ),
-            end_section=_ends_group(table, i),
+            end_section=_ends_group(table, row_index),
         )
-    return out
+    return rich_table
 
 
 def markdown(table: Table, *, level: int = 0) -> str:
@@ -195,11 +201,11 @@ def markdown(table: Table, *, level: int = 0) -> str:
         table: The table.
         level: Level of the title as a heading; 0 makes it a paragraph.
     """
-    title = _MARKDOWN.phrase(table.title)
-    lines = [_piped(_titled(column, _MARKDOWN) for column in table.columns)]
-    lines.append(_piped("--:" if column.right else "---" for column in table.columns))
-    lines += [_piped(cells) for cells in _written(table, _MARKDOWN)]
-    blocks = [f"{'#' * level} {title}".lstrip()] * bool(title) + ["\n".join(lines)]
+    title_text = _MARKDOWN.phrase(table.title)
+    table_lines = [_piped(_titled(column, _MARKDOWN) for column in table.columns)]
+    table_lines.append(_piped("--:" if column.right else "---" for column in table.columns))
+    table_lines += [_piped(row_texts) for row_texts in _written(table, _MARKDOWN)]
+    blocks = [f"{'#' * level} {title_text}".lstrip()] * bool(title_text) + ["\n".join(table_lines)]
     return "\n\n".join([*blocks, *(_MARKDOWN.phrase(note) for note in table.notes)])
 
 
@@ -212,56 +218,68 @@ def latex(table: Table, *, fit: bool = False) -> str:
             `graphicx`), and to set the notes as a block. A table of many columns then also spans
             the columns of the page, and its titles are broken.
     """
-    body = []
-    for i, cells in enumerate(_written(table, _LATEX)):
-        body.append(" & ".join(cells) + r" \\")
-        body += [r"\midrule"] * _ends_group(table, i)
-    wide = fit and len(table.columns) > _ONE_COLUMN
-    environment = "table*" if wide else "table"
-    titles = [_stacked(c) if wide else _LATEX.phrase(c.title) for c in table.columns]
-    notes = [_LATEX.phrase(note) for note in table.notes]
-    lines = [
+    body_lines = []
+    for row_index, row_texts in enumerate(_written(table, _LATEX)):
+        body_lines.append(" & ".join(row_texts) + r" \\")
+        body_lines += [r"\midrule"] * _ends_group(table, row_index)
+    is_wide = fit and len(table.columns) > _ONE_COLUMN
+    environment = "table*" if is_wide else "table"
+    column_titles = [
+        _stacked(head) if is_wide else _LATEX.phrase(head.title) for head in table.columns
+    ]
+    note_texts = [_LATEX.phrase(note) for note in table.notes]
+    latex_lines = [
         rf"\begin{{{environment}}}",
         r"\centering",
         *[rf"\caption{{{_LATEX.phrase(table.title)}}}"] * bool(table.title),
         *[r"\smallskip"] * (fit and bool(table.title)),
-        *[r"\setlength{\tabcolsep}{4pt}"] * wide,
+        *[r"\setlength{\tabcolsep}{4pt}"] * is_wide,
         *[r"\sbox0{%"] * fit,
-        rf"\begin{{tabular}}{{{''.join('r' if c.right else 'l' for c in table.columns)}}}",
+        rf"\begin{{tabular}}{{{''.join('r' if head.right else 'l' for head in table.columns)}}}",
         r"\toprule",
         *_latex_groups(table),
-        " & ".join(titles) + r" \\",
+        " & ".join(column_titles) + r" \\",
         r"\midrule",
-        *body,
+        *body_lines,
         r"\bottomrule",
         r"\end{tabular}" + "}%" * fit,
         *_LATEX_FIT * fit,
-        *(_latex_block(notes) if fit else [rf"\par\smallskip{{\footnotesize {n}}}" for n in notes]),
+        *(
+            _latex_block(note_texts)
+            if fit
+            else [rf"\par\smallskip{{\footnotesize {note_text}}}" for note_text in note_texts]
+        ),
         rf"\end{{{environment}}}",
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(latex_lines) + "\n"
 
 
 def html(table: Table) -> str:
     """Write a table as an HTML element; columns of text have the class `text`."""
-    lines = ["<table>"]
+    html_lines = ["<table>"]
     if table.title:
-        lines.append(f"<caption>{_HTML.phrase(table.title)}</caption>")
-    lines.append("<thead>")
+        html_lines.append(f"<caption>{_HTML.phrase(table.title)}</caption>")
+    html_lines.append("<thead>")
     if any(column.group for column in table.columns):
-        heads = (
-            f'<th colspan="{count}">{_HTML.phrase(group)}</th>'
-            for group, count in table.column_groups
+        head_cells = (
+            f'<th colspan="{column_count}">{_HTML.phrase(group)}</th>'
+            for group, column_count in table.column_groups
         )
-        lines.append(f"<tr>{''.join(heads)}</tr>")
-    lines.append(_html_row("th", [_HTML.phrase(c.title) for c in table.columns], table.columns))
-    lines += ["</thead>", "<tbody>"]
-    for i, cells in enumerate(_written(table, _HTML)):
-        lines.append(_html_row("td", cells, table.columns))
-        lines += ["</tbody>", "<tbody>"] * _ends_group(table, i)
-    lines += ["</tbody>", "</table>"]
-    lines += [f'<p class="note">{_HTML.phrase(note)}</p>' for note in table.notes]
-    return "\n".join(lines) + "\n"
+        html_lines.append(f"<tr>{''.join(head_cells)}</tr>")
+    html_lines.append(
+        _html_row(
+            "th",
+            [_HTML.phrase(titled_column.title) for titled_column in table.columns],
+            table.columns,
+        )
+    )
+    html_lines += ["</thead>", "<tbody>"]
+    for row_index, row_texts in enumerate(_written(table, _HTML)):
+        html_lines.append(_html_row("td", row_texts, table.columns))
+        html_lines += ["</tbody>", "<tbody>"] * _ends_group(table, row_index)
+    html_lines += ["</tbody>", "</table>"]
+    html_lines += [f'<p class="note">{_HTML.phrase(note)}</p>' for note in table.notes]
+    return "\n".join(html_lines) + "\n"
 
 
 def csv(table: Table) -> str:
@@ -271,60 +289,75 @@ def csv(table: Table) -> str:
     An interval takes three columns. Text that a spreadsheet would run as a formula begins with an
     apostrophe. Title and notes are left out.
     """
-    out = io.StringIO()
-    writer = csv_module.writer(out, lineterminator="\n")
-    blocks = [
-        csv_columns(_titled(column, _CSV), [row.cells[j] for row in table.rows], _CSV.phrase)
-        for j, column in enumerate(table.columns)
+    buffer = io.StringIO()
+    writer = csv_module.writer(buffer, lineterminator="\n")
+    column_blocks = [
+        csv_columns(
+            _titled(column, _CSV),
+            [table_row.cells[column_index] for table_row in table.rows],
+            _CSV.phrase,
+        )
+        for column_index, column in enumerate(table.columns)
     ]
-    writer.writerow([title for titles, _ in blocks for title in titles])
-    for i in range(len(table.rows)):
-        writer.writerow([value for _, rows in blocks for value in rows[i]])
-    return out.getvalue()
+    writer.writerow(
+        [column_title for column_titles, _ in column_blocks for column_title in column_titles]
+    )
+    for row_index in range(len(table.rows)):
+        writer.writerow(
+            [cell_value for _, row_values in column_blocks for cell_value in row_values[row_index]]
+        )
+    return buffer.getvalue()
 
 
-def _joined(parts: Iterable[Phrase]) -> list[Phrase]:
+def _joined(phrases: Iterable[Phrase]) -> list[Phrase]:
     """The parts of a text without nesting, neighbouring strings as one.
 
     An escape has to see neighbours at once: "1" and "." begin a list together.
     """
-    out: list[Phrase] = []
-    for part in parts:
-        for piece in _joined(part) if isinstance(part, tuple) else [part]:
-            if isinstance(piece, str) and out and isinstance(out[-1], str):
-                out[-1] += piece
+    flat_phrases: list[Phrase] = []
+    for phrase in phrases:
+        for piece in _joined(phrase) if isinstance(phrase, tuple) else [phrase]:
+            if isinstance(piece, str) and flat_phrases and isinstance(flat_phrases[-1], str):
+                flat_phrases[-1] += piece
             elif piece != "":
-                out.append(piece)
-    return out
+                flat_phrases.append(piece)
+    return flat_phrases
 
 
 def _written(table: Table, markup: _Markup) -> list[list[str]]:
     ranks = table.ranks()
     return [
         [
-            "" if table.repeats(i, j) else markup.cell(cell, column, ranks.get((i, j), 0))
-            for j, (cell, column) in enumerate(zip(row.cells, table.columns, strict=True))
+            ""
+            if table.repeats(row_index, column_index)
+            else markup.cell(cell, column, ranks.get((row_index, column_index), 0))
+            for column_index, (cell, column) in enumerate(
+                zip(table_row.cells, table.columns, strict=True)
+            )
         ]
-        for i, row in enumerate(table.rows)
+        for row_index, table_row in enumerate(table.rows)
     ]
 
 
 def _spaced(cell: Interval, column: Column, *, signed: bool) -> str:
     """A mean with its interval, such as `5.0 [0.2, 50.2]`; the mean alone without one."""
-    mean = number(cell.mean, column.kind, signed=signed)
-    ends = interval(cell.lo, cell.hi, column.kind, signed=signed)
-    return mean if ends == DASH else f"{mean} {ends}"
+    mean_text = number(cell.mean, column.kind, signed=signed)
+    interval_text = interval(cell.lo, cell.hi, column.kind, signed=signed)
+    return mean_text if interval_text == DASH else f"{mean_text} {interval_text}"
 
 
 def _titled(column: Column, markup: _Markup) -> str:
     """A column's title, after that of its group, where an output has one line of titles."""
-    group = markup.phrase(column.group) + ": " if column.group else ""
-    return group + markup.phrase(column.title)
+    group_prefix = markup.phrase(column.group) + ": " if column.group else ""
+    return group_prefix + markup.phrase(column.title)
 
 
-def _ends_group(table: Table, i: int) -> bool:
+def _ends_group(table: Table, row_index: int) -> bool:
     """Whether the row is the last of its group and others follow."""
-    return i + 1 < len(table.rows) and table.rows[i].group != table.rows[i + 1].group
+    return (
+        row_index + 1 < len(table.rows)
+        and table.rows[row_index].group != table.rows[row_index + 1].group
+    )
 
 
 # --- terminal -------------------------------------------------------------------------------------
@@ -335,51 +368,53 @@ def _names(cell: Cell) -> list[str]:
         case Name():
             return [cell.text]
         case Lines():
-            return [name for line in cell.lines for name in _names(line)]
+            return [cell_name for cell_line in cell.lines for cell_name in _names(cell_line)]
         case tuple():
-            return [name for part in cell for name in _names(part)]
+            return [cell_name for fragment in cell for cell_name in _names(fragment)]
         case _:
             return []
 
 
-def _broken(title: str) -> str:
+def _broken(column_title: str) -> str:
     """A title over a narrow column, broken at spaces and underscores."""
-    lines = [""]
-    for part in title.replace("_", "_\0").replace(" ", " \0").split("\0"):
-        if lines[-1] and len(lines[-1]) + len(part.rstrip()) > _TITLE_WIDTH:
-            lines.append("")
-        lines[-1] += part
-    return "\n".join(line.rstrip() for line in lines)
+    title_lines = [""]
+    for fragment in column_title.replace("_", "_\0").replace(" ", " \0").split("\0"):
+        if title_lines[-1] and len(title_lines[-1]) + len(fragment.rstrip()) > _TITLE_WIDTH:
+            title_lines.append("")
+        title_lines[-1] += fragment
+    return "\n".join(title_line.rstrip() for title_line in title_lines)
 
 
 def _style(cell: Cell, column: Column, rank: int) -> Style:
     rank = cell.rank if isinstance(cell, Graded) else rank
-    no_number = column.right and isinstance(cell, str) and bool(cell)
-    red = "red" if column.is_worse(cell) or (no_number and column.kind != "text") else None
-    return Style(color=red, bold=rank == 1 or None, underline=rank == 2 or None)
+    lacks_number = column.right and isinstance(cell, str) and bool(cell)
+    colour = "red" if column.is_worse(cell) or (lacks_number and column.kind != "text") else None
+    return Style(color=colour, bold=rank == 1 or None, underline=rank == 2 or None)
 
 
 # --- Markdown, LaTeX, HTML ------------------------------------------------------------------------
 
 
-def _piped(values: Iterable[str]) -> str:
-    return f"| {' | '.join(values)} |"
+def _piped(cell_texts: Iterable[str]) -> str:
+    return f"| {' | '.join(cell_texts)} |"
 
 
 def _stacked(column: Column) -> str:
     """A title over a narrow column, broken as in a terminal."""
-    first, *rest = _joined([column.title]) or [""]
-    match first:
+    first_part, *later_parts = _joined([column.title]) or [""]
+    match first_part:
         case str(text):
-            write = _LATEX.text
+            write_text = _LATEX.text
         case Name(text):
-            write = _LATEX.name
+            write_text = _LATEX.name
         case _:
             return _LATEX.phrase(column.title)
-    lines = [write(line) for line in _broken(plain(text)).split("\n")]
-    stack = r" \\ ".join(lines) + _LATEX.phrase(tuple(rest))
-    side = "r" if column.right else "l"
-    return rf"\shortstack[{side}]{{{stack}}}" if len(lines) > 1 else stack
+    title_lines = [write_text(title_line) for title_line in _broken(plain(text)).split("\n")]
+    stacked_title = r" \\ ".join(title_lines) + _LATEX.phrase(tuple(later_parts))
+    alignment = "r" if column.right else "l"
+    return (
+        rf"\shortstack[{alignment}]{{{stacked_title}}}" if len(title_lines) > 1 else stacked_title
+    )
 
 
 _LATEX_FIT = [
@@ -387,29 +422,34 @@ _LATEX_FIT = [
 ]
 
 
-def _latex_block(notes: list[str]) -> list[str]:
+def _latex_block(note_texts: list[str]) -> list[str]:
     """Notes below a table, in one paragraph as wide as the line."""
-    if not notes:
+    if not note_texts:
         return []
-    head = r"\par\smallskip\begin{minipage}{\linewidth}\footnotesize\raggedright"
-    return [head, *notes, r"\end{minipage}"]
+    block_start = r"\par\smallskip\begin{minipage}{\linewidth}\footnotesize\raggedright"
+    return [block_start, *note_texts, r"\end{minipage}"]
 
 
 def _latex_groups(table: Table) -> list[str]:
     if not any(column.group for column in table.columns):
         return []
-    heads, rules, first = [], [], 1
-    for group, count in table.column_groups:
+    group_heads, group_rules, first_column = [], [], 1
+    for group, column_count in table.column_groups:
         if group:
-            heads.append(rf"\multicolumn{{{count}}}{{c}}{{{_LATEX.phrase(group)}}}")
-            rules.append(rf"\cmidrule(lr){{{first}-{first + count - 1}}}")
+            group_heads.append(rf"\multicolumn{{{column_count}}}{{c}}{{{_LATEX.phrase(group)}}}")
+            group_rules.append(
+                rf"\cmidrule(lr){{{first_column}-{first_column + column_count - 1}}}"
+            )
         else:
-            heads.append(" & " * (count - 1))
-        first += count
-    return [" & ".join(heads) + r" \\", "".join(rules)]
+            group_heads.append(" & " * (column_count - 1))
+        first_column += column_count
+    return [" & ".join(group_heads) + r" \\", "".join(group_rules)]
 
 
-def _html_row(tag: str, cells: Iterable[str], columns: Iterable[Column]) -> str:
-    kinds = ("" if column.right else ' class="text"' for column in columns)
-    row = (f"<{tag}{kind}>{cell}</{tag}>" for cell, kind in zip(cells, kinds, strict=True))
-    return f"<tr>{''.join(row)}</tr>"
+def _html_row(tag: str, cell_texts: Iterable[str], columns: Iterable[Column]) -> str:
+    class_attributes = ("" if column.right else ' class="text"' for column in columns)
+    cell_elements = (
+        f"<{tag}{class_attribute}>{cell_text}</{tag}>"
+        for cell_text, class_attribute in zip(cell_texts, class_attributes, strict=True)
+    )
+    return f"<tr>{''.join(cell_elements)}</tr>"

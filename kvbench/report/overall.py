@@ -53,88 +53,122 @@ def group_means(
         `diff`, `diff_lo`, `diff_hi`, and the mean over tasks of `held_entries`, `kv_bytes_live`,
         `kv_bytes_read`, `kv_bytes_allocated` and `kv_bytes_full`.
     """
-    rows: list[dict[str, Any]] = []
+    mean_rows: list[dict[str, Any]] = []
     if isinstance(samples, pd.DataFrame):
         samples = Samples(samples)
     # A live dialogue has a full cache of its own.
-    live = (cells["moment"] == "turns").rename("_live")
-    for setting, part in cells.groupby([*SETTING, live], sort=False):
-        names = list(setting) if isinstance(setting, tuple) else [setting]
-        head = dict(zip(SETTING, names[:-1], strict=True))
-        rows += [head | row for row in _group_rows(part, samples, seed, n)]
-    return pd.DataFrame(rows)
+    is_live = (cells["moment"] == "turns").rename("_live")
+    for setting_key, setting_cells in cells.groupby([*SETTING, is_live], sort=False):
+        setting_values = list(setting_key) if isinstance(setting_key, tuple) else [setting_key]
+        setting_fields = dict(zip(SETTING, setting_values[:-1], strict=True))
+        mean_rows += [
+            setting_fields | mean_row for mean_row in _group_rows(setting_cells, samples, seed, n)
+        ]
+    return pd.DataFrame(mean_rows)
 
 
 def _group_rows(
-    part: pd.DataFrame, samples: Samples | None, seed: int, n: int
+    group_cells: pd.DataFrame, samples: Samples | None, seed: int, draw_count: int
 ) -> list[dict[str, Any]]:
-    part = part.drop_duplicates([*CONFIG, "task"], keep="last")
-    ok = part[part["status"] == "ok"]
-    telling = ok.groupby("task")["discriminative"].all()
+    group_cells = group_cells.drop_duplicates([*CONFIG, "task"], keep="last")
+    ok_cells = group_cells[group_cells["status"] == "ok"]
+    is_informative = ok_cells.groupby("task")["discriminative"].all()
     # If full comes from another run than a policy, only full's own row knows.
-    telling.update(ok[ok["policy"] == "full"].groupby("task")["discriminative"].all())
-    compared = set(ok.loc[ok["policy"] == "full", "task"])
-    tasks = sorted(telling.index[telling]) or sorted(set(telling.index) - compared)
-    if len(telling) == 1:  # the task's own numbers are not a mean, so they are shown in any case
-        tasks = sorted(telling.index)
-    ok = ok[ok["task"].isin(tasks)]
-    unit = ok.groupby("task")["score"].agg(lambda s: bool(s.between(0, 1).all()))
-    if not tasks or ok["higher_is_better"].nunique() != 1 or unit.nunique() != 1:
+    is_informative.update(
+        ok_cells[ok_cells["policy"] == "full"].groupby("task")["discriminative"].all()
+    )
+    compared_tasks = set(ok_cells.loc[ok_cells["policy"] == "full", "task"])
+    mean_tasks = sorted(is_informative.index[is_informative]) or sorted(
+        set(is_informative.index) - compared_tasks
+    )
+    if (
+        len(is_informative) == 1
+    ):  # the task's own numbers are not a mean, so they are shown in any case
+        mean_tasks = sorted(is_informative.index)
+    ok_cells = ok_cells[ok_cells["task"].isin(mean_tasks)]
+    unit_by_task = ok_cells.groupby("task")["score"].agg(
+        lambda task_scores: bool(task_scores.between(0, 1).all())
+    )
+    if not mean_tasks or ok_cells["higher_is_better"].nunique() != 1 or unit_by_task.nunique() != 1:
         return []
-    configs = list(part[CONFIG].drop_duplicates().itertuples(index=False, name=None))
-    full = next((i for i, config in enumerate(configs) if config[0] == "full"), None)
-    score, diff = _Strata(len(configs), n), _Strata(len(configs), n)
-    for task in tasks:
-        mine = ok[ok["task"] == task]
+    configs = list(group_cells[CONFIG].drop_duplicates().itertuples(index=False, name=None))
+    full_index = next(
+        (config_index for config_index, config in enumerate(configs) if config[0] == "full"), None
+    )
+    score_strata, diff_strata = _Strata(len(configs), draw_count), _Strata(len(configs), draw_count)
+    for task_name in mean_tasks:
+        task_cells = ok_cells[ok_cells["task"] == task_name]
         if samples is None:
-            known = mine.set_index(CONFIG)[_BOUNDS].reindex(pd.MultiIndex.from_tuples(configs))
-            numbers = known.to_numpy(dtype=np.float64)
-            score.add_interval(*numbers[:, :3].T)
-            diff.add_interval(*numbers[:, 3:].T)
+            bounds_frame = task_cells.set_index(CONFIG)[_BOUNDS].reindex(
+                pd.MultiIndex.from_tuples(configs)
+            )
+            task_bounds = bounds_frame.to_numpy(dtype=np.float64)
+            score_strata.add_interval(*task_bounds[:, :3].T)
+            diff_strata.add_interval(*task_bounds[:, 3:].T)
             continue
-        cell_of = {tuple(row[:3]): str(row[3]) for row in mine[[*CONFIG, "cell"]].to_numpy()}
-        values, codes = samples.wide(cell_of.get(config, "") for config in configs)
-        if not len(values):
-            score.miss()
+        cell_by_config = {
+            tuple(cell_row[:3]): str(cell_row[3])
+            for cell_row in task_cells[[*CONFIG, "cell"]].to_numpy()
+        }
+        score_values, context_codes = samples.wide(
+            cell_by_config.get(config, "") for config in configs
+        )
+        if not len(score_values):
+            score_strata.miss()
             continue
         # Each task is a stratum with a stream of its own: with the same draws for all tasks their
         # errors would be taken for correlated. The stream hangs on the task's name, so that a mean
         # does not change with the other tasks of a run; one task alone has the draws of `summary`.
-        stream = zlib.crc32(str(task).encode()) if len(tasks) > 1 else 0
-        contexts = int(codes.max()) + 1
-        draw = functools.partial(resampled, clusters=contexts, seed=seed, n=n, stream=stream)
-        bounded = bool(np.nanmin(values) >= 0 and np.nanmax(values) <= 1)
-        score.add(values, codes, draw, bounded, signed=False)
-        if full is not None:
+        random_stream = zlib.crc32(str(task_name).encode()) if len(mean_tasks) > 1 else 0
+        context_count = int(context_codes.max()) + 1
+        resample = functools.partial(
+            resampled, clusters=context_count, seed=seed, n=draw_count, stream=random_stream
+        )
+        is_bounded = bool(np.nanmin(score_values) >= 0 and np.nanmax(score_values) <= 1)
+        score_strata.add(score_values, context_codes, resample, is_bounded, signed=False)
+        if full_index is not None:
             # Subtracted before it is resampled: this is what pairs a policy with full.
-            diff.add(values - values[:, [full]], codes, draw, bounded, signed=True)
-    mean, lo, hi = score.interval()
-    gap, gap_lo, gap_hi = diff.interval() if full is not None else (mean * np.nan,) * 3
-    held = ok.groupby(CONFIG)[HELD].mean()
-    counts = ok.groupby(CONFIG)["samples"].sum()
-    rows = []
-    for i, config in enumerate(configs):
-        fine = bool(np.isfinite(mean[i]))
-        same = i == full and fine
-        rows.append(
+            diff_strata.add(
+                score_values - score_values[:, [full_index]],
+                context_codes,
+                resample,
+                is_bounded,
+                signed=True,
+            )
+    mean, lower, upper = score_strata.interval()
+    gap_mean, gap_lower, gap_upper = (
+        diff_strata.interval() if full_index is not None else (mean * np.nan,) * 3
+    )
+    held_means = ok_cells.groupby(CONFIG)[HELD].mean()
+    sample_counts = ok_cells.groupby(CONFIG)["samples"].sum()
+    mean_rows = []
+    for config_index, config in enumerate(configs):
+        is_complete = bool(np.isfinite(mean[config_index]))
+        is_full = config_index == full_index and is_complete
+        mean_rows.append(
             dict(zip(CONFIG, config, strict=True))
             | {
-                "status": "ok" if fine else "error",
-                "tasks": len(tasks),
-                "samples": int(counts.loc[config]) if fine else 0,
-                "discriminative": bool(telling.any()),
-                "higher_is_better": bool(ok["higher_is_better"].iloc[0]),
-                "score": mean[i],
-                "score_lo": lo[i],
-                "score_hi": hi[i],
-                "full_score": mean[full] if full is not None and fine else np.nan,
-                "diff": 0.0 if same else gap[i],
-                "diff_lo": 0.0 if same else gap_lo[i],
-                "diff_hi": 0.0 if same else gap_hi[i],
+                "status": "ok" if is_complete else "error",
+                "tasks": len(mean_tasks),
+                "samples": int(sample_counts.loc[config]) if is_complete else 0,
+                "discriminative": bool(is_informative.any()),
+                "higher_is_better": bool(ok_cells["higher_is_better"].iloc[0]),
+                "score": mean[config_index],
+                "score_lo": lower[config_index],
+                "score_hi": upper[config_index],
+                "full_score": mean[full_index]
+                if full_index is not None and is_complete
+                else np.nan,
+                "diff": 0.0 if is_full else gap_mean[config_index],
+                "diff_lo": 0.0 if is_full else gap_lower[config_index],
+                "diff_hi": 0.0 if is_full else gap_upper[config_index],
             }
-            | {name: float(held.loc[config, name]) if fine else np.nan for name in HELD}
+            | {
+                held_column: float(held_means.loc[config, held_column]) if is_complete else np.nan
+                for held_column in HELD
+            }
         )
-    return rows
+    return mean_rows
 
 
 class _Strata:
@@ -146,13 +180,13 @@ class _Strata:
     `interval` joins the two parts by square-and-add, as independent errors are.
     """
 
-    def __init__(self, columns: int, n: int) -> None:
+    def __init__(self, column_count: int, draw_count: int) -> None:
         self.count = 0
-        self.mean = np.zeros(columns)
-        self.draws = np.zeros((n, columns))
-        self.tail = np.full(columns, 0.025)
-        self.below = np.zeros(columns)
-        self.above = np.zeros(columns)
+        self.mean = np.zeros(column_count)
+        self.draws = np.zeros((draw_count, column_count))
+        self.tail = np.full(column_count, 0.025)
+        self.below = np.zeros(column_count)
+        self.above = np.zeros(column_count)
 
     def miss(self) -> None:
         """A task without a sample: no column has a mean over all tasks."""
@@ -160,66 +194,82 @@ class _Strata:
 
     def add(
         self,
-        values: Floats,
-        codes: npt.NDArray[np.intp],
-        draw: Callable[[Callable[[Floats], Floats]], Floats],
-        bounded: bool,
+        score_values: Floats,
+        context_codes: npt.NDArray[np.intp],
+        resample: Callable[[Callable[[Floats], Floats]], Floats],
+        is_bounded: bool,
         *,
         signed: bool,
     ) -> None:
         """Add a task.
 
         Args:
-            values: `[keys, columns]`, NaN where a column lacks the key.
-            codes: `[keys]`, the context of each key, ascending from 0.
-            draw: `resampled` for the task's contexts.
-            bounded: Whether scores lie in [0, 1].
-            signed: Whether `values` are differences.
+            score_values: `[keys, columns]`, NaN where a column lacks the key.
+            context_codes: `[keys]`, the context of each key, ascending from 0.
+            resample: `resampled` for the task's contexts.
+            is_bounded: Whether scores lie in [0, 1].
+            signed: Whether `score_values` are differences.
         """
-        present = np.isfinite(values)
+        is_present = np.isfinite(score_values)
         # Keys are sorted by context, so the sums of a context are sums of neighbouring rows.
-        starts = np.searchsorted(codes, np.arange(int(codes.max()) + 1))
-        totals = np.add.reduceat(np.where(present, values, 0.0), starts, axis=0)
-        sizes = np.add.reduceat(present.astype(np.float64), starts, axis=0)
+        context_starts = np.searchsorted(context_codes, np.arange(int(context_codes.max()) + 1))
+        context_totals = np.add.reduceat(
+            np.where(is_present, score_values, 0.0), context_starts, axis=0
+        )
+        context_sizes = np.add.reduceat(is_present.astype(np.float64), context_starts, axis=0)
         with np.errstate(invalid="ignore", divide="ignore"):
-            mean = totals.sum(0) / sizes.sum(0)
-            draws = draw(lambda w: (w @ totals) / (w @ sizes))
-        for k in np.flatnonzero(np.isfinite(mean)):
-            some = sizes[:, k] > 0
-            means = totals[some, k] / sizes[some, k]
-            if bounded and few_vary(means):
-                lo, hi = bounded_interval(means, sizes[some, k], signed=signed)
-                self.below[k] += (mean[k] - lo) ** 2
-                self.above[k] += (hi - mean[k]) ** 2
-                draws[:, k] = mean[k]  # its uncertainty is in `below` and `above` already
-            elif len(means) == 1:  # one context of an unbounded score says nothing about others
-                self.below[k] = self.above[k] = np.inf
-            elif signed or not bounded:
-                self.tail[k] = tail(len(means))
+            task_mean = context_totals.sum(0) / context_sizes.sum(0)
+            mean_draws = resample(
+                lambda weights: (weights @ context_totals) / (weights @ context_sizes)
+            )
+        for column_index in np.flatnonzero(np.isfinite(task_mean)):
+            is_nonempty = context_sizes[:, column_index] > 0
+            context_means = (
+                context_totals[is_nonempty, column_index] / context_sizes[is_nonempty, column_index]
+            )
+            if is_bounded and few_vary(context_means):
+                lower, upper = bounded_interval(
+                    context_means, context_sizes[is_nonempty, column_index], signed=signed
+                )
+                self.below[column_index] += (task_mean[column_index] - lower) ** 2
+                self.above[column_index] += (upper - task_mean[column_index]) ** 2
+                mean_draws[:, column_index] = task_mean[
+                    column_index
+                ]  # its uncertainty is in `below` and `above` already
+            elif (
+                len(context_means) == 1
+            ):  # one context of an unbounded score says nothing about others
+                self.below[column_index] = self.above[column_index] = np.inf
+            elif signed or not is_bounded:
+                self.tail[column_index] = tail(len(context_means))
         self.count += 1
-        self.mean += mean
-        self.draws += draws
+        self.mean += task_mean
+        self.draws += mean_draws
 
-    def add_interval(self, mean: Floats, lo: Floats, hi: Floats) -> None:
+    def add_interval(self, mean: Floats, lower: Floats, upper: Floats) -> None:
         """Add a task whose mean and interval alone are known, `[columns]` each."""
         self.count += 1
         self.mean += mean
         self.draws += mean
-        self.below += (mean - lo) ** 2
-        self.above += (hi - mean) ** 2
+        self.below += (mean - lower) ** 2
+        self.above += (upper - mean) ** 2
 
     def interval(self) -> tuple[Floats, Floats, Floats]:
         """Mean, lower and upper end for every column; NaN where a task is missing."""
-        mean, draws = self.mean / self.count, self.draws / self.count
-        lo, hi = np.full_like(mean, np.nan), np.full_like(mean, np.nan)
-        for k in np.flatnonzero(np.isfinite(mean)):
+        mean, mean_draws = self.mean / self.count, self.draws / self.count
+        lower, upper = np.full_like(mean, np.nan), np.full_like(mean, np.nan)
+        for column_index in np.flatnonzero(np.isfinite(mean)):
             # Several tasks have contexts enough that their interval need not be expanded.
-            outside = self.tail[k] if self.count == 1 else 0.025
-            a, b = np.nanquantile(draws[:, k], [outside, 1 - outside])
-            lo[k] = mean[k] - math.hypot(
-                max(0.0, mean[k] - a), math.sqrt(self.below[k]) / self.count
+            tail_share = self.tail[column_index] if self.count == 1 else 0.025
+            lower_quantile, upper_quantile = np.nanquantile(
+                mean_draws[:, column_index], [tail_share, 1 - tail_share]
             )
-            hi[k] = mean[k] + math.hypot(
-                max(0.0, b - mean[k]), math.sqrt(self.above[k]) / self.count
+            lower[column_index] = mean[column_index] - math.hypot(
+                max(0.0, mean[column_index] - lower_quantile),
+                math.sqrt(self.below[column_index]) / self.count,
             )
-        return mean, lo, hi
+            upper[column_index] = mean[column_index] + math.hypot(
+                max(0.0, upper_quantile - mean[column_index]),
+                math.sqrt(self.above[column_index]) / self.count,
+            )
+        return mean, lower, upper

@@ -12,12 +12,12 @@ import pandas as pd
 from kvbench.report.frames import (
     Results,
     Variant,
-    falling,
     holds_codes,
+    lower_is_better_tasks,
     pick,
     readers,
     records,
-    silent_tasks,
+    tasks_at_chance,
     unit_scale,
 )
 from kvbench.report.front import HELD, READ, Memory, front
@@ -71,30 +71,33 @@ class Panel:
         """Group and, where there are several, length, moment and seed."""
         return (Name(self.group), f", {self.variant.label}" if self.variant.label else "")
 
-    def of_task(self, task: str) -> pd.DataFrame:
+    def of_task(self, task_name: str) -> pd.DataFrame:
         """The cells of one task."""
-        return self.cells[self.cells["task"] == task]
+        return self.cells[self.cells["task"] == task_name]
 
-    def marks(self, task: str) -> str:
+    def marks(self, task_name: str) -> str:
         """What a task's column is marked with."""
-        return DOWN * (task in falling(self.cells)) + MARK * (task in silent_tasks(self.cells))
+        return DOWN * (task_name in lower_is_better_tasks(self.cells)) + MARK * (
+            task_name in tasks_at_chance(self.cells)
+        )
 
-    def task_title(self, task: str) -> Phrase:
+    def task_title(self, task_name: str) -> Phrase:
         """A task's name with its marks."""
-        return (Name(task), self.marks(task))
+        return (Name(task_name), self.marks(task_name))
 
-    def metric_title(self, task: str) -> tuple[Phrase, ...]:
+    def metric_title(self, task_name: str) -> tuple[Phrase, ...]:
         """A task's name with the metric that scores it."""
-        metrics = dict.fromkeys(self.of_task(task)["metric"].astype(str))
-        return (Name(task), ", metric ", Name(", ".join(metrics)))
+        metric_names = dict.fromkeys(self.of_task(task_name)["metric"].astype(str))
+        return (Name(task_name), ", metric ", Name(", ".join(metric_names)))
 
     # --- columns ----------------------------------------------------------------------------------
 
     def names(self) -> list[Filled]:
         """Policy and budget."""
-        heads = (Column("policy"), Column("budget", align="right"))
+        head_columns = (Column("policy"), Column("budget", align="right"))
         return [
-            (head, [Name(config[i]) for config in self.configs]) for i, head in enumerate(heads)
+            (head_column, [Name(config[head_index]) for config in self.configs])
+            for head_index, head_column in enumerate(head_columns)
         ]
 
     def held(self) -> Filled:
@@ -116,23 +119,29 @@ class Panel:
             return []
         return [(Column("KV allocated", Kind.PERCENT), self._shares("allocated_share"))]
 
-    def _shares(self, name: str) -> list[Cell]:
+    def _shares(self, share_column: str) -> list[Cell]:
         """A share of the full cache's bytes: of the mean, else over the tasks with scores."""
-        means = _by_config(self.overall)
-        shares = self.cells[self.cells["status"] == "ok"].groupby(CONFIG)[name].mean().to_dict()
+        mean_rows = _by_config(self.overall)
+        task_shares = (
+            self.cells[self.cells["status"] == "ok"].groupby(CONFIG)[share_column].mean().to_dict()
+        )
         return [
-            means[c][name] if c in means and means[c]["status"] == "ok" else shares.get(c)
-            for c in self.configs
+            mean_rows[config][share_column]
+            if config in mean_rows and mean_rows[config]["status"] == "ok"
+            else task_shares.get(config)
+            for config in self.configs
         ]
 
     def held_bytes(self) -> Filled:
         """Bytes held, mean over tasks."""
-        head = Column("bytes held", Kind.BYTES)
-        return self.column(head, self.overall, lambda row: row["kv_bytes_live"], None)
+        bytes_column = Column("bytes held", Kind.BYTES)
+        return self.column(
+            bytes_column, self.overall, lambda mean_row: mean_row["kv_bytes_live"], None
+        )
 
     def column(
         self,
-        head: Column,
+        head_column: Column,
         frame: pd.DataFrame,
         cell_of: Callable[[Mapping[str, Any]], Cell],
         failed: Cell = "failed",
@@ -140,47 +149,60 @@ class Panel:
         """Fill a column from the rows of a frame.
 
         Args:
-            head: The column.
+            head_column: The column.
             frame: Cells of one task, or means over tasks, of this panel.
             cell_of: Gives the cell of a row that has a score.
             failed: The cell of a row without a score.
         """
-        rows = _by_config(frame)
-        cells = [
-            (cell_of(rows[c]) if rows[c]["status"] == "ok" else failed) if c in rows else None
-            for c in self.configs
+        row_by_config = _by_config(frame)
+        filled_cells = [
+            (cell_of(row_by_config[config]) if row_by_config[config]["status"] == "ok" else failed)
+            if config in row_by_config
+            else None
+            for config in self.configs
         ]
-        return head, cells
+        return head_column, filled_cells
 
     def scores(
-        self, frame: pd.DataFrame, title: Phrase, *, bounds: bool = False, failed: Cell = "failed"
+        self,
+        frame: pd.DataFrame,
+        column_title: Phrase,
+        *,
+        bounds: bool = False,
+        failed: Cell = "failed",
     ) -> Filled:
         """Scores of a frame as in `column`, with or without their intervals."""
         return self.column(
-            _score_column(frame, title),
+            _score_column(frame, column_title),
             frame,
-            lambda row: _interval(row, "score") if bounds else row["score"],
+            lambda score_row: _interval(score_row, "score") if bounds else score_row["score"],
             failed,
         )
 
     def gaps(self, frame: pd.DataFrame, *, failed: Cell = None) -> Filled:
         """Paired differences to full, as in `column`."""
-        head = _score_column(frame, "difference to full", signed=True)
+        gap_column = _score_column(frame, "difference to full", signed=True)
         return self.column(
-            head,
+            gap_column,
             frame,
-            lambda row: None if row["policy"] == "full" else _interval(row, "diff"),
+            lambda score_row: (
+                None if score_row["policy"] == "full" else _interval(score_row, "diff")
+            ),
             failed,
         )
 
-    def compared(self, frame: pd.DataFrame, title: Phrase) -> Filled:
+    def compared(self, frame: pd.DataFrame, column_title: Phrase) -> Filled:
         """Scores with their paired differences to full in one column, as in `column`."""
 
-        def cell_of(row: Mapping[str, Any]) -> Cell:
-            full = row["policy"] == "full"
-            return row["score"] if full else Compared(row["score"], _interval(row, "diff"))
+        def cell_of(score_row: Mapping[str, Any]) -> Cell:
+            is_full = score_row["policy"] == "full"
+            return (
+                score_row["score"]
+                if is_full
+                else Compared(score_row["score"], _interval(score_row, "diff"))
+            )
 
-        return self.column(_score_column(frame, title), frame, cell_of, None)
+        return self.column(_score_column(frame, column_title), frame, cell_of, None)
 
     def optimal(self) -> list[Filled]:
         """Stars for the settings whose means are Pareto-optimal, over bytes held and bytes read.
@@ -191,45 +213,61 @@ class Panel:
             return [self._optimal(HELD, "Pareto-optimal")]
         return [self._optimal(memory, f"Pareto-optimal ({memory.verb})") for memory in (HELD, READ)]
 
-    def _optimal(self, memory: Memory, title: str) -> Filled:
-        means = self.overall
-        points = means[means["policy"] != "full"]
-        sign = 1.0 if means["higher_is_better"].iloc[0] else -1.0
-        best = set(points.index[front(points[memory.bytes], sign * points["score"])])
-        marked = means.assign(best=[index in best for index in means.index])
-        head = Column(title, align="right")
-        return self.column(head, marked, lambda row: "★" if row["best"] else "", "")
+    def _optimal(self, memory: Memory, column_title: str) -> Filled:
+        group_means = self.overall
+        compressed_means = group_means[group_means["policy"] != "full"]
+        direction_sign = 1.0 if group_means["higher_is_better"].iloc[0] else -1.0
+        optimal_indices = set(
+            compressed_means.index[
+                front(compressed_means[memory.bytes], direction_sign * compressed_means["score"])
+            ]
+        )
+        marked_means = group_means.assign(
+            best=[index in optimal_indices for index in group_means.index]
+        )
+        star_column = Column(column_title, align="right")
+        return self.column(
+            star_column, marked_means, lambda mean_row: "★" if mean_row["best"] else "", ""
+        )
 
 
 def panels(results: Results) -> Iterator[Panel]:
     """Every panel of a report that has cells."""
-    for model in results.models:
-        for group in results.groups(model):
-            for variant in results.variants(model, group):
-                cells, overall = (
-                    _of_panel(frame, model, group, variant)
+    for model_name in results.models:
+        for group_name in results.groups(model_name):
+            for variant in results.variants(model_name, group_name):
+                panel_cells, panel_means = (
+                    _of_panel(frame, model_name, group_name, variant)
                     for frame in (results.cells, results.overall)
                 )
-                if len(cells):
-                    yield Panel(model, group, variant, cells, overall)
+                if len(panel_cells):
+                    yield Panel(model_name, group_name, variant, panel_cells, panel_means)
 
 
-def _of_panel(frame: pd.DataFrame, model: str, group: str, variant: Variant) -> pd.DataFrame:
+def _of_panel(
+    frame: pd.DataFrame, model_name: str, group_name: str, variant: Variant
+) -> pd.DataFrame:
     if not len(frame):
         return frame
-    return pick(frame[(frame["model"] == model) & (frame["group"] == group)], variant)
+    return pick(frame[(frame["model"] == model_name) & (frame["group"] == group_name)], variant)
 
 
 def _by_config(frame: pd.DataFrame) -> dict[Config, dict[str, Any]]:
-    return {tuple(str(row[name]) for name in CONFIG): row for row in records(frame)}
+    return {
+        tuple(str(record[field_name]) for field_name in CONFIG): record for record in records(frame)
+    }
 
 
-def _score_column(frame: pd.DataFrame, title: Phrase, *, signed: bool = False) -> Column:
+def _score_column(frame: pd.DataFrame, column_title: Phrase, *, signed: bool = False) -> Column:
     """A column for the scores of a frame, or for their differences."""
-    higher = not len(frame) or bool(frame["higher_is_better"].iloc[0])
-    kind = score_kind(unit=not len(frame) or unit_scale(frame))
-    return Column(title, kind, better="higher" if higher else "lower", signed=signed)
+    higher_is_better = not len(frame) or bool(frame["higher_is_better"].iloc[0])
+    number_kind = score_kind(unit_scaled=not len(frame) or unit_scale(frame))
+    return Column(
+        column_title, number_kind, better="higher" if higher_is_better else "lower", signed=signed
+    )
 
 
-def _interval(row: Mapping[str, Any], name: str) -> Interval:
-    return Interval(row[name], row[f"{name}_lo"], row[f"{name}_hi"])
+def _interval(score_row: Mapping[str, Any], column_name: str) -> Interval:
+    return Interval(
+        score_row[column_name], score_row[f"{column_name}_lo"], score_row[f"{column_name}_hi"]
+    )

@@ -20,7 +20,7 @@ from matplotlib.transforms import Bbox
 
 from kvbench.report.front import HELD, Memory, front
 from kvbench.report.numbers import size
-from kvbench.report.style import FRONT, GREY, GREY_BAND, PALE, marked
+from kvbench.report.style import FRONT, GREY, GREY_BAND, PALE, marker_options
 from kvbench.report.text import short
 from kvbench.stats import Floats
 
@@ -33,7 +33,7 @@ _NEST = 0.3  # a marker grows by this much for each marker drawn over it
 _LABEL_STEPS = (4, 9, 15, 22, 30, 40, 52)  # points between a label and what it names
 _LABEL_SIDES = ((-1, 1), (1, 1), (1, -1), (-1, -1))  # left and above first
 _LEADER_FROM = 9
-Look = Mapping[str, tuple[str, str]]
+MarkerStyles = Mapping[str, tuple[str, str]]
 
 
 @dataclass(frozen=True)
@@ -53,17 +53,23 @@ class ByteAxis:
     memory: Memory = HELD
 
     @classmethod
-    def of(cls, rows: pd.DataFrame, memory: Memory = HELD) -> ByteAxis:
+    def of(cls, cell_rows: pd.DataFrame, memory: Memory = HELD) -> ByteAxis:
         """The axis that shows all of these cells."""
-        x = rows[memory.share].to_numpy(dtype=np.float64)
-        log = bool(x.min() > 0 and x.max() / x.min() > _LOG_FROM * 1.02)
-        u = np.log10(x) if log else x
-        span = float(u.max() - u.min())
-        pad = 0.08 * span
-        if span < (0.01 if log else 0.02 * float(u.max())):  # one budget, but for a policy's extras
-            pad = 0.15 if log else 0.15 * float(u.max())
-        low, high = float(u.min()) - pad, float(u.max()) + pad
-        return cls(log, 10**low, 10**high, memory) if log else cls(log, low, high, memory)
+        shares = cell_rows[memory.share].to_numpy(dtype=np.float64)
+        is_log = bool(shares.min() > 0 and shares.max() / shares.min() > _LOG_FROM * 1.02)
+        positions = np.log10(shares) if is_log else shares
+        span = float(positions.max() - positions.min())
+        padding = 0.08 * span
+        if span < (
+            0.01 if is_log else 0.02 * float(positions.max())
+        ):  # one budget, but for a policy's extras
+            padding = 0.15 if is_log else 0.15 * float(positions.max())
+        left_end, right_end = float(positions.min()) - padding, float(positions.max()) + padding
+        return (
+            cls(is_log, 10**left_end, 10**right_end, memory)
+            if is_log
+            else cls(is_log, left_end, right_end, memory)
+        )
 
     @property
     def label(self) -> str:
@@ -73,15 +79,15 @@ class ByteAxis:
 
 def draw_panel(
     ax: Axes,
-    rows: pd.DataFrame,
-    looks_of: Look,
-    x: ByteAxis,
+    cell_rows: pd.DataFrame,
+    policy_styles: MarkerStyles,
+    byte_axis: ByteAxis,
     *,
-    unit: bool,
-    limits: tuple[float, float],
-    width: float,
+    unit_scaled: bool,
+    score_limits: tuple[float, float],
+    panel_width: float,
     bytes_axis: bool,
-    pale: Sequence[str] = (),
+    pale_policies: Sequence[str] = (),
     labelled: bool = False,
 ) -> None:
     """Draw score against the share of the full cache's bytes, with 95% intervals.
@@ -91,146 +97,208 @@ def draw_panel(
 
     Args:
         ax: Where to draw.
-        rows: Cells or group means of one panel, full among them if it was run.
-        looks_of: Colour and marker by policy.
-        x: The x axis.
-        unit: Whether to show points, 0 to 100.
-        limits: Limits of the score axis, as shown.
-        width: Width of the panel in inches: so many tick labels fit.
+        cell_rows: Cells or group means of one panel, full among them if it was run.
+        policy_styles: Colour and marker by policy.
+        byte_axis: The x axis.
+        unit_scaled: Whether to show points, 0 to 100.
+        score_limits: Limits of the score axis, as shown.
+        panel_width: Width of the panel in inches: so many tick labels fit.
         bytes_axis: Whether to write the bytes along the top.
-        pale: Policies that are drawn in grey, without intervals.
+        pale_policies: Policies that are drawn in grey, without intervals.
         labelled: Whether to write the names of the policies on the front beside their points.
     """
-    scale = 100.0 if unit else 1.0
-    full = rows[rows["policy"] == "full"]
-    points = rows[rows["policy"] != "full"].reset_index(drop=True)
-    ax.set_ylim(*limits)
-    ax.set_xscale("log" if x.log else "linear")
-    ax.set_xlim(x.low, x.high)
-    if len(full):
-        mark = full.iloc[-1]
-        bounds = np.clip([scale * mark["score_lo"], scale * mark["score_hi"]], *limits)
-        ax.axhspan(float(bounds[0]), float(bounds[1]), color=GREY_BAND, lw=0, zorder=0)
-        ax.axhline(scale * mark["score"], color=GREY, lw=0.9, ls=(0, (4, 2)), zorder=1)
-    score = scale * points["score"].to_numpy(dtype=np.float64)
-    share = points[x.memory.share].to_numpy(dtype=np.float64)
-    best = front_of(points, x.memory)
+    score_scale = 100.0 if unit_scaled else 1.0
+    full_rows = cell_rows[cell_rows["policy"] == "full"]
+    points = cell_rows[cell_rows["policy"] != "full"].reset_index(drop=True)
+    ax.set_ylim(*score_limits)
+    ax.set_xscale("log" if byte_axis.log else "linear")
+    ax.set_xlim(byte_axis.low, byte_axis.high)
+    if len(full_rows):
+        full_row = full_rows.iloc[-1]
+        full_bounds = np.clip(
+            [score_scale * full_row["score_lo"], score_scale * full_row["score_hi"]], *score_limits
+        )
+        ax.axhspan(float(full_bounds[0]), float(full_bounds[1]), color=GREY_BAND, lw=0, zorder=0)
+        ax.axhline(score_scale * full_row["score"], color=GREY, lw=0.9, ls=(0, (4, 2)), zorder=1)
+    scores = score_scale * points["score"].to_numpy(dtype=np.float64)
+    shares = points[byte_axis.memory.share].to_numpy(dtype=np.float64)
+    front_indices = front_of(points, byte_axis.memory)
     ax.step(
-        [*share[best], x.high], [*score[best], score[best[-1]]], where="post", zorder=2, **FRONT
+        [*shares[front_indices], byte_axis.high],
+        [*scores[front_indices], scores[front_indices[-1]]],
+        where="post",
+        zorder=2,
+        **FRONT,
     )
-    ends = (scale * points[end].to_numpy(dtype=np.float64) for end in ("score_lo", "score_hi"))
-    low, high = (np.clip(end, *limits) for end in ends)
-    _draw_policies(ax, points["policy"], share, score, low, high, looks_of, pale)
+    interval_ends = (
+        score_scale * points[bound].to_numpy(dtype=np.float64) for bound in ("score_lo", "score_hi")
+    )
+    lower_ends, upper_ends = (np.clip(bound, *score_limits) for bound in interval_ends)
+    _draw_policies(
+        ax, points["policy"], shares, scores, lower_ends, upper_ends, policy_styles, pale_policies
+    )
     if labelled:
-        coloured = ~points["policy"].isin(list(pale)).to_numpy()
-        _label_front(ax, points, best, coloured, share, score, looks_of)
-    if unit:
+        is_coloured = ~points["policy"].isin(list(pale_policies)).to_numpy()
+        _label_front(ax, points, front_indices, is_coloured, shares, scores, policy_styles)
+    if unit_scaled:
         ax.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10], integer=True))
-    _ticks(ax, x, points, width, bytes_axis)
+    _ticks(ax, byte_axis, points, panel_width, bytes_axis)
     ax.grid(axis="y", color="#dddddd", lw=0.4, zorder=-1)
     ax.set_axisbelow(True)
 
 
 def front_of(points: pd.DataFrame, memory: Memory = HELD) -> npt.NDArray[np.intp]:
     """Positions of the Pareto-optimal rows of a panel, from the cheapest on."""
-    score = points["score"].to_numpy(dtype=np.float64)
+    scores = points["score"].to_numpy(dtype=np.float64)
     # Where a lower score is better, the front runs along the lowest points.
-    worth = score if points["higher_is_better"].iloc[0] else -score
-    best = np.flatnonzero(front(points[memory.bytes], worth))
-    share = points[memory.share].to_numpy(dtype=np.float64)
-    return best[np.argsort(share[best], kind="stable")]
+    rank_key = scores if points["higher_is_better"].iloc[0] else -scores
+    front_indices = np.flatnonzero(front(points[memory.bytes], rank_key))
+    shares = points[memory.share].to_numpy(dtype=np.float64)
+    return front_indices[np.argsort(shares[front_indices], kind="stable")]
 
 
 def _draw_policies(
     ax: Axes,
-    names: pd.Series[str],
-    share: Floats,
-    score: Floats,
-    low: Floats,
-    high: Floats,
-    looks_of: Look,
-    pale: Sequence[str],
+    policy_names: pd.Series[str],
+    shares: Floats,
+    scores: Floats,
+    lower_ends: Floats,
+    upper_ends: Floats,
+    policy_styles: MarkerStyles,
+    pale_policies: Sequence[str],
 ) -> None:
     """Draw the points and error bars of all policies, in the order of the legend."""
-    drawn = [policy for policy in looks_of if (names == policy).any()]
-    turns = {policy: float(i) for i, policy in enumerate(drawn) if policy not in pale}
-    order = np.asarray(names.map(turns), dtype=np.float64)
-    point = ax.figure.dpi / 72.0  # in pixels
-    pixels = ax.transData.transform(np.column_stack([share, score]))
-    sizes = _nested_sizes(pixels / point, order)
-    aside = _bars_aside(pixels[:, 0] / point, order, low, high)
-    pixels[:, 0] += aside * point
-    places = np.where(aside == 0, share, ax.transData.inverted().transform(pixels)[:, 0])
-    for policy in drawn:
-        mine = np.flatnonzero((names == policy).to_numpy())
-        mine = mine[np.argsort(share[mine], kind="stable")]
-        if policy in pale:
-            ax.plot(share[mine], score[mine], color=PALE, marker="o", ms=2.5, lw=0.6, zorder=1.5)
+    drawn_policies = [policy for policy in policy_styles if (policy_names == policy).any()]
+    policy_order = {
+        policy: float(index)
+        for index, policy in enumerate(drawn_policies)
+        if policy not in pale_policies
+    }
+    point_order = np.asarray(policy_names.map(policy_order), dtype=np.float64)
+    point_pixels = ax.figure.dpi / 72.0  # in pixels
+    pixel_positions = ax.transData.transform(np.column_stack([shares, scores]))
+    marker_scales = _nested_sizes(pixel_positions / point_pixels, point_order)
+    bar_offsets = _bars_aside(
+        pixel_positions[:, 0] / point_pixels, point_order, lower_ends, upper_ends
+    )
+    pixel_positions[:, 0] += bar_offsets * point_pixels
+    bar_positions = np.where(
+        bar_offsets == 0, shares, ax.transData.inverted().transform(pixel_positions)[:, 0]
+    )
+    for policy in drawn_policies:
+        policy_points = np.flatnonzero((policy_names == policy).to_numpy())
+        policy_points = policy_points[np.argsort(shares[policy_points], kind="stable")]
+        if policy in pale_policies:
+            ax.plot(
+                shares[policy_points],
+                scores[policy_points],
+                color=PALE,
+                marker="o",
+                ms=2.5,
+                lw=0.6,
+                zorder=1.5,
+            )
             continue
-        look = marked(looks_of[policy])
-        bar: dict[str, Any] = {"color": look["color"], "lw": 0.7, "zorder": 2.5}
-        ax.plot(share[mine], score[mine], color=look["color"], lw=0.8, alpha=0.45, zorder=2)
-        ax.vlines(places[mine], low[mine], high[mine], **bar)
-        tied = mine[aside[mine] != 0]
-        if len(tied):  # by a line to their points
-            ax.hlines(score[tied], share[tied], places[tied], **bar)
-        for i in mine:
-            marker = {**look, "ms": look["ms"] * sizes[i]}
-            ax.plot(share[i], score[i], ls="none", zorder=3, **marker)
+        marker_style = marker_options(policy_styles[policy])
+        bar_style: dict[str, Any] = {"color": marker_style["color"], "lw": 0.7, "zorder": 2.5}
+        ax.plot(
+            shares[policy_points],
+            scores[policy_points],
+            color=marker_style["color"],
+            lw=0.8,
+            alpha=0.45,
+            zorder=2,
+        )
+        ax.vlines(
+            bar_positions[policy_points],
+            lower_ends[policy_points],
+            upper_ends[policy_points],
+            **bar_style,
+        )
+        offset_points = policy_points[bar_offsets[policy_points] != 0]
+        if len(offset_points):  # by a line to their points
+            ax.hlines(
+                scores[offset_points],
+                shares[offset_points],
+                bar_positions[offset_points],
+                **bar_style,
+            )
+        for index in policy_points:
+            point_style = {**marker_style, "ms": marker_style["ms"] * marker_scales[index]}
+            ax.plot(shares[index], scores[index], ls="none", zorder=3, **point_style)
 
 
-def _bars_aside(x: Floats, order: Floats, low: Floats, high: Floats) -> Floats:
+def _bars_aside(
+    positions: Floats, lane_order: Floats, lower_ends: Floats, upper_ends: Floats
+) -> Floats:
     """How far error bars stand from their points, so that they do not cover each other.
 
     Bars at nearly the same bytes are packed into lanes, the middle one first: bars of one lane do
     not overlap.
 
     Args:
-        x: Where the points are, in typographic points.
-        order: In which order they choose a lane; NaN for a point without a bar.
-        low, high: Ends of the bars.
+        positions: Where the points are, in typographic points.
+        lane_order: In which order they choose a lane; NaN for a point without a bar.
+        lower_ends, upper_ends: Ends of the bars.
 
     Returns:
         Distances in typographic points.
     """
-    aside = np.zeros(len(x))
-    along = np.argsort(x, kind="stable")
-    groups = np.split(along, np.flatnonzero(np.diff(x[along]) > _LANE) + 1)
-    gap = min((x[b[0]] - x[a[-1]] for a, b in pairwise(groups)), default=math.inf)
-    for group in groups:
-        lanes: dict[int, list[int]] = {}
-        for i in sorted((int(i) for i in group if order[i] >= 0), key=lambda i: order[i]):
-            free = (
+    offsets = np.zeros(len(positions))
+    sorted_indices = np.argsort(positions, kind="stable")
+    index_groups = np.split(
+        sorted_indices, np.flatnonzero(np.diff(positions[sorted_indices]) > _LANE) + 1
+    )
+    smallest_gap = min(
+        (
+            positions[right_group[0]] - positions[left_group[-1]]
+            for left_group, right_group in pairwise(index_groups)
+        ),
+        default=math.inf,
+    )
+    for index_group in index_groups:
+        lane_members: dict[int, list[int]] = {}
+        for bar_index in sorted(
+            (int(bar_index) for bar_index in index_group if lane_order[bar_index] >= 0),
+            key=lambda bar_index: lane_order[bar_index],
+        ):
+            free_lanes = (
                 lane
                 for lane in _LANES
-                if all(low[i] > high[k] or high[i] < low[k] for k in lanes.get(lane, []))
+                if all(
+                    lower_ends[bar_index] > upper_ends[other_index]
+                    or upper_ends[bar_index] < lower_ends[other_index]
+                    for other_index in lane_members.get(lane, [])
+                )
             )
-            lanes.setdefault(next(free, 0), []).append(i)
-        step = min(_LANE, 0.45 * gap / (1 + max(map(abs, lanes), default=0)))
-        for lane, members in lanes.items():
-            aside[members] = lane * step
-    return aside
+            lane_members.setdefault(next(free_lanes, 0), []).append(bar_index)
+        lane_step = min(_LANE, 0.45 * smallest_gap / (1 + max(map(abs, lane_members), default=0)))
+        for lane, members in lane_members.items():
+            offsets[members] = lane * lane_step
+    return offsets
 
 
-def _nested_sizes(at: Floats, order: Floats) -> Floats:
+def _nested_sizes(positions: Floats, draw_order: Floats) -> Floats:
     """Sizes that let every one of several coinciding markers show, later ones inside earlier.
 
     Args:
-        at: `[n, 2]`, where the markers are, in typographic points.
-        order: In which order they are drawn; NaN for those that do not count.
+        positions: `[n, 2]`, where the markers are, in typographic points.
+        draw_order: In which order they are drawn; NaN for those that do not count.
     """
-    near = (np.abs(at[:, None] - at) < _NEAR).all(-1)
-    return np.asarray(1 + _NEST * (near & (order > order[:, None])).sum(1), dtype=np.float64)
+    is_near = (np.abs(positions[:, None] - positions) < _NEAR).all(-1)
+    return np.asarray(
+        1 + _NEST * (is_near & (draw_order > draw_order[:, None])).sum(1), dtype=np.float64
+    )
 
 
 def _label_front(
     ax: Axes,
     points: pd.DataFrame,
-    best: npt.NDArray[np.intp],
-    coloured: npt.NDArray[np.bool_],
-    share: Floats,
-    score: Floats,
-    looks_of: Look,
+    front_indices: npt.NDArray[np.intp],
+    is_coloured: npt.NDArray[np.bool_],
+    shares: Floats,
+    scores: Floats,
+    policy_styles: MarkerStyles,
 ) -> None:
     """Write each policy's name beside its cheapest point on the front, clear of other names.
 
@@ -239,61 +307,82 @@ def _label_front(
     canvas = ax.figure.canvas
     assert isinstance(canvas, FigureCanvasAgg)
     renderer = canvas.get_renderer()  # type: ignore[no-untyped-call]
-    pixels = ax.transData.transform(np.column_stack([share, score]))
-    taken = [Bbox.from_bounds(px - 4, py - 4, 8, 8).padded(5) for px, py in pixels[coloured]]
-    inside = ax.get_window_extent(renderer).padded(-1)
-    cheapest: dict[str, int] = {}
-    for i in best:
-        cheapest.setdefault(str(points["policy"][i]), int(i))
-    for policy, i in cheapest.items():
-        colour = tuple(0.75 * part for part in to_rgb(looks_of[policy][0]))  # legible as text
-        text = ax.annotate(
+    pixel_positions = ax.transData.transform(np.column_stack([shares, scores]))
+    occupied_boxes = [
+        Bbox.from_bounds(x_pixel - 4, y_pixel - 4, 8, 8).padded(5)
+        for x_pixel, y_pixel in pixel_positions[is_coloured]
+    ]
+    axes_box = ax.get_window_extent(renderer).padded(-1)
+    cheapest_points: dict[str, int] = {}
+    for index in front_indices:
+        cheapest_points.setdefault(str(points["policy"][index]), int(index))
+    for policy, index in cheapest_points.items():
+        text_colour = tuple(
+            0.75 * channel for channel in to_rgb(policy_styles[policy][0])
+        )  # legible as text
+        annotation = ax.annotate(
             short(policy, 30),
-            (share[i], score[i]),
+            (shares[index], scores[index]),
             xytext=(0, 0),
             textcoords="offset points",
             fontsize=7,
-            color=colour,
+            color=text_colour,
             zorder=5,
             path_effects=[withStroke(linewidth=2, foreground="white")],
         )
-        for step, (across, up) in product(_LABEL_STEPS, _LABEL_SIDES):
-            text.set_horizontalalignment("right" if across < 0 else "left")
-            text.set_verticalalignment("bottom" if up > 0 else "top")
-            text.set_position((across * 3, up * step))
-            box = text.get_window_extent(renderer)
-            clear = not any(box.overlaps(other) for other in taken)
-            if clear and inside.contains(box.x0, box.y0) and inside.contains(box.x1, box.y1):
-                taken.append(box)
-                if step > _LEADER_FROM:
-                    near = (across * 3, up * (step + 1))
+        for label_step, (horizontal_side, vertical_side) in product(_LABEL_STEPS, _LABEL_SIDES):
+            annotation.set_horizontalalignment("right" if horizontal_side < 0 else "left")
+            annotation.set_verticalalignment("bottom" if vertical_side > 0 else "top")
+            annotation.set_position((horizontal_side * 3, vertical_side * label_step))
+            label_box = annotation.get_window_extent(renderer)
+            is_clear = not any(label_box.overlaps(other_box) for other_box in occupied_boxes)
+            if (
+                is_clear
+                and axes_box.contains(label_box.x0, label_box.y0)
+                and axes_box.contains(label_box.x1, label_box.y1)
+            ):
+                occupied_boxes.append(label_box)
+                if label_step > _LEADER_FROM:
+                    leader = (horizontal_side * 3, vertical_side * (label_step + 1))
                     ax.annotate(
-                        "", (share[i], score[i]), near, textcoords="offset points",
-                        arrowprops={"arrowstyle": "-", "lw": 0.5, "color": colour},
+                        "", (shares[index], scores[index]), leader, textcoords="offset points",
+                        arrowprops={"arrowstyle": "-", "lw": 0.5, "color": text_colour},
                     )  # fmt: skip
                 break
         else:  # no room: better a name on something else than no name
-            text.set_position((0, _LABEL_STEPS[0]))
+            annotation.set_position((0, _LABEL_STEPS[0]))
 
 
-def _ticks(ax: Axes, x: ByteAxis, points: pd.DataFrame, width: float, bytes_axis: bool) -> None:
+def _ticks(
+    ax: Axes, byte_axis: ByteAxis, points: pd.DataFrame, panel_width: float, bytes_axis: bool
+) -> None:
     """Percentages along the bottom and, if asked, the bytes of the same places along the top."""
-    if x.log:
-        ticks = [t for t in _TICKS if x.low <= t <= x.high]
-        if len(ticks) < 2:
-            ticks = [float(t) for t in np.geomspace(x.low, x.high, 4)[1:3]]
+    if byte_axis.log:
+        tick_shares = [tick for tick in _TICKS if byte_axis.low <= tick <= byte_axis.high]
+        if len(tick_shares) < 2:
+            tick_shares = [
+                float(tick) for tick in np.geomspace(byte_axis.low, byte_axis.high, 4)[1:3]
+            ]
     else:
-        found = MaxNLocator(4, steps=[1, 2, 5, 10]).tick_values(100 * x.low, 100 * x.high)
-        ticks = [float(t) / 100 for t in found if x.low <= t / 100 <= x.high]
-    ax.xaxis.set_major_locator(FixedLocator(ticks))
+        tick_percents = MaxNLocator(4, steps=[1, 2, 5, 10]).tick_values(
+            100 * byte_axis.low, 100 * byte_axis.high
+        )
+        tick_shares = [
+            float(tick) / 100
+            for tick in tick_percents
+            if byte_axis.low <= tick / 100 <= byte_axis.high
+        ]
+    ax.xaxis.set_major_locator(FixedLocator(tick_shares))
     ax.xaxis.set_minor_locator(NullLocator())
-    ax.set_xticks(ticks, [f"{100 * t:.3g}" for t in ticks])
+    ax.set_xticks(tick_shares, [f"{100 * tick:.3g}" for tick in tick_shares])
     if not bytes_axis:
         return
-    whole = float(points["kv_bytes_full"].mean())
-    top = ax.secondary_xaxis("top")
-    top.xaxis.set_minor_locator(NullLocator())
-    every = math.ceil(len(ticks) * 0.6 / width)
-    top.set_xticks(ticks[::every], [size(t * whole) for t in ticks[::every]])
-    top.spines["top"].set_visible(True)
-    top.tick_params(labelsize=7)
+    full_bytes = float(points["kv_bytes_full"].mean())
+    top_axis = ax.secondary_xaxis("top")
+    top_axis.xaxis.set_minor_locator(NullLocator())
+    tick_step = math.ceil(len(tick_shares) * 0.6 / panel_width)
+    top_axis.set_xticks(
+        tick_shares[::tick_step], [size(tick * full_bytes) for tick in tick_shares[::tick_step]]
+    )
+    top_axis.spines["top"].set_visible(True)
+    top_axis.tick_params(labelsize=7)

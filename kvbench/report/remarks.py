@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from kvbench.judge.base import LocalJudge
 from kvbench.report.equal import equal_rows, labels, without_room
-from kvbench.report.frames import Results, judged, readers, silent_tasks, uncompared
+from kvbench.report.frames import Results, judged, readers, tasks_at_chance, uncompared
 from kvbench.report.panel import MARK
 from kvbench.report.table import Name, Phrase
 from kvbench.report.text import REFERENCE_MODEL, REFERENCE_NOTE, listed
@@ -19,48 +19,51 @@ def remarks(results: Results) -> Iterator[Phrase]:
     cells = results.cells
     if (cells["model_id"] == REFERENCE_MODEL).any():
         yield REFERENCE_NOTE
-    for origin, tasks in judged(cells).items():
-        judge: Phrase = ("the judge ", Name(origin))
-        if origin == LocalJudge.origin:
-            judge = (
+    for judge_origin, task_names in judged(cells).items():
+        judge_phrase: Phrase = ("the judge ", Name(judge_origin))
+        if judge_origin == LocalJudge.origin:
+            judge_phrase = (
                 "the local judge, which only counts shared words: do not compare these scores "
                 "with those of a model"
             )
-        yield (_names(tasks), ": scored by ", judge, ".")
-    for names, places in equal_rows(results).items():
+        yield (_names(task_names), ": scored by ", judge_phrase, ".")
+    for policies, places in equal_rows(results).items():
         yield (
-            _names(names), f" are equal at {listed(labels(results, places), 40)}: they gave the "
+            _names(policies), f" are equal at {listed(labels(results, places), 40)}: they gave the "
             "same response to every question and held as many entries. These rows are one result, "
             "not several.",
         )  # fmt: skip
-    small = without_room(results)
-    if small:
-        said = ((name, listed(labels(results, at), 40)) for (name,), at in small.items())
-        each = [(Name(name), f" at {budgets}") for name, budgets in said]
+    full_budgets = without_room(results)
+    if full_budgets:
+        policy_budgets = (
+            (policy_name, listed(labels(results, policy_places), 40))
+            for (policy_name,), policy_places in full_budgets.items()
+        )
+        phrases = [(Name(policy_name), f" at {budgets}") for policy_name, budgets in policy_budgets]
         yield (
             "Sinks and windows of a fixed size fill the budget of ",
-            *((", " if i else "", one) for i, one in enumerate(each)),
+            *((", " if index else "", phrase) for index, phrase in enumerate(phrases)),
             ", so that nothing else decides what is kept. Choose smaller ones there.",
         )  # fmt: skip
-    few = readers(cells)
-    if few:
+    sparse = readers(cells)
+    if sparse:
         yield (
-            _names(few), " free no memory: the whole cache is held, and the budget is what a "
+            _names(sparse), " free no memory: the whole cache is held, and the budget is what a "
             "decode step reads of it (KV read).",
         )  # fmt: skip
-    lost = uncompared(cells)
-    if lost:
-        everywhere = len(lost) == cells["task"].nunique()
-        where: Phrase = "" if everywhere else (" on ", _names(lost))
+    uncompared_tasks = uncompared(cells)
+    if uncompared_tasks:
+        everywhere = len(uncompared_tasks) == cells["task"].nunique()
+        location: Phrase = "" if everywhere else (" on ", _names(uncompared_tasks))
         yield (
-            "There is no full cache to compare with", where, ": it was not run, or it failed. "
+            "There is no full cache to compare with", location, ": it was not run, or it failed. "
             "Differences to it are unknown, and so is whether a task tells policies apart. "
             "Run again without ", Name("--no-full"), " to add it.",
         )  # fmt: skip
-    silent = silent_tasks(cells)
-    if silent:
+    chance_tasks = tasks_at_chance(cells)
+    if chance_tasks:
         yield (
-            "The full cache is not above chance on ", _names(silent), f" (marked {MARK}), so "
+            "The full cache is not above chance on ", _names(chance_tasks), f" (marked {MARK}), so "
             "differences between policies there mean nothing. Means and statements leave these "
             "tasks out.",
         )  # fmt: skip
@@ -68,8 +71,8 @@ def remarks(results: Results) -> Iterator[Phrase]:
 
 def _names(names: Sequence[str]) -> Phrase:
     """Names with commas; a long list is cut and says how many are left out."""
-    parts: list[Phrase] = []
+    phrases: list[Phrase] = []
     for name in names[:_MOST_TASKS]:
-        parts += [", "] * bool(parts) + [Name(name)]
-    more = len(names) - _MOST_TASKS
-    return (*parts, f" and {more} more" if more > 0 else "")
+        phrases += [", "] * bool(phrases) + [Name(name)]
+    omitted_count = len(names) - _MOST_TASKS
+    return (*phrases, f" and {omitted_count} more" if omitted_count > 0 else "")

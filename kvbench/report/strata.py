@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import pandas as pd
 
 from kvbench import stats
-from kvbench.report.frames import extras, silent_tasks
+from kvbench.report.frames import extras, tasks_at_chance
 from kvbench.report.panel import Filled, Panel
 from kvbench.report.samples import Samples
 from kvbench.report.table import Cell, Compared, Interval, Name, Table, beside
@@ -42,78 +42,105 @@ def strata(panel: Panel, samples: Samples | None) -> Iterator[tuple[str, str, Ta
     """
     if samples is None:
         return
-    silent = silent_tasks(panel.cells)
-    for task in panel.tasks:
-        cells = panel.of_task(task)
-        mine = samples.of(cells.loc[cells["status"] == "ok", "cell"])
-        if task in silent or not len(mine):  # parts of what tells nothing apart tell nothing
+    chance_tasks = tasks_at_chance(panel.cells)
+    for task_name in panel.tasks:
+        task_cells = panel.of_task(task_name)
+        task_samples = samples.of(task_cells.loc[task_cells["status"] == "ok", "cell"])
+        if task_name in chance_tasks or not len(
+            task_samples
+        ):  # parts of what tells nothing apart tell nothing
             continue
-        for field, values in _dividing_fields(mine).items():
-            yield task, field, _table(panel, mine.assign(_value=values), task, field)
+        for field_name, field_values in _dividing_fields(task_samples).items():
+            yield (
+                task_name,
+                field_name,
+                _table(panel, task_samples.assign(_value=field_values), task_name, field_name),
+            )
 
 
 def _dividing_fields(samples: pd.DataFrame) -> dict[str, pd.Series[Any]]:
     """The value of every dividing field, per sample."""
-    by_text = extras(samples)
-    common = sorted(set.intersection(*(set(extra) for extra in by_text.values())))
+    extra_by_text = extras(samples)
+    common_fields = sorted(
+        set.intersection(*(set(extra_fields) for extra_fields in extra_by_text.values()))
+    )
     # Counted in questions: repeats and policies do not make a division any finer.
-    most = min(MOST, len(samples.drop_duplicates(_QUESTION)) // 2)
-    fields = {}
-    for name in common:
-        values = {text: str(extra[name]) for text, extra in by_text.items()}
-        if name not in _HAS_FIGURE and 2 <= len(set(values.values())) <= most:
-            fields[name] = samples["extra"].map(values)
-    return fields
+    max_values = min(MOST, len(samples.drop_duplicates(_QUESTION)) // 2)
+    value_columns = {}
+    for field_name in common_fields:
+        value_by_text = {
+            extra_json: str(extra_fields[field_name])
+            for extra_json, extra_fields in extra_by_text.items()
+        }
+        if field_name not in _HAS_FIGURE and 2 <= len(set(value_by_text.values())) <= max_values:
+            value_columns[field_name] = samples["extra"].map(value_by_text)
+    return value_columns
 
 
-def _table(panel: Panel, samples: pd.DataFrame, task: str, field: str) -> Table:
-    cells = panel.of_task(task)
-    scores = {
-        str(cell): _scores(part)
-        for cell, part in samples.groupby("cell", sort=False, observed=True)
+def _table(panel: Panel, samples: pd.DataFrame, task_name: str, field_name: str) -> Table:
+    task_cells = panel.of_task(task_name)
+    cell_scores = {
+        str(cell_id): _scores(cell_samples)
+        for cell_id, cell_samples in samples.groupby("cell", sort=False, observed=True)
     }
     # Pairs are clustered by context, as in `overall`: one context may lie in several strata, and
     # then it is drawn in each of them on its own, because each column is an estimate by itself.
-    clusters = dict(zip(_keys(samples), samples["context_id"].astype(str), strict=True))
-    counts = samples.drop_duplicates(_QUESTION)["_value"].value_counts()
-    full = cells.loc[cells["policy"] == "full", "cell"]
-    reference = scores.get(str(full.iloc[0]), {}) if len(full) else {}
+    context_by_key = dict(zip(_keys(samples), samples["context_id"].astype(str), strict=True))
+    value_counts = samples.drop_duplicates(_QUESTION)["_value"].value_counts()
+    full_cells = task_cells.loc[task_cells["policy"] == "full", "cell"]
+    full_scores = cell_scores.get(str(full_cells.iloc[0]), {}) if len(full_cells) else {}
 
-    def cell_of(cell: str, value: str) -> Cell:
-        own = scores[cell].get(value)
-        if not own:
+    def cell_of(cell_id: str, field_value: str) -> Cell:
+        value_scores = cell_scores[cell_id].get(field_value)
+        if not value_scores:
             return None
-        mean = sum(own.values()) / len(own)
-        if value not in reference or cell == full.iloc[0]:
-            return mean
-        gap = stats.paired(own, reference[value], clusters)
-        return Compared(mean, Interval(gap.mean, gap.lo, gap.hi))
+        mean_score = sum(value_scores.values()) / len(value_scores)
+        if field_value not in full_scores or cell_id == full_cells.iloc[0]:
+            return mean_score
+        difference = stats.paired(value_scores, full_scores[field_value], context_by_key)
+        return Compared(mean_score, Interval(difference.mean, difference.lo, difference.hi))
 
-    def filled(value: str) -> Filled:
-        head, _ = panel.scores(cells, (Name(value), f" ({counts[value]})"))
-        return panel.column(head, cells, lambda row: cell_of(str(row["cell"]), value))
+    def filled(field_value: str) -> Filled:
+        head_column, _ = panel.scores(
+            task_cells, (Name(field_value), f" ({value_counts[field_value]})")
+        )
+        return panel.column(
+            head_column, task_cells, lambda cell_row: cell_of(str(cell_row["cell"]), field_value)
+        )
 
-    columns = [filled(value) for value in sorted(counts.index, key=_numbers_first)]
-    title = (Name(task), " by ", Name(field), " (questions), with the paired difference to full.")
-    return beside(title, [*panel.names(), *columns])
+    value_columns = [
+        filled(field_value) for field_value in sorted(value_counts.index, key=_numbers_first)
+    ]
+    table_title = (
+        Name(task_name),
+        " by ",
+        Name(field_name),
+        " (questions), with the paired difference to full.",
+    )
+    return beside(table_title, [*panel.names(), *value_columns])
 
 
-def _scores(part: pd.DataFrame) -> Scores:
+def _scores(cell_samples: pd.DataFrame) -> Scores:
     """Scores of one cell."""
-    scores: Scores = {}
-    for key, value, score in zip(_keys(part), part["_value"], part["score"], strict=True):
-        scores.setdefault(str(value), {})[key] = float(score)
-    return scores
+    value_scores: Scores = {}
+    for response_key, field_value, score in zip(
+        _keys(cell_samples), cell_samples["_value"], cell_samples["score"], strict=True
+    ):
+        value_scores.setdefault(str(field_value), {})[response_key] = float(score)
+    return value_scores
 
 
 def _keys(samples: pd.DataFrame) -> list[Key]:
-    columns = (samples[name] for name in ("sample_id", "question_id", "repeat"))
-    return [(str(a), int(b), int(c)) for a, b, c in zip(*columns, strict=True)]
+    key_columns = (samples[column_name] for column_name in ("sample_id", "question_id", "repeat"))
+    return [
+        (str(sample_id), int(question_id), int(repeat))
+        for sample_id, question_id, repeat in zip(*key_columns, strict=True)
+    ]
 
 
-def _numbers_first(value: str) -> tuple[bool, float, str]:
+def _numbers_first(field_value: str) -> tuple[bool, float, str]:
     """Orders numbers by size, before names."""
     try:
-        return (False, float(value), value)
+        return (False, float(field_value), field_value)
     except ValueError:
-        return (True, 0.0, value)
+        return (True, 0.0, field_value)

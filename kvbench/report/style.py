@@ -68,28 +68,34 @@ _RC: Any = {
 }
 
 
-def looks(policies: Sequence[str]) -> dict[str, tuple[str, str]]:
+def marker_styles(policies: Sequence[str]) -> dict[str, tuple[str, str]]:
     """Colour and marker of each policy, by its place in the run."""
     return {
-        policy: (_COLOURS[i % len(_COLOURS)], _MARKERS[i % len(_MARKERS)])
-        for i, policy in enumerate(policies)
+        policy: (_COLOURS[index % len(_COLOURS)], _MARKERS[index % len(_MARKERS)])
+        for index, policy in enumerate(policies)
     }
 
 
-def marked(look: tuple[str, str], **more: Any) -> dict[str, Any]:
+def marker_options(marker_style: tuple[str, str], **overrides: Any) -> dict[str, Any]:
     """How a line with markers of that colour and marker is drawn."""
-    colour, marker = look
-    size = _MARKER_SIZE.get(marker, 4.5)
-    return {"color": colour, "marker": marker, "ms": size, "mec": "white", "mew": 0.4} | more
+    colour, marker = marker_style
+    marker_size = _MARKER_SIZE.get(marker, 4.5)
+    return {
+        "color": colour,
+        "marker": marker,
+        "ms": marker_size,
+        "mec": "white",
+        "mew": 0.4,
+    } | overrides
 
 
-def handle(look: tuple[str, str]) -> Line2D:
+def legend_handle(marker_style: tuple[str, str]) -> Line2D:
     """What stands for a policy in a legend."""
-    return Line2D([], [], **marked(look, lw=0.8))
+    return Line2D([], [], **marker_options(marker_style, lw=0.8))
 
 
 @contextmanager
-def house_style() -> Iterator[None]:
+def plot_style() -> Iterator[None]:
     """Draw with the settings of this page whatever the user's matplotlibrc says."""
     with matplotlib.rc_context(), warnings.catch_warnings():
         # A letter that the font lacks is drawn as a box, which shows; matplotlib would say so
@@ -102,7 +108,7 @@ def house_style() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Sheet:
+class FigureLayout:
     """A figure with a title, a grid of panels of known size and a legend below them.
 
     Sizes are set in inches rather than by a layout engine: that is three times as fast, and panels
@@ -118,15 +124,15 @@ class Sheet:
     axes: Any
     panel_width: float
 
-    def used(self, count: int) -> list[Axes]:
-        """The first `count` panels, line by line; the others are hidden."""
-        every = list(self.axes.flat)
-        for ax in every[count:]:
+    def used(self, panel_count: int) -> list[Axes]:
+        """The first `panel_count` panels, line by line; the others are hidden."""
+        all_axes = list(self.axes.flat)
+        for ax in all_axes[panel_count:]:
             ax.set_axis_off()
-        return every[:count]
+        return all_axes[:panel_count]
 
     def colour_bar(
-        self, image: AxesImage, values: npt.ArrayLike, label: str = "", *, line: int = 0
+        self, image: AxesImage, values: npt.ArrayLike, label: str = "", *, line_index: int = 0
     ) -> None:
         """Draw a colour bar to the right of a line of panels.
 
@@ -135,110 +141,129 @@ class Sheet:
             values: All numbers that are shown in these colours. The bar ends in an arrow where they
                 go beyond its limits, because such numbers share the last colour.
             label: What the colours mean.
-            line: The line of panels.
+            line_index: The line of panels.
         """
-        low, high = image.get_clim()
-        shown = np.ma.masked_invalid(values)
-        rounding = 1e-9 * (high - low)  # limits are often computed from the numbers themselves
-        beyond = bool((shown < low - rounding).any()), bool((shown > high + rounding).any())
-        extend = {(True, True): "both", (True, False): "min", (False, True): "max"}.get(beyond)
-        width = self.figure.get_size_inches()[0]
-        box, last = (self.axes[line, x].get_position() for x in (0, -1))
-        axes = self.figure.add_axes((last.x1 + 0.08 / width, box.y0, 0.1 / width, box.height))
-        bar = self.figure.colorbar(image, cax=axes, extend=extend or "neither")
-        bar.outline.set_visible(False)
-        bar.ax.tick_params(labelsize=6.5, length=1.5)
+        lower_limit, upper_limit = image.get_clim()
+        valid_values = np.ma.masked_invalid(values)
+        rounding = 1e-9 * (
+            upper_limit - lower_limit
+        )  # limits are often computed from the numbers themselves
+        out_of_limits = (
+            bool((valid_values < lower_limit - rounding).any()),
+            bool((valid_values > upper_limit + rounding).any()),
+        )
+        extend = {(True, True): "both", (True, False): "min", (False, True): "max"}.get(
+            out_of_limits
+        )
+        figure_width = self.figure.get_size_inches()[0]
+        first_box, last_box = (
+            self.axes[line_index, panel_index].get_position() for panel_index in (0, -1)
+        )
+        bar_axes = self.figure.add_axes(
+            (last_box.x1 + 0.08 / figure_width, first_box.y0, 0.1 / figure_width, first_box.height)
+        )
+        colour_bar = self.figure.colorbar(image, cax=bar_axes, extend=extend or "neither")
+        colour_bar.outline.set_visible(False)
+        colour_bar.ax.tick_params(labelsize=6.5, length=1.5)
         if label:
-            bar.set_label(label, fontsize=6.5, labelpad=2)
+            colour_bar.set_label(label, fontsize=6.5, labelpad=2)
 
 
-def sheet(
-    lines: int,
-    columns: int,
+def lay_out_figure(
+    line_count: int,
+    column_count: int,
     *,
     title: str,
     width: float,
-    panel: float,
+    panel_height: float,
     x_label: str,
     y_label: str,
     labels: Sequence[str] = (),
     handles: Sequence[Any] = (),
-    left: float = 0.48,
-    top: float = 0.1,
-    gap: tuple[float, float] = (0.12, 0.3),
-    right: float = 0.1,
+    left_margin: float = 0.48,
+    top_margin: float = 0.1,
+    panel_gap: tuple[float, float] = (0.12, 0.3),
+    right_margin: float = 0.1,
     sharex: bool | Literal["col"] = False,
     sharey: bool = False,
-) -> Sheet:
+) -> FigureLayout:
     """Lay out a figure on the Agg canvas: no display and no pyplot state.
 
     Args:
-        lines: Lines of panels.
-        columns: Columns of panels.
+        line_count: Lines of panels.
+        column_count: Columns of panels.
         title: What the figure shows; it is wrapped to the width.
         width: Width of the figure in inches, as are all sizes here.
-        panel: Height of a panel.
+        panel_height: Height of a panel.
         x_label: Below all panels.
         y_label: Beside all panels.
         labels: Names in the legend, as the user wrote them.
         handles: A handle for each; no legend if empty.
-        left: Room for tick labels and `y_label`.
-        top: Room between the title and the first line of panels.
-        gap: Room between panels, across and down.
-        right: Room at the right.
+        left_margin: Room for tick labels and `y_label`.
+        top_margin: Room between the title and the first line of panels.
+        panel_gap: Room between panels, across and down.
+        right_margin: Room at the right.
         sharex: Whether all panels have one x axis, or `col` for those of one column.
         sharey: Whether all panels have one y axis.
     """
-    names = [short(label) for label in labels]
-    if len(set(names)) < len(names):
-        names = [plain(label) for label in labels]
-    widest = max((len(name) for name in names), default=1) * _LETTER + 0.5
-    across = max(1, min(len(names), int((width - 0.1) / widest)))
-    rows = -(-len(names) // across)
-    below = (0.06 + 0.142 * rows) if handles else 0.0
-    bottom = below + 0.4
-    titled = textwrap.wrap(plain(title), int((width - 0.1) / _TITLE_LETTER))
-    top += 0.09 + 0.14 * len(titled)
-    height = top + lines * panel + (lines - 1) * gap[1] + bottom
-    figure = Figure(figsize=(width, height))
+    label_texts = [short(label) for label in labels]
+    if len(set(label_texts)) < len(label_texts):
+        label_texts = [plain(label) for label in labels]
+    label_width = max((len(label_text) for label_text in label_texts), default=1) * _LETTER + 0.5
+    labels_across = max(1, min(len(label_texts), int((width - 0.1) / label_width)))
+    legend_rows = -(-len(label_texts) // labels_across)
+    legend_height = (0.06 + 0.142 * legend_rows) if handles else 0.0
+    bottom_margin = legend_height + 0.4
+    title_lines = textwrap.wrap(plain(title), int((width - 0.1) / _TITLE_LETTER))
+    top_margin += 0.09 + 0.14 * len(title_lines)
+    figure_height = (
+        top_margin + line_count * panel_height + (line_count - 1) * panel_gap[1] + bottom_margin
+    )
+    figure = Figure(figsize=(width, figure_height))
     FigureCanvasAgg(figure)
-    panel_width = (width - left - right - (columns - 1) * gap[0]) / columns
-    axes = figure.subplots(
-        lines,
-        columns,
+    panel_width = (
+        width - left_margin - right_margin - (column_count - 1) * panel_gap[0]
+    ) / column_count
+    axes_grid = figure.subplots(
+        line_count,
+        column_count,
         squeeze=False,
         gridspec_kw={
-            "left": left / width,
-            "right": 1 - right / width,
-            "top": 1 - top / height,
-            "bottom": bottom / height,
-            "wspace": gap[0] / panel_width,
-            "hspace": gap[1] / panel,
+            "left": left_margin / width,
+            "right": 1 - right_margin / width,
+            "top": 1 - top_margin / figure_height,
+            "bottom": bottom_margin / figure_height,
+            "wspace": panel_gap[0] / panel_width,
+            "hspace": panel_gap[1] / panel_height,
         },
         sharex=sharex,
         sharey=sharey,
     )
-    middle = (left + width - right) / 2 / width
-    figure.text(middle, (below + 0.05) / height, x_label, ha="center", va="bottom")
-    across_y = (bottom + height - top) / 2 / height
-    figure.text(0.05 / width, across_y, y_label, rotation=90, ha="left", va="center")
-    figure.text(0.05 / width, 1 - 0.05 / height, "\n".join(titled), ha="left", va="top")
+    x_centre = (left_margin + width - right_margin) / 2 / width
+    figure.text(x_centre, (legend_height + 0.05) / figure_height, x_label, ha="center", va="bottom")
+    y_centre = (bottom_margin + figure_height - top_margin) / 2 / figure_height
+    figure.text(0.05 / width, y_centre, y_label, rotation=90, ha="left", va="center")
+    figure.text(0.05 / width, 1 - 0.05 / figure_height, "\n".join(title_lines), ha="left", va="top")
     if handles:
-        _legend(figure, handles, names, across, 0.02 / height)
-    return Sheet(figure, axes, panel_width)
+        _legend(figure, handles, label_texts, labels_across, 0.02 / figure_height)
+    return FigureLayout(figure, axes_grid, panel_width)
 
 
 def _legend(
-    figure: Figure, handles: Sequence[Any], names: Sequence[str], columns: int, bottom: float
+    figure: Figure,
+    legend_handles: Sequence[Any],
+    label_texts: Sequence[str],
+    column_count: int,
+    legend_bottom: float,
 ) -> None:
-    columns = -(-len(names) // -(-len(names) // columns))
+    column_count = -(-len(label_texts) // -(-len(label_texts) // column_count))
     # Labels are set afterwards: matplotlib drops a handle whose label starts with an underscore.
-    box = figure.legend(
-        list(handles),
-        ["."] * len(names),
+    legend = figure.legend(
+        list(legend_handles),
+        ["."] * len(label_texts),
         loc="lower center",
-        bbox_to_anchor=(0.5, bottom),
-        ncols=columns,
+        bbox_to_anchor=(0.5, legend_bottom),
+        ncols=column_count,
         frameon=False,
         handlelength=1.6,
         columnspacing=1.2,
@@ -247,8 +272,8 @@ def _legend(
         borderpad=0.0,
         borderaxespad=0.0,
     )
-    for text, name in zip(box.get_texts(), names, strict=True):
-        text.set_text(name)
+    for legend_text, label_text in zip(legend.get_texts(), label_texts, strict=True):
+        legend_text.set_text(label_text)
 
 
 @dataclass(frozen=True)
@@ -266,16 +291,16 @@ class Drawn:
     task: str = ""
 
 
-def save(figure: Figure, stem: Path) -> list[Path]:
+def save(figure: Figure, figure_stem: Path) -> list[Path]:
     """Write `stem.png` (200 dpi) and `stem.svg`; the same figure gives the same bytes.
 
     Raises:
         UserError: A file cannot be written; a file of that name is then as it was before.
     """
-    paths = []
-    for suffix, options in ((".png", {"dpi": 200}), (".svg", {"metadata": {"Date": None}})):
-        path = stem.with_name(stem.name + suffix)
-        with replacing(path) as part:
-            figure.savefig(part, format=suffix[1:], **options)
-        paths.append(path)
-    return paths
+    figure_paths = []
+    for suffix, save_options in ((".png", {"dpi": 200}), (".svg", {"metadata": {"Date": None}})):
+        figure_path = figure_stem.with_name(figure_stem.name + suffix)
+        with replacing(figure_path) as partial_path:
+            figure.savefig(partial_path, format=suffix[1:], **save_options)
+        figure_paths.append(figure_path)
+    return figure_paths

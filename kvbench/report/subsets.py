@@ -23,21 +23,21 @@ def subset_means(panel: Panel, samples: Samples | None) -> dict[str, pd.DataFram
         than two subsets have means.
     """
     benchmark = catalogue.benchmarks()[0].get(panel.group)
-    means = {}
-    for name, leaves in (benchmark.subsets if benchmark else {}).items():
-        mine = panel.cells[panel.cells["task"].isin(leaves)]
-        found = group_means(mine, samples) if len(mine) else mine
-        if len(found):
-            means[name] = found
-    return means if len(means) > 1 else {}
+    mean_frames = {}
+    for subset_name, subset_tasks in (benchmark.subsets if benchmark else {}).items():
+        subset_cells = panel.cells[panel.cells["task"].isin(subset_tasks)]
+        mean_frame = group_means(subset_cells, samples) if len(subset_cells) else subset_cells
+        if len(mean_frame):
+            mean_frames[subset_name] = mean_frame
+    return mean_frames if len(mean_frames) > 1 else {}
 
 
 def subset_table(panel: Panel, samples: Samples | None) -> Table | None:
     """`subset_means` as a table: a row per policy and budget, a column per subset."""
-    means = subset_means(panel, samples)
+    mean_frames = subset_means(panel, samples)
     columns = [
-        panel.compared(mean, (Name(name), f" ({int(mean['tasks'].max())})"))
-        for name, mean in means.items()
+        panel.compared(mean_frame, (Name(subset_name), f" ({int(mean_frame['tasks'].max())})"))
+        for subset_name, mean_frame in mean_frames.items()
     ]
-    title = "Means of subsets (number of tasks) with the paired difference to full."
-    return beside(title, [*panel.names(), *columns]) if columns else None
+    table_title = "Means of subsets (number of tasks) with the paired difference to full."
+    return beside(table_title, [*panel.names(), *columns]) if columns else None

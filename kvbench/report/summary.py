@@ -48,40 +48,45 @@ more than asked for on average but its interval includes smaller losses."""
 
 def summary_text(
     results: Results,
-    tables: Sequence[PanelTables],
+    panel_tables: Sequence[PanelTables],
     figures: Sequence[Drawn],
-    root: Path,
+    root_folder: Path,
     aim: Aim = WITHIN_A_POINT,
 ) -> str:
     """Write the summary of a report.
 
     Args:
         results: What the report is about.
-        tables: Its tables, panel by panel.
+        panel_tables: Its tables, panel by panel.
         figures: What to show or link to.
-        root: The folder that the links start from.
+        root_folder: The folder that the links start from.
         aim: What a setting is looked for.
 
     Returns:
         Markdown.
     """
-    several = len(results.models) > 1
+    has_several_models = len(results.models) > 1
     blocks = ["# KV-cache eviction: results", *_overview(results)]
     blocks.append(f"## Cheapest policy within {aim.points} of the full cache")
-    for panel in (part.panel for part in tables):
-        said = [f"- {line}" for line in lines(panel, results.samples, aim, MARKDOWN)]
-        silent = NO_VERDICT["silent"].capitalize()
-        blocks += [_heading(panel, several), "\n".join(said) or silent]
+    for panel in (panel_entry.panel for panel_entry in panel_tables):
+        choice_lines = [
+            f"- {choice_line}" for choice_line in lines(panel, results.samples, aim, MARKDOWN)
+        ]
+        chance_text = NO_VERDICT["silent"].capitalize()
+        blocks += [_heading(panel, has_several_models), "\n".join(choice_lines) or chance_text]
         if aim.serving is not None:
             blocks.append(PanelMemory.of(panel, results.samples).note(panel, aim.serving))
     blocks.append("## Scores")
-    for part in tables:
-        blocks += [_heading(part.panel, several), *(markdown(one.table) for one in part.tables)]
-    blocks += ["## Figures", *_figures(figures, root)]
+    for panel_entry in panel_tables:
+        blocks += [
+            _heading(panel_entry.panel, has_several_models),
+            *(markdown(panel_table.table) for panel_table in panel_entry.tables),
+        ]
+    blocks += ["## Figures", *_figures(figures, root_folder)]
     blocks += ["## How to read this page", _READING]
-    failed = results.cells[results.cells["status"] != "ok"]
-    if len(failed):
-        blocks += ["## Failed cells", markdown(_failures(failed))]
+    failed_cells = results.cells[results.cells["status"] != "ok"]
+    if len(failed_cells):
+        blocks += ["## Failed cells", markdown(_failures(failed_cells))]
     blocks += ["## Versions", _versions(results.cells)]
     return "\n\n".join(blocks) + "\n"
 
@@ -92,70 +97,94 @@ def summary_text(
 def _overview(results: Results) -> Iterator[str]:
     cells = results.cells
     compressed = cells[cells["policy"] != "full"]
-    counts = sorted({int(n) for n in cells.loc[cells["status"] == "ok", "samples"]})
+    sample_counts = sorted(
+        {int(sample_count) for sample_count in cells.loc[cells["status"] == "ok", "samples"]}
+    )
     revisions = cells.drop_duplicates(["model", "model_revision"])
-    models = [
-        code(model) + (f" at {code(revision)}" if revision else "")
-        for model, revision in zip(revisions["model"], revisions["model_revision"], strict=True)
+    model_labels = [
+        code(model_name) + (f" at {code(revision)}" if revision else "")
+        for model_name, revision in zip(
+            revisions["model"], revisions["model_revision"], strict=True
+        )
     ]
     machines = dict.fromkeys(zip(cells["device"], cells["dtype"], cells["attention"], strict=True))
     lengths = sorted(set(cells["length"]))
-    sized = listed([str(length) for length in lengths if length])
+    length_text = listed([str(length) for length in lengths if length])
     facts = {
-        "Model": listed(models),
+        "Model": listed(model_labels),
         "Tasks": _codes(cells["task"]),
         "Policies": _codes(cells["policy"]),
         "Budgets": _codes(compressed["budget"]),
         "Compression moments": _codes(compressed["moment"]),
         "Prompt length": ", ".join(
-            [f"{sized} tokens"] * bool(sized) + [tokens(0)] * (0 in lengths)
+            [f"{length_text} tokens"] * bool(length_text) + [tokens(0)] * (0 in lengths)
         ),
-        "Samples per cell": " to ".join(map(str, dict.fromkeys([*counts[:1], *counts[-1:]]))),
+        "Samples per cell": " to ".join(
+            map(str, dict.fromkeys([*sample_counts[:1], *sample_counts[-1:]]))
+        ),
         "Seed": listed([str(seed) for seed in sorted(set(cells["seed"]))]),
-        "Run on": listed([f"{word(d)}, {word(t)}, {word(a)} attention" for d, t, a in machines]),
+        "Run on": listed(
+            [
+                f"{word(device)}, {word(dtype)}, {word(attention)} attention"
+                for device, dtype, attention in machines
+            ]
+        ),
     }
-    yield "\n".join(f"- {name}: {value or DASH}" for name, value in facts.items())
-    failed = int((cells["status"] != "ok").sum())
-    yield f"Cells: {len(cells)}" + (f"; **{failed} failed**, listed below." if failed else ".")
+    yield "\n".join(
+        f"- {fact_name}: {fact_value or DASH}" for fact_name, fact_value in facts.items()
+    )
+    failed_count = int((cells["status"] != "ok").sum())
+    yield f"Cells: {len(cells)}" + (
+        f"; **{failed_count} failed**, listed below." if failed_count else "."
+    )
     for remark in remarks(results):
         yield f"> **Note.** {markdown_text(remark)}"
 
 
 def _codes(column: pd.Series) -> str:
-    return listed([code(name) for name in dict.fromkeys(column)], 40)
+    return listed([code(code_name) for code_name in dict.fromkeys(column)], 40)
 
 
-def _heading(panel: Panel, several: bool) -> str:
-    model = (Name(panel.model), ", ") if several else ()
-    return f"### {markdown_text((*model, panel.title))}"
+def _heading(panel: Panel, with_model: bool) -> str:
+    model_phrase = (Name(panel.model), ", ") if with_model else ()
+    return f"### {markdown_text((*model_phrase, panel.title))}"
 
 
 # --- tables ---------------------------------------------------------------------------------------
 
 
-def _failures(failed: pd.DataFrame) -> Table:
-    rows = records(failed)
-    names = ("policy", "budget", "moment", "task")
-    columns: list[Filled] = [(Column(name), [Name(row[name]) for row in rows]) for name in names]
-    columns.append((Column("length"), [tokens(row["length"]) for row in rows]))
-    columns.append((Column("error"), [short(row["error"], 400) for row in rows]))
-    return beside("", columns)
+def _failures(failed_cells: pd.DataFrame) -> Table:
+    failed_rows = records(failed_cells)
+    column_names = ("policy", "budget", "moment", "task")
+    table_columns: list[Filled] = [
+        (Column(column_name), [Name(failed_row[column_name]) for failed_row in failed_rows])
+        for column_name in column_names
+    ]
+    table_columns.append(
+        (Column("length"), [tokens(failed_row["length"]) for failed_row in failed_rows])
+    )
+    table_columns.append(
+        (Column("error"), [short(failed_row["error"], 400) for failed_row in failed_rows])
+    )
+    return beside("", table_columns)
 
 
 # --- figures --------------------------------------------------------------------------------------
 
 
-def _figures(figures: Sequence[Drawn], root: Path) -> Iterator[str]:
+def _figures(figures: Sequence[Drawn], root_folder: Path) -> Iterator[str]:
     """Figures of several tasks and heat maps as pictures, the fronts of single tasks as links."""
-    tasks = []
+    task_links = []
     for figure in figures:
-        png, svg = (path.relative_to(root).as_posix() for path in figure.paths)
+        png_path, svg_path = (
+            figure_path.relative_to(root_folder).as_posix() for figure_path in figure.paths
+        )
         if figure.task:
-            tasks.append(f"{code(figure.task)} ([PNG]({png}), [SVG]({svg}))")
+            task_links.append(f"{code(figure.task)} ([PNG]({png_path}), [SVG]({svg_path}))")
         else:
-            yield f"![{markdown_text(figure.title)}]({png})\n[SVG]({svg})"
-    if tasks:
-        yield f"Per task: {', '.join(tasks)}."
+            yield f"![{markdown_text(figure.title)}]({png_path})\n[SVG]({svg_path})"
+    if task_links:
+        yield f"Per task: {', '.join(task_links)}."
     if not figures:
         yield "None: no compressed cache has a score to draw."
         return
@@ -171,30 +200,49 @@ def _figures(figures: Sequence[Drawn], root: Path) -> Iterator[str]:
 
 def _versions(cells: pd.DataFrame) -> str:
     """Versions as recorded by the cells, one line per set of them."""
-    sets: dict[tuple[str, ...], None] = {}
-    for text in dict.fromkeys(cells["versions"].astype(str)):
+    version_sets: dict[tuple[str, ...], None] = {}
+    for versions_json in dict.fromkeys(cells["versions"].astype(str)):
         try:
-            known = json.loads(text)
+            version_record = json.loads(versions_json)
         except ValueError:
-            known = text
+            version_record = versions_json
         # Sorted: the same versions in another order are the same versions.
-        pairs = sorted(known.items()) if isinstance(known, dict) else [("recorded", known)]
-        sets[tuple(f"{word(name)} {_value(v)}" for name, v in pairs if _says_something(v))] = None
-    lines = ["- " + ", ".join(versions) for versions in sets if versions]
-    tasks = cells.drop_duplicates(["task", "task_version", "data_hash"])
-    data = [
-        f"{code(task)} {span(version)} (data {span(str(digest)[:12])})"
-        for task, version, digest in zip(
-            tasks["task"], tasks["task_version"], tasks["data_hash"], strict=True
+        version_items = (
+            sorted(version_record.items())
+            if isinstance(version_record, dict)
+            else [("recorded", version_record)]
+        )
+        version_sets[
+            tuple(
+                f"{word(version_name)} {_value(version_value)}"
+                for version_name, version_value in version_items
+                if _says_something(version_value)
+            )
+        ] = None
+    version_lines = ["- " + ", ".join(versions) for versions in version_sets if versions]
+    task_rows = cells.drop_duplicates(["task", "task_version", "data_hash"])
+    task_texts = [
+        f"{code(task_name)} {span(version)} (data {span(str(digest)[:12])})"
+        for task_name, version, digest in zip(
+            task_rows["task"], task_rows["task_version"], task_rows["data_hash"], strict=True
         )
     ]
-    return "\n".join([*lines, f"- Tasks: {listed(data, 60)}"])
+    return "\n".join([*version_lines, f"- Tasks: {listed(task_texts, 60)}"])
 
 
-def _says_something(value: object) -> bool:
+def _says_something(version_value: object) -> bool:
     """Whether a recorded value is worth a mention; `false` is."""
-    return value is not None and value != {} and value != [] and bool(str(value).strip())
+    return (
+        version_value is not None
+        and version_value != {}
+        and version_value != []
+        and bool(str(version_value).strip())
+    )
 
 
-def _value(value: object) -> str:
-    return span(value if isinstance(value, str) else json.dumps(value, sort_keys=True))
+def _value(version_value: object) -> str:
+    return span(
+        version_value
+        if isinstance(version_value, str)
+        else json.dumps(version_value, sort_keys=True)
+    )

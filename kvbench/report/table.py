@@ -150,13 +150,13 @@ class Table:
     @property
     def column_groups(self) -> list[tuple[str, int]]:
         """Runs of neighbouring columns with the same group: its heading and how many they are."""
-        runs: list[tuple[str, int]] = []
+        column_runs: list[tuple[str, int]] = []
         for column in self.columns:
-            if runs and runs[-1][0] == column.group:
-                runs[-1] = (column.group, runs[-1][1] + 1)
+            if column_runs and column_runs[-1][0] == column.group:
+                column_runs[-1] = (column.group, column_runs[-1][1] + 1)
             else:
-                runs.append((column.group, 1))
-        return runs
+                column_runs.append((column.group, 1))
+        return column_runs
 
     def ranks(self) -> dict[tuple[int, int], int]:
         """Best (1) and second best (2) cells by row and column.
@@ -165,28 +165,44 @@ class Table:
         does not hold differences; a group of rows is ranked if two of its rows have a number.
         """
         ranks: dict[tuple[int, int], int] = {}
-        for j, column in enumerate(self.columns):
+        for column_index, column in enumerate(self.columns):
             if not column.better or column.signed:
                 continue
-            sign = 1 if column.better == "lower" else -1
-            for group in dict.fromkeys(row.group for row in self.rows if row.group):
-                values = {
-                    i: value
-                    for i, row in enumerate(self.rows)
-                    if row.group == group and not math.isnan(value := value_of(row.cells[j]))
+            direction_sign = 1 if column.better == "lower" else -1
+            for row_group in dict.fromkeys(
+                table_row.group for table_row in self.rows if table_row.group
+            ):
+                row_values = {
+                    row_index: cell_value
+                    for row_index, table_row in enumerate(self.rows)
+                    if table_row.group == row_group
+                    and not math.isnan(cell_value := value_of(table_row.cells[column_index]))
                 }
-                if len(values) < 2:
+                if len(row_values) < 2:
                     continue
-                texts = {i: number(value, column.kind) for i, value in values.items()}
-                places = first_two({i: (sign * values[i], texts[i]) for i in values})
-                ranks |= {(i, j): place for i, place in places.items()}
+                row_texts = {
+                    row_index: number(cell_value, column.kind)
+                    for row_index, cell_value in row_values.items()
+                }
+                row_ranks = first_two(
+                    {
+                        row_index: (direction_sign * row_values[row_index], row_texts[row_index])
+                        for row_index in row_values
+                    }
+                )
+                ranks |= {
+                    (row_index, column_index): row_rank for row_index, row_rank in row_ranks.items()
+                }
         return ranks
 
-    def repeats(self, i: int, j: int) -> bool:
+    def repeats(self, row_index: int, column_index: int) -> bool:
         """Whether the cell in row i and column j is left blank; see `Column.merged`."""
-        if not i or not self.columns[j].merged:
+        if not row_index or not self.columns[column_index].merged:
             return False
-        return self.rows[i - 1].cells[: j + 1] == self.rows[i].cells[: j + 1]
+        return (
+            self.rows[row_index - 1].cells[: column_index + 1]
+            == self.rows[row_index].cells[: column_index + 1]
+        )
 
 
 def first_two(values: Mapping[Key, tuple[float, str]]) -> dict[Key, int]:
@@ -196,13 +212,17 @@ def first_two(values: Mapping[Key, tuple[float, str]]) -> dict[Key, int]:
         values: By key, a number that is smaller the better, and how it is shown. What reads the
             same shares a place.
     """
-    ordered = sorted(values.values(), key=lambda value: value[0])
-    shown = list(dict.fromkeys(text for _, text in ordered))[:2]
-    return {key: shown.index(text) + 1 for key, (_, text) in values.items() if text in shown}
+    ordered_values = sorted(values.values(), key=lambda value: value[0])
+    best_texts = list(dict.fromkeys(shown_text for _, shown_text in ordered_values))[:2]
+    return {
+        key: best_texts.index(shown_text) + 1
+        for key, (_, shown_text) in values.items()
+        if shown_text in best_texts
+    }
 
 
 def beside(
-    title: Phrase,
+    table_title: Phrase,
     columns: Iterable[tuple[Column, Sequence[Cell]]],
     *,
     groups: Sequence[str] = (),
@@ -211,7 +231,7 @@ def beside(
     """Make a table of columns that stand side by side.
 
     Args:
-        title: What it shows.
+        table_title: What it shows.
         columns: Columns with their cells, all of the same number.
         groups: The group of each row; by default the rows have none.
         notes: Shown below.
@@ -219,11 +239,14 @@ def beside(
     Raises:
         ValueError: The columns differ in length.
     """
-    heads, cells = zip(*columns, strict=True)
-    lines = list(zip(*cells, strict=True))
-    named = groups or [""] * len(lines)
-    rows = tuple(Row(line, group) for line, group in zip(lines, named, strict=True))
-    return Table(title, heads, rows, tuple(notes))
+    head_columns, column_cells = zip(*columns, strict=True)
+    cell_rows = list(zip(*column_cells, strict=True))
+    group_names = groups or [""] * len(cell_rows)
+    table_rows = tuple(
+        Row(cell_row, group_name)
+        for cell_row, group_name in zip(cell_rows, group_names, strict=True)
+    )
+    return Table(table_title, head_columns, table_rows, tuple(notes))
 
 
 def value_of(cell: Cell) -> float:

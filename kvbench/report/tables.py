@@ -39,21 +39,25 @@ class PanelTables:
 
 def report_tables(results: Results) -> list[PanelTables]:
     """All tables of a report, panel by panel."""
-    found = []
+    report_panels = []
     for panel in panels(results):
-        label = panel.variant.label.replace(", ", "-").replace(" ", "-")
-        end = f"-{slug(label)}" if label else ""
-        end += f"-{slug(panel.model)}" if len(results.models) > 1 else ""
-        named = _panel_tables(panel, results)
-        found.append(PanelTables(panel, tuple(PanelTable(s + end, t) for s, t in named)))
-    return found
+        variant_label = panel.variant.label.replace(", ", "-").replace(" ", "-")
+        stem_suffix = f"-{slug(variant_label)}" if variant_label else ""
+        stem_suffix += f"-{slug(panel.model)}" if len(results.models) > 1 else ""
+        stem_tables = _panel_tables(panel, results)
+        report_panels.append(
+            PanelTables(
+                panel, tuple(PanelTable(stem + stem_suffix, table) for stem, table in stem_tables)
+            )
+        )
+    return report_panels
 
 
-def write_tables(found: Iterable[PanelTables], folder: Path) -> list[Path]:
+def write_tables(report_panels: Iterable[PanelTables], folder: Path) -> list[Path]:
     """Write every table as CSV and as LaTeX, under a title that names model and panel.
 
     Args:
-        found: The tables.
+        report_panels: The tables.
         folder: Where to; it exists.
 
     Returns:
@@ -62,39 +66,41 @@ def write_tables(found: Iterable[PanelTables], folder: Path) -> list[Path]:
     Raises:
         UserError: A file cannot be written; a file of that name is then as it was before.
     """
-    paths = []
-    for part in found:
-        for one in part.tables:
-            where = (Name(part.panel.model), " · ", *part.panel.title, ": ")
-            whole = replace(one.table, title=(*where, one.table.title))
-            for suffix, text in ((".csv", csv(whole)), (".tex", latex(whole))):
-                path = folder / f"{one.stem}{suffix}"
-                with replacing(path) as aside:
-                    aside.write_text(text, encoding="utf-8")
-                paths.append(path)
-    return paths
+    written_paths = []
+    for panel_entry in report_panels:
+        for panel_table in panel_entry.tables:
+            title_prefix = (Name(panel_entry.panel.model), " · ", *panel_entry.panel.title, ": ")
+            titled_table = replace(
+                panel_table.table, title=(*title_prefix, panel_table.table.title)
+            )
+            for suffix, table_text in ((".csv", csv(titled_table)), (".tex", latex(titled_table))):
+                table_path = folder / f"{panel_table.stem}{suffix}"
+                with replacing(table_path) as partial_path:
+                    partial_path.write_text(table_text, encoding="utf-8")
+                written_paths.append(table_path)
+    return written_paths
 
 
 def _panel_tables(panel: Panel, results: Results) -> Iterator[tuple[str, Table]]:
     """Tables of a panel, each with the beginning of its files' names."""
-    names, overall = panel.names(), panel.overall
-    group = slug(panel.group)
+    name_columns, overall = panel.names(), panel.overall
+    group_slug = slug(panel.group)
     if len(panel.tasks) == 1:
-        (task,) = panel.tasks
-        cells = panel.of_task(task)
-        score = panel.scores(cells, ("score", panel.marks(task)), bounds=True)
-        columns = [
-            *names,
+        (task_name,) = panel.tasks
+        task_cells = panel.of_task(task_name)
+        score_column = panel.scores(task_cells, ("score", panel.marks(task_name)), bounds=True)
+        table_columns = [
+            *name_columns,
             panel.held(),
             *panel.read(),
             *panel.allocated(),
-            score,
-            panel.gaps(cells),
+            score_column,
+            panel.gaps(task_cells),
         ]
-        yield f"scores-{slug(task)}", beside(panel.metric_title(task), columns)
+        yield f"scores-{slug(task_name)}", beside(panel.metric_title(task_name), table_columns)
     elif len(overall):
-        columns = [
-            *names,
+        table_columns = [
+            *name_columns,
             panel.held(),
             *panel.read(),
             *panel.allocated(),
@@ -103,14 +109,20 @@ def _panel_tables(panel: Panel, results: Results) -> Iterator[tuple[str, Table]]
             panel.gaps(overall),
             *panel.optimal(),
         ]
-        mean = mean_of(int(overall["tasks"].max())).capitalize()
-        yield f"mean-{group}", beside(f"{mean}.", columns)
-    if subsets := subset_table(panel, results.samples):
-        yield f"subsets-{group}", subsets
-    for i in range(0, len(panel.tasks) * (len(panel.tasks) > 1), MOST_TASKS):
-        tasks = panel.tasks[i : i + MOST_TASKS]
-        scores = [panel.scores(panel.of_task(t), panel.task_title(t)) for t in tasks]
-        part = f"-{i // MOST_TASKS + 1}" if len(panel.tasks) > MOST_TASKS else ""
-        yield f"tasks-{group}{part}", beside("Scores of the tasks.", [*names, *scores])
-    for task, field, table in strata(panel, results.samples):
-        yield f"strata-{slug(task)}-by-{slug(field)}", table
+        mean_label = mean_of(int(overall["tasks"].max())).capitalize()
+        yield f"mean-{group_slug}", beside(f"{mean_label}.", table_columns)
+    if subsets_table := subset_table(panel, results.samples):
+        yield f"subsets-{group_slug}", subsets_table
+    for first_task in range(0, len(panel.tasks) * (len(panel.tasks) > 1), MOST_TASKS):
+        chunk_tasks = panel.tasks[first_task : first_task + MOST_TASKS]
+        score_columns = [
+            panel.scores(panel.of_task(chunk_task), panel.task_title(chunk_task))
+            for chunk_task in chunk_tasks
+        ]
+        stem_suffix = f"-{first_task // MOST_TASKS + 1}" if len(panel.tasks) > MOST_TASKS else ""
+        yield (
+            f"tasks-{group_slug}{stem_suffix}",
+            beside("Scores of the tasks.", [*name_columns, *score_columns]),
+        )
+    for task_name, field_name, strata_table in strata(panel, results.samples):
+        yield f"strata-{slug(task_name)}-by-{slug(field_name)}", strata_table

@@ -9,7 +9,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from kvbench.report.frames import Results, falling, prepare
+from kvbench.report.frames import Results, lower_is_better_tasks, prepare
 from kvbench.report.numbers import size
 from kvbench.report.outputs import plain_text, terminal
 from kvbench.report.panel import DOWN, MOST_TASKS, Filled, Panel, panels
@@ -49,59 +49,80 @@ class RunTable:
 
 def _fitted(panel: Panel, console: Console, options: ConsoleOptions) -> Iterator[RichTable]:
     """One table if it fits the terminal; else the means, and then as many tasks as fit."""
-    names, several = panel.names(), len(panel.tasks) > 1
-    lead = panel.scores(
-        panel.overall, "mean" if several else ("score", panel.marks(panel.tasks[0]))
+    name_columns, has_several_tasks = panel.names(), len(panel.tasks) > 1
+    lead_column = panel.scores(
+        panel.overall, "mean" if has_several_tasks else ("score", panel.marks(panel.tasks[0]))
     )
-    means = [panel.held(), *panel.read(), *panel.allocated(), lead, panel.gaps(panel.overall)]
-    tasks = [panel.scores(panel.of_task(t), panel.task_title(t)) for t in panel.tasks] * several
-    title: tuple[Phrase, ...] = (Name(panel.model), " · ", *panel.title)
-    if not several:
-        title = (*title, ": ", *panel.metric_title(panel.tasks[0]))
+    mean_columns = [
+        panel.held(),
+        *panel.read(),
+        *panel.allocated(),
+        lead_column,
+        panel.gaps(panel.overall),
+    ]
+    task_columns = [
+        panel.scores(panel.of_task(task_name), panel.task_title(task_name))
+        for task_name in panel.tasks
+    ] * has_several_tasks
+    table_title: tuple[Phrase, ...] = (Name(panel.model), " · ", *panel.title)
+    if not has_several_tasks:
+        table_title = (*table_title, ": ", *panel.metric_title(panel.tasks[0]))
 
-    def fits(columns: list[Filled]) -> bool:
-        table = terminal(beside("", [*names, *columns]))
-        return console.measure(table, options=options.update(width=9999)).maximum <= (
+    def fits(chunk_columns: list[Filled]) -> bool:
+        chunk_table = terminal(beside("", [*name_columns, *chunk_columns]))
+        return console.measure(chunk_table, options=options.update(width=9999)).maximum <= (
             options.max_width
         )
 
-    chunks = [[*means, *tasks]]
-    if len(tasks) > MOST_TASKS or not fits(chunks[0]):
-        chunks = [means]
-        for column in tasks:
-            if len(chunks) == 1 or len(chunks[-1]) == MOST_TASKS or not fits([*chunks[-1], column]):
-                chunks.append([])
-            chunks[-1].append(column)
-    for i, chunk in enumerate(chunks):
-        part = f" ({i + 1} of {len(chunks)})" if len(chunks) > 1 else ""
-        yield terminal(beside((*title, part), [*names, *chunk]))
+    column_chunks = [[*mean_columns, *task_columns]]
+    if len(task_columns) > MOST_TASKS or not fits(column_chunks[0]):
+        column_chunks = [mean_columns]
+        for column in task_columns:
+            if (
+                len(column_chunks) == 1
+                or len(column_chunks[-1]) == MOST_TASKS
+                or not fits([*column_chunks[-1], column])
+            ):
+                column_chunks.append([])
+            column_chunks[-1].append(column)
+    for chunk_index, column_chunk in enumerate(column_chunks):
+        part_label = (
+            f" ({chunk_index + 1} of {len(column_chunks)})" if len(column_chunks) > 1 else ""
+        )
+        yield terminal(beside((*table_title, part_label), [*name_columns, *column_chunk]))
 
 
 def _notes(results: Results) -> Iterator[Text]:
     cells = results.cells
     # Full is run once for all moments; at decode its answer counts for those beside it alone.
-    done = cells[cells["status"] == "ok"]
-    cut = done[done["policy"] != "full"]
-    whole = (cut if len(cut) else done)["kv_bytes_full"].mean()
-    held = f"; the full cache holds {size(whole)} per sample" if len(done) else ""
+    ok_cells = cells[cells["status"] == "ok"]
+    compressed_cells = ok_cells[ok_cells["policy"] != "full"]
+    full_bytes = (compressed_cells if len(compressed_cells) else ok_cells)["kv_bytes_full"].mean()
+    held_text = f"; the full cache holds {size(full_bytes)} per sample" if len(ok_cells) else ""
     yield Text(
         "Scores in [0, 1] are shown in points, 0 to 100. KV held: live bytes as a share of the "
-        f"full cache's{held}. Differences to full are paired by question; brackets are 95% "
+        f"full cache's{held_text}. Differences to full are paired by question; brackets are 95% "
         "intervals.",
         "dim",
     )
-    lower = falling(cells)
-    if lower:
-        metrics = listed(list(dict.fromkeys(cells.loc[cells["task"].isin(lower), "metric"])))
-        yield Text(f"{DOWN.strip()} lower is better: {plain(metrics)}")
+    lower_tasks = lower_is_better_tasks(cells)
+    if lower_tasks:
+        metric_text = listed(
+            list(dict.fromkeys(cells.loc[cells["task"].isin(lower_tasks), "metric"]))
+        )
+        yield Text(f"{DOWN.strip()} lower is better: {plain(metric_text)}")
     for remark in remarks(results):
         yield Text(plain_text(remark))
-    failed = cells[cells["status"] != "ok"]
-    for _, row in failed.head(_MOST_FAILED).iterrows():
-        where = f"{short(row['policy'])} {plain(row['budget'])} {plain(row['moment'])}".rstrip()
-        place = short(row["task"])
-        if row["length"]:
-            place += f" at {tokens(row['length'])}"
-        yield Text(f"failed: {where} on {place}: {short(row['error'], 300)}", "red")
-    if len(failed) > _MOST_FAILED:
-        yield Text(f"{len(failed) - _MOST_FAILED} more cells failed; the report lists them", "red")
+    failed_cells = cells[cells["status"] != "ok"]
+    for _, cell in failed_cells.head(_MOST_FAILED).iterrows():
+        setting = (
+            f"{short(cell['policy'])} {plain(cell['budget'])} {plain(cell['moment'])}".rstrip()
+        )
+        task_text = short(cell["task"])
+        if cell["length"]:
+            task_text += f" at {tokens(cell['length'])}"
+        yield Text(f"failed: {setting} on {task_text}: {short(cell['error'], 300)}", "red")
+    if len(failed_cells) > _MOST_FAILED:
+        yield Text(
+            f"{len(failed_cells) - _MOST_FAILED} more cells failed; the report lists them", "red"
+        )

@@ -47,16 +47,19 @@ _ACCENTS = "\N{COMBINING GRAVE ACCENT}\N{COMBINING ACUTE ACCENT}\N{COMBINING CIR
 
 def plain(text: object) -> str:
     """Text on one line without control, bidirectional or other unprintable characters."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode()
+        for character in str(text)
+    )
 
 
 def short(text: object, width: int = 44) -> str:
     """Plain text of at most `width` characters; the middle of a longer one is left out."""
-    line = plain(text)
-    if len(line) <= width:
-        return line
-    head = (width - 1) * 2 // 3
-    return f"{line[:head]}…{line[len(line) - (width - 1 - head) :]}"
+    plain_text = plain(text)
+    if len(plain_text) <= width:
+        return plain_text
+    head_length = (width - 1) * 2 // 3
+    return f"{plain_text[:head_length]}…{plain_text[len(plain_text) - (width - 1 - head_length) :]}"
 
 
 def md(text: object, *, start: bool = True) -> str:
@@ -69,20 +72,22 @@ def md(text: object, *, start: bool = True) -> str:
         text: The text.
         start: Whether it can stand at the start of a line.
     """
-    structure = r"[\\`*{}\[\]<>#+!|~&@$]|(?<![^\W_])_|_(?![^\W_])"
-    escaped = re.sub(structure, lambda m: f"&#{ord(m[0])};", plain(text))
+    structure_pattern = r"[\\`*{}\[\]<>#+!|~&@$]|(?<![^\W_])_|_(?![^\W_])"
+    escaped = re.sub(structure_pattern, lambda match: f"&#{ord(match[0])};", plain(text))
     if start:  # "- ", "1. " and "1) " begin a list there, "--" a heading, four spaces begin code
-        block = re.match(r"\d*[.)](?= |$)|-(?=[- ]|$)| ", escaped)
-        if block:
-            last = block.end() - 1
-            escaped = f"{escaped[:last]}&#{ord(escaped[last])};{escaped[last + 1 :]}"
+        list_marker = re.match(r"\d*[.)](?= |$)|-(?=[- ]|$)| ", escaped)
+        if list_marker:
+            last_index = list_marker.end() - 1
+            escaped = (
+                f"{escaped[:last_index]}&#{ord(escaped[last_index])};{escaped[last_index + 1 :]}"
+            )
     return escaped.replace("://", "&#58;//").replace("www.", "www&#46;")
 
 
 def code(text: object) -> str:
     """A name as Markdown: a code span where that is safe as it stands, escaped text otherwise."""
-    line = plain(text)
-    return f"`{line}`" if re.fullmatch(r"[\w.:=,/+-]+", line) else md(line)
+    plain_text = plain(text)
+    return f"`{plain_text}`" if re.fullmatch(r"[\w.:=,/+-]+", plain_text) else md(plain_text)
 
 
 def span(text: object) -> str:
@@ -90,14 +95,16 @@ def span(text: object) -> str:
 
     The fence is longer than every run of backticks within (CommonMark 0.31, section 6.1).
     """
-    line = plain(text)
-    if not line:
+    plain_text = plain(text)
+    if not plain_text:
         return ""
-    fence = "`" * (max((len(run) for run in re.findall("`+", line)), default=0) + 1)
+    fence = "`" * (
+        max((len(backtick_run) for backtick_run in re.findall("`+", plain_text)), default=0) + 1
+    )
     # One space at either end is stripped again, if there is one at both and other text between.
-    odd = line.startswith(("`", " ")) or line.endswith(("`", " "))
-    gap = " " if odd and line.strip() else ""
-    return f"{fence}{gap}{line}{gap}{fence}"
+    needs_padding = plain_text.startswith(("`", " ")) or plain_text.endswith(("`", " "))
+    padding = " " if needs_padding and plain_text.strip() else ""
+    return f"{fence}{padding}{plain_text}{padding}{fence}"
 
 
 def tex(text: object) -> str:
@@ -109,20 +116,25 @@ def tex(text: object) -> str:
     return "".join(map(_tex_char, plain(text))).replace("--", "-{}-")
 
 
-def _tex_char(char: str) -> str:
-    if char in _TEX or char.isascii():
-        return _TEX.get(char, char)
-    letter, *accents = list(unicodedata.normalize("NFD", char))
+def _tex_char(character: str) -> str:
+    if character in _TEX or character.isascii():
+        return _TEX.get(character, character)
+    letter, *accents = list(unicodedata.normalize("NFD", character))
     # Of what Latin-1 and Latin Extended-A compose, LaTeX sets these with any font.
-    if char <= "\u017f" and len(accents) == 1 and accents[0] in _ACCENTS and letter.isascii():
-        return char
-    return "".join(_TEX.get(c, c) for c in char.encode("unicode_escape").decode())
+    if character <= "\u017f" and len(accents) == 1 and accents[0] in _ACCENTS and letter.isascii():
+        return character
+    return "".join(
+        _TEX.get(escaped_char, escaped_char)
+        for escaped_char in character.encode("unicode_escape").decode()
+    )
 
 
 def word(text: object) -> str:
     """A name as it stands where nothing in it is markup, as a code span otherwise."""
-    line = plain(text)
-    return line if re.fullmatch(r"[^\W_]+(?:[._-]+[^\W_]+)*", line) else span(line)
+    plain_text = plain(text)
+    return (
+        plain_text if re.fullmatch(r"[^\W_]+(?:[._-]+[^\W_]+)*", plain_text) else span(plain_text)
+    )
 
 
 def tokens(length: int) -> str:
@@ -132,16 +144,16 @@ def tokens(length: int) -> str:
 
 def slug(text: object) -> str:
     """A file name for a name; names that differ give file names that differ."""
-    line = str(text)
-    safe = re.sub(r"[^a-z0-9._-]+", "-", line).strip("-.")[:60]
-    if safe == line:
-        return safe
-    return f"{safe or 'task'}-{hashlib.sha256(line.encode()).hexdigest()[:6]}"
+    full_name = str(text)
+    safe_name = re.sub(r"[^a-z0-9._-]+", "-", full_name).strip("-.")[:60]
+    if safe_name == full_name:
+        return safe_name
+    return f"{safe_name or 'task'}-{hashlib.sha256(full_name.encode()).hexdigest()[:6]}"
 
 
-def mean_of(tasks: int) -> str:
+def mean_of(task_count: int) -> str:
     """What a mean over a group is called."""
-    return f"mean of {counted(tasks, 'task')}"
+    return f"mean of {counted(task_count, 'task')}"
 
 
 def counted(count: int, noun: str) -> str:
@@ -149,8 +161,8 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'s' * (count != 1)}"
 
 
-def listed(items: list[str], most: int = 12) -> str:
+def listed(items: list[str], max_items: int = 12) -> str:
     """Items with commas; a long list is cut and says how many are left out."""
-    if len(items) <= most:
+    if len(items) <= max_items:
         return ", ".join(items)
-    return ", ".join(items[:most]) + f" and {len(items) - most} more"
+    return ", ".join(items[:max_items]) + f" and {len(items) - max_items} more"

@@ -40,65 +40,79 @@ class Verdict:
     resolution: float = math.nan
 
 
-def cheapest(rows: pd.DataFrame, *, unit: bool, within: float = POINT) -> Verdict:
+def cheapest(setting_rows: pd.DataFrame, *, unit_scaled: bool, within: float = POINT) -> Verdict:
     """Find the policy and budget that holds the fewest bytes among those within a point of full.
 
     A setting that holds as much as full saves nothing and is never named.
 
     Args:
-        rows: Cells of one task, or group means, of one panel.
-        unit: Whether the task is scored in [0, 1].
+        setting_rows: Cells of one task, or group means, of one panel.
+        unit_scaled: Whether the task is scored in [0, 1].
         within: How far from full counts as the same, in the task's own unit.
 
     Returns:
         The verdict. Of several settings that hold the same bytes it names the best.
     """
-    ok = rows[rows["status"] == "ok"]
-    points = ok[ok["policy"] != "full"]
-    if not len(points):
+    ok_rows = setting_rows[setting_rows["status"] == "ok"]
+    compressed_rows = ok_rows[ok_rows["policy"] != "full"]
+    if not len(compressed_rows):
         return Verdict("empty")
-    if not ok["discriminative"].all():
+    if not ok_rows["discriminative"].all():
         # Without full no task can be compared with chance, so that reason goes first.
-        return Verdict("silent" if (ok["policy"] == "full").any() else "no full")
-    if points["diff"].isna().all():
+        return Verdict("silent" if (ok_rows["policy"] == "full").any() else "no full")
+    if compressed_rows["diff"].isna().all():
         return Verdict("no full")
-    if not unit:
+    if not unit_scaled:
         return Verdict("scale")
     # What the report shows as 100% saves nothing.
-    points = points[points["kv_bytes_live"] < 0.9995 * points["kv_bytes_full"]]
-    if not len(points):
+    compressed_rows = compressed_rows[
+        compressed_rows["kv_bytes_live"] < 0.9995 * compressed_rows["kv_bytes_full"]
+    ]
+    if not len(compressed_rows):
         return Verdict("whole")
-    sign = 1.0 if points["higher_is_better"].iloc[0] else -1.0
-    gain = sign * points["diff"]
-    worst = points["diff_lo"] if sign > 0 else -points["diff_hi"]
-    best = points["diff_hi"] if sign > 0 else -points["diff_lo"]
-    slack = -within - 1e-9  # a loss of exactly one point is within a point
-    ranked = points.assign(_gain=gain, _worst=worst, _best=best)
-    good = ranked[ranked["_gain"] >= slack]
-    order = ["kv_bytes_live", "_gain"]
-    if not len(good):
-        closest = ranked[ranked["_gain"] >= ranked["_gain"].max() - 1e-9]
-        closest = closest.sort_values("kv_bytes_live", kind="stable")
-        row = closest.iloc[0]
+    direction_sign = 1.0 if compressed_rows["higher_is_better"].iloc[0] else -1.0
+    gains = direction_sign * compressed_rows["diff"]
+    worst_gains = compressed_rows["diff_lo"] if direction_sign > 0 else -compressed_rows["diff_hi"]
+    best_gains = compressed_rows["diff_hi"] if direction_sign > 0 else -compressed_rows["diff_lo"]
+    gain_limit = -within - 1e-9  # a loss of exactly one point is within a point
+    ranked_rows = compressed_rows.assign(_gain=gains, _worst=worst_gains, _best=best_gains)
+    near_rows = ranked_rows[ranked_rows["_gain"] >= gain_limit]
+    sort_columns = ["kv_bytes_live", "_gain"]
+    if not len(near_rows):
+        closest_rows = ranked_rows[ranked_rows["_gain"] >= ranked_rows["_gain"].max() - 1e-9]
+        closest_rows = closest_rows.sort_values("kv_bytes_live", kind="stable")
+        best_row = closest_rows.iloc[0]
         return Verdict(
             "none",
-            row,
-            equal=tuple(r for _, r in closest[1:].iterrows()),
-            open=bool(row["_best"] >= slack),
-            resolution=float(row["_gain"] - row["_worst"]),
+            best_row,
+            equal=tuple(candidate for _, candidate in closest_rows[1:].iterrows()),
+            open=bool(best_row["_best"] >= gain_limit),
+            resolution=float(best_row["_gain"] - best_row["_worst"]),
         )
-    good = good.sort_values(order, ascending=[True, False], kind="stable")
-    row = good.iloc[0]
-    equal = good.iloc[1:]
-    equal = equal[equal["kv_bytes_live"] <= row["kv_bytes_live"] * 1.001]
-    less = ranked[(ranked["kv_bytes_live"] < row["kv_bytes_live"]) & (ranked["_gain"] < slack)]
-    less = less[less["_best"] >= slack].sort_values(order, ascending=[True, False])
+    near_rows = near_rows.sort_values(sort_columns, ascending=[True, False], kind="stable")
+    best_row = near_rows.iloc[0]
+    equal_rows = near_rows.iloc[1:]
+    equal_rows = equal_rows[equal_rows["kv_bytes_live"] <= best_row["kv_bytes_live"] * 1.001]
+    cheaper_rows = ranked_rows[
+        (ranked_rows["kv_bytes_live"] < best_row["kv_bytes_live"])
+        & (ranked_rows["_gain"] < gain_limit)
+    ]
+    cheaper_rows = cheaper_rows[cheaper_rows["_best"] >= gain_limit].sort_values(
+        sort_columns, ascending=[True, False]
+    )
     return Verdict(
         "found",
-        row,
-        bool(row["_worst"] >= slack),
-        tuple(r for _, r in equal.iterrows()),
-        tuple(r for _, r in less.iterrows()),
-        certain=next((r for _, r in good.iterrows() if r["_worst"] >= slack), None),
-        resolution=float(row["_gain"] - row["_worst"]),
+        best_row,
+        bool(best_row["_worst"] >= gain_limit),
+        tuple(candidate for _, candidate in equal_rows.iterrows()),
+        tuple(candidate for _, candidate in cheaper_rows.iterrows()),
+        certain=next(
+            (
+                candidate
+                for _, candidate in near_rows.iterrows()
+                if candidate["_worst"] >= gain_limit
+            ),
+            None,
+        ),
+        resolution=float(best_row["_gain"] - best_row["_worst"]),
     )

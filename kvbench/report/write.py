@@ -44,21 +44,23 @@ def render(
     return write_report(prepare(cells, samples), Path(out_dir), aim)
 
 
-def write_report(results: Results, out: Path, aim: Aim = WITHIN_A_POINT) -> list[Path]:
+def write_report(results: Results, output_folder: Path, aim: Aim = WITHIN_A_POINT) -> list[Path]:
     """`render` of what `prepare` has prepared."""
-    folders = out / "figures", out / "tables"
+    folders = output_folder / "figures", output_folder / "tables"
     try:
-        if out.exists() and not out.is_dir():
-            raise UserError(f"cannot write {out}: it is a file, not a folder")
-        for folder in folders:
-            folder.mkdir(parents=True, exist_ok=True)
+        if output_folder.exists() and not output_folder.is_dir():
+            raise UserError(f"cannot write {output_folder}: it is a file, not a folder")
+        for subfolder in folders:
+            subfolder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise cannot("write", error.filename or out, error) from None
+        raise cannot("write", error.filename or output_folder, error) from None
     figures = draw_fronts(results, folders[0]) + draw_heatmaps(results, folders[0])
     tables = report_tables(results)
-    paths = [path for figure in figures for path in figure.paths]
-    paths += write_tables(tables, folders[1])
-    summary = out / "summary.md"
-    with replacing(summary) as part:
-        part.write_text(summary_text(results, tables, figures, out, aim), encoding="utf-8")
-    return [summary, *paths]
+    written_paths = [figure_path for figure in figures for figure_path in figure.paths]
+    written_paths += write_tables(tables, folders[1])
+    summary_path = output_folder / "summary.md"
+    with replacing(summary_path) as partial_path:
+        partial_path.write_text(
+            summary_text(results, tables, figures, output_folder, aim), encoding="utf-8"
+        )
+    return [summary_path, *written_paths]

@@ -94,40 +94,40 @@ _Row = TypeVar("_Row", bound=_OfCell)
 
 
 def stop_of(
-    request: Request, tokenizer: Any, ends: Sequence[int], thinking: Thinking | None
+    request: Request, tokenizer: Any, end_tokens: Sequence[int], thinking: Thinking | None
 ) -> Stop:
     """Decides when the answer to a request ends.
 
     Args:
         request: The request.
         tokenizer: Decodes tokens.
-        ends: Token ids that end a response.
+        end_tokens: Token ids that end a response.
         thinking: The tokens around thinking, if the tokenizer has them.
     """
-    opened = request.question.rstrip().endswith(THINK)
-    return Stop(tokenizer, ends, request.until, thinking, opened)
+    starts_thinking = request.question.rstrip().endswith(THINK)
+    return Stop(tokenizer, end_tokens, request.until, thinking, starts_thinking)
 
 
-def by_cell(rows: Sequence[_Row]) -> list[list[_Row]]:
+def by_cell(items: Sequence[_Row]) -> list[list[_Row]]:
     """Group the rows of one batch by cell."""
-    groups: dict[str, list[_Row]] = {}
-    for row in rows:
-        groups.setdefault(row.cell.cell, []).append(row)
-    return list(groups.values())
+    items_by_cell: dict[str, list[_Row]] = {}
+    for item in items:
+        items_by_cell.setdefault(item.cell.cell, []).append(item)
+    return list(items_by_cell.values())
 
 
-def by_request(wanted: Iterable[tuple[Cell, Prompt]]) -> list[tuple[Cell, list[Prompt]]]:
+def by_request(cell_prompts: Iterable[tuple[Cell, Prompt]]) -> list[tuple[Cell, list[Prompt]]]:
     """Group prompts of a cell that differ only in `repeat`: one cache serves them all."""
     groups: dict[tuple[str, str, int], tuple[Cell, list[Prompt]]] = {}
-    for cell, prompt in wanted:
+    for cell, prompt in cell_prompts:
         groups.setdefault(key_of(cell, prompt)[:3], (cell, []))[1].append(prompt)
     return list(groups.values())
 
 
 def forks(count: int, cache: RaggedCache) -> Iterator[RaggedCache]:
     """A cache for each of several continuations; the last one is the cache itself."""
-    for left in reversed(range(count)):
-        yield cache.fork() if left else cache
+    for remaining in reversed(range(count)):
+        yield cache.fork() if remaining else cache
 
 
 def key_of(cell: Cell, prompt: Prompt) -> Key:
@@ -181,27 +181,29 @@ def finished(answers: Sequence[Answer], cache: RaggedCache, seconds: float) -> l
         cache: Its cache.
         seconds: Time that decoding took.
     """
-    out = []
-    cuts = 0.0 if cache.upkeep is None else cache.upkeep.seconds
-    for i, a in enumerate(answers):
+    responses = []
+    evict_seconds = 0.0 if cache.upkeep is None else cache.upkeep.seconds
+    for answer_index, answer in enumerate(answers):
         response = replace(
-            ended(a.response, a.row, (seconds - cuts) / len(answers)),
-            compress_s=a.response.compress_s + cuts / len(answers),
+            ended(answer.response, answer.row, (seconds - evict_seconds) / len(answers)),
+            compress_s=answer.response.compress_s + evict_seconds / len(answers),
         )
         if cache.upkeep is not None:
-            taken = cache.upkeep.room[i : i + 1] or [response.kv_bytes_allocated]
+            allocated = cache.upkeep.room[answer_index : answer_index + 1] or [
+                response.kv_bytes_allocated
+            ]
             response = replace(
                 response,
-                budget_entries=cache.upkeep.heads * cache.upkeep.budget[i],
-                held_entries=cache.upkeep.peak[i],
-                kv_bytes_live=cache.upkeep.live[i],
-                kv_bytes_read=cache.upkeep.live[i],
-                kv_bytes_allocated=taken[0],
-                kv_bytes_full=cache.full_bytes(i),
-                held_visual=cache.visual_entries(i),
+                budget_entries=cache.upkeep.heads * cache.upkeep.budget[answer_index],
+                held_entries=cache.upkeep.peak[answer_index],
+                kv_bytes_live=cache.upkeep.live[answer_index],
+                kv_bytes_read=cache.upkeep.live[answer_index],
+                kv_bytes_allocated=allocated[0],
+                kv_bytes_full=cache.full_bytes(answer_index),
+                held_visual=cache.visual_entries(answer_index),
             )
-        out.append(response)
-    return out
+        responses.append(response)
+    return responses
 
 
 def empty(cell: Cell, prompt: Prompt) -> Response:

@@ -12,7 +12,7 @@ from torch import nn
 
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.models import devices_of, model_info
-from kvbench.engine.pool import least
+from kvbench.engine.pool import smallest_count
 from kvbench.engine.steady import LEAST, Steady
 from kvbench.engine.threads import available_cores
 
@@ -71,14 +71,14 @@ class Batching:
         prefill_batch: int | str = "auto",
     ) -> None:
         weight = next(model.parameters())
-        info = model_info(model)
+        model_facts = model_info(model)
         self.cpu = weight.device.type == "cpu"
         self.batch_size, self.prefill_batch = batch_size, prefill_batch
-        self._weights = sum(p.numel() for p in model.parameters())
-        self._gpus = [d for d in devices_of(model) if d.type == "cuda"]
+        self._weights = sum(parameter.numel() for parameter in model.parameters())
+        self._gpus = [device for device in devices_of(model) if device.type == "cuda"]
         self._memory = self._available() if cache_memory is None else cache_memory
-        entry = 2 * info.head_dim * weight.element_size() + 4  # its column
-        self._token_bytes = info.layers * info.kv_heads * entry
+        entry_bytes = 2 * model_facts.head_dim * weight.element_size() + 4  # its column
+        self._token_bytes = model_facts.layers * model_facts.kv_heads * entry_bytes
         self._most = MOST if self.cpu or batch_size == "auto" else int(batch_size)
         self._steady = Steady(model) if self.cpu else None
         self.counts: tuple[int, ...] = (self._most,)
@@ -89,11 +89,13 @@ class Batching:
         """Bytes that caches may take by default."""
         if not self.cpu:
             return int(_GPU_SHARE * sum(torch.cuda.mem_get_info(gpu)[0] for gpu in self._gpus))
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        for file in _CGROUP_LIMITS:
-            text = file.read_text().strip() if file.exists() else ""
-            memory = min(memory, int(text)) if text.isdecimal() else memory
-        return int(_CPU_SHARE * memory * min(1, torch.get_num_threads() / available_cores()))
+        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        for limit_file in _CGROUP_LIMITS:
+            limit_text = limit_file.read_text().strip() if limit_file.exists() else ""
+            memory_bytes = (
+                min(memory_bytes, int(limit_text)) if limit_text.isdecimal() else memory_bytes
+            )
+        return int(_CPU_SHARE * memory_bytes * min(1, torch.get_num_threads() / available_cores()))
 
     def fit(self, tokens: int, widths: Iterable[int]) -> None:
         """Plan the batches of a task.
@@ -104,28 +106,36 @@ class Batching:
             tokens: Tokens of its longest prompt and answer.
             widths: Numbers of tokens that a row is fed at once, other than 1.
         """
-        whole = max(1, tokens) * self._token_bytes
-        caches = self._memory / whole - _SPARE
-        self.prefills = max(1, min(self._prefills(tokens), int(caches / 2)))
+        cache_bytes = max(1, tokens) * self._token_bytes
+        cache_count = self._memory / cache_bytes - _SPARE
+        self.prefills = max(1, min(self._prefills(tokens), int(cache_count / 2)))
         if self.prefills > 1:  # the batch itself, beside the sequence that is taken out of it
-            caches -= self.prefills
-        rows = max(1, min(int(caches / 1.5), self._most))
-        self.counts = _ladder(rows)
-        self.asking = _ladder(max(1, rows // 2))
+            cache_count -= self.prefills
+        row_count = max(1, min(int(cache_count / 1.5), self._most))
+        self.counts = _ladder(row_count)
+        self.asking = _ladder(max(1, row_count // 2))
         if self._steady is None:
             return
         steady = self._steady
-        fed = {n * width for n in {*self.counts, *self.asking} for width in widths if width}
-        if not (all(steady.at(n, head=True) for n in self.counts) and all(map(steady.at, fed))):
-            rows = min(rows, _FIXED)
-            self.counts, self.asking = (rows,), (max(1, rows // 2),)
+        fed_tokens = {
+            batch_rows * width
+            for batch_rows in {*self.counts, *self.asking}
+            for width in widths
+            if width
+        }
+        if not (
+            all(steady.at(batch_rows, with_head=True) for batch_rows in self.counts)
+            and all(map(steady.at, fed_tokens))
+        ):
+            row_count = min(row_count, _FIXED)
+            self.counts, self.asking = (row_count,), (max(1, row_count // 2),)
 
     def _prefills(self, tokens: int) -> int:
         """Contexts of at most so many tokens that are prefilled together if memory allows it."""
         if isinstance(self.prefill_batch, int):
             return self.prefill_batch
-        whole = 2 * self._weights * max(1, tokens)
-        return 1 if self.cpu else min(_TOGETHER, int(_FORWARD / whole))
+        operations = 2 * self._weights * max(1, tokens)
+        return 1 if self.cpu else min(_TOGETHER, int(_FORWARD / operations))
 
     @property
     def rows(self) -> int:
@@ -147,25 +157,25 @@ class Batching:
                 torch.cuda.empty_cache()
         return True
 
-    def slots(self, rows: int) -> int:
-        """Rows of a batch in which `rows` responses are decoded."""
-        return least(self.counts, rows) if self.cpu else rows
+    def slots(self, row_count: int) -> int:
+        """Rows of a batch in which `row_count` responses are decoded."""
+        return smallest_count(self.counts, row_count) if self.cpu else row_count
 
-    def has_room(self, rows: int, waiting: Iterable[RaggedCache]) -> bool:
-        """Whether a batch of `rows` can grow, given all caches that wait to be decoded."""
-        most = self.rows
+    def has_room(self, row_count: int, waiting_caches: Iterable[RaggedCache]) -> bool:
+        """Whether a batch of `row_count` can grow, given all caches that wait to be decoded."""
+        max_rows = self.rows
         if isinstance(self.batch_size, int):
-            most = min(most, self.batch_size)
-        if self.cpu or rows >= most:
-            return rows < most
+            max_rows = min(max_rows, self.batch_size)
+        if self.cpu or row_count >= max_rows:
+            return row_count < max_rows
         # Rows are copied into one batch: waiting caches can take a third of the free memory.
-        taken = sum(cache.allocated_bytes() for cache in waiting)
+        used_bytes = sum(cache.allocated_bytes() for cache in waiting_caches)
         # Layers, and so their caches, can be spread over several GPUs.
-        free = len(self._gpus) * min(torch.cuda.mem_get_info(gpu)[0] for gpu in self._gpus)
-        return 2 * taken <= min(free, self._memory) - taken
+        free_bytes = len(self._gpus) * min(torch.cuda.mem_get_info(gpu)[0] for gpu in self._gpus)
+        return 2 * used_bytes <= min(free_bytes, self._memory) - used_bytes
 
 
-def _ladder(rows: int) -> tuple[int, ...]:
-    """Numbers of rows that a batch of at most `rows` may have, ascending."""
-    steps = takewhile(lambda n: n < rows, (LEAST << i for i in count()))
-    return (*steps, rows)
+def _ladder(row_count: int) -> tuple[int, ...]:
+    """Numbers of rows that a batch of at most `row_count` may have, ascending."""
+    steps = takewhile(lambda step: step < row_count, (LEAST << exponent for exponent in count()))
+    return (*steps, row_count)

@@ -161,36 +161,38 @@ class Cell:
     @functools.cached_property
     def cell(self) -> str:
         """16 hex digits over everything that can change a response: the key for resuming."""
-        counted = {key: value for key, value in self.labels.items() if key != "group"}
-        counted |= {"chat_template": self.chat_template, "prompts": self.prompts}
+        hashed_labels = {label: value for label, value in self.labels.items() if label != "group"}
+        hashed_labels |= {"chat_template": self.chat_template, "prompts": self.prompts}
         # JSON inside JSON: the cells of the first runs were hashed in this way.
-        counted["versions"] = json.dumps(self.versions, sort_keys=True)
+        hashed_labels["versions"] = json.dumps(self.versions, sort_keys=True)
         if self.generation:
-            counted["generation"] = self.generation
-        return digest_of(counted)
+            hashed_labels["generation"] = self.generation
+        return digest_of(hashed_labels)
 
     @functools.cached_property
     def match(self) -> str:
         """16 hex digits over what is measured, not over how: the key for comparing cells."""
-        keys = ("model", "task", "length", "policy", "budget", "moment", "seed", "data_hash")
-        counted = {key: self.labels[key] for key in keys}
-        return digest_of(counted | ({"generation": self.generation} if self.generation else {}))
+        label_names = ("model", "task", "length", "policy", "budget", "moment", "seed", "data_hash")
+        hashed_labels = {label: self.labels[label] for label in label_names}
+        return digest_of(
+            hashed_labels | ({"generation": self.generation} if self.generation else {})
+        )
 
-    def row(self, **more: int) -> dict[str, str | int]:
+    def row(self, **extra_options: int) -> dict[str, str | int]:
         """The columns of `cells.parquet` that identify the cell, including its hashes.
 
         Args:
-            more: Further facts about how its answers were generated.
+            extra_options: Further facts about how its answers were generated.
         """
-        recorded: dict[str, object] = dict(self.versions)
-        if generation := json.loads(self.generation or "{}") | more:
-            recorded["generation"] = generation
+        recorded_versions: dict[str, object] = dict(self.versions)
+        if generation := json.loads(self.generation or "{}") | extra_options:
+            recorded_versions["generation"] = generation
         if self.chat_template:
-            recorded["chat_template"] = self.chat_template
+            recorded_versions["chat_template"] = self.chat_template
         if self.prompts:
-            recorded["prompts"] = self.prompts
-        text = json.dumps(recorded, sort_keys=True)
-        return {"cell": self.cell, "match": self.match, **self.labels, "versions": text}
+            recorded_versions["prompts"] = self.prompts
+        versions_json = json.dumps(recorded_versions, sort_keys=True)
+        return {"cell": self.cell, "match": self.match, **self.labels, "versions": versions_json}
 
 
 def versions(policy: Policy, files: str = "", packages: Sequence[str] = ()) -> dict[str, object]:
@@ -206,18 +208,20 @@ def versions(policy: Policy, files: str = "", packages: Sequence[str] = ()) -> d
     Returns:
         Versions by name, in the order of the names.
     """
-    always = ("kvbench", "torch", "transformers", "lm_eval")
-    every = (*always, *packages, *quantizer_packages(policy))
-    known: dict[str, object] = {name: _installed(name) for name in every}
-    known["policy"] = policy.origin
-    for kind, part in exchanged_parts(policy).items():
-        if part is not None and (name := f"{kind}.{part.name}") in registry.names(registry.PARTS):
-            known[kind] = registry.origin(registry.PARTS, name)
+    core_packages = ("kvbench", "torch", "transformers", "lm_eval")
+    package_names = (*core_packages, *packages, *quantizer_packages(policy))
+    recorded: dict[str, object] = {name: _installed(name) for name in package_names}
+    recorded["policy"] = policy.origin
+    for part_kind, part in exchanged_parts(policy).items():
+        if part is not None and (name := f"{part_kind}.{part.name}") in registry.names(
+            registry.PARTS
+        ):
+            recorded[part_kind] = registry.origin(registry.PARTS, name)
     if files:
-        known["files"] = files
+        recorded["files"] = files
     if policy.part_versions:
-        known["part_versions"] = policy.part_versions
-    return dict(sorted(known.items()))
+        recorded["part_versions"] = policy.part_versions
+    return dict(sorted(recorded.items()))
 
 
 @functools.cache

@@ -57,7 +57,11 @@ class _Context:
     @property
     def shared(self) -> Wanted:
         """The cells that one prefill of the whole context serves."""
-        return [w for w in self.wanted if w[0].moment != "chunked" and not prunes(w[0].policy)]
+        return [
+            pending
+            for pending in self.wanted
+            if pending[0].moment != "chunked" and not prunes(pending[0].policy)
+        ]
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -90,122 +94,150 @@ class _Contexts:
         self._cells: Sequence[Cell] = ()
         # The same room and width for every row, also if only some of them are left to do: the
         # bits of a response must not depend on what was resumed.
-        self.reserve = self.width = longest = 0
-        given = False
-        for p in prompts:  # once: they are read from the disk
-            self.reserve = max(self.reserve, len(p.question_ids) + p.limit)
-            self.width = max(self.width, len(p.question_ids))
-            longest = max(longest, len(p.context_ids))
-            given |= bool(p.given_ids)
+        self.reserve = self.width = longest_context = 0
+        has_given = False
+        for prompt in prompts:  # once: they are read from the disk
+            self.reserve = max(self.reserve, len(prompt.question_ids) + prompt.limit)
+            self.width = max(self.width, len(prompt.question_ids))
+            longest_context = max(longest_context, len(prompt.context_ids))
+            has_given |= bool(prompt.given_ids)
         worker.batching.fit(
-            longest + self.reserve,
-            [self.width, *([BLOCK] if given else [])],
+            longest_context + self.reserve,
+            [self.width, *([BLOCK] if has_given else [])],
         )
         self.pool = worker.pool(self.width)
 
     def answer(self, cells: Sequence[Cell]) -> None:
         self._cells = cells
-        for wave in self._waves(cells):
-            for context, made in zip(wave, self._prefilled(wave), strict=True):
-                self._whole(context, made)
-                for cell, missing in context.wanted:
+        for prefill_batch in self._waves(cells):
+            for context, prefilled in zip(
+                prefill_batch, self._prefilled(prefill_batch), strict=True
+            ):
+                self._whole(context, prefilled)
+                for cell, cell_prompts in context.wanted:
                     if prunes(cell.policy):
-                        self._pruned(cell, missing)
-                self._chunked([(c, m) for c, m in context.wanted if c.moment == "chunked"])
-        for name in list(self.lanes):
-            self._flush(name)
+                        self._pruned(cell, cell_prompts)
+                self._chunked(
+                    [
+                        (chunked_cell, chunked_prompts)
+                        for chunked_cell, chunked_prompts in context.wanted
+                        if chunked_cell.moment == "chunked"
+                    ]
+                )
+        for queue_name in list(self.lanes):
+            self._flush(queue_name)
         self._done(self.pool.drain())
 
     def _open(self, cells: Sequence[Cell]) -> Iterator[tuple[slice, _Context]]:
         """The contexts that some cells have not answered yet, and the places of their prompts."""
-        end = 0
-        for _, group in groupby(self.prompts, key=lambda p: (p.context_ids, p.media)):
-            together = list(group)
-            end += len(together)
-            if (context := self._opened(together, cells)) is not None:
-                yield slice(end - len(together), end), context
+        end_index = 0
+        for _, prompt_group in groupby(
+            self.prompts, key=lambda prompt: (prompt.context_ids, prompt.media)
+        ):
+            same_context = list(prompt_group)
+            end_index += len(same_context)
+            if (context := self._opened(same_context, cells)) is not None:
+                yield slice(end_index - len(same_context), end_index), context
 
-    def _opened(self, together: Sequence[Prompt], cells: Sequence[Cell]) -> _Context | None:
+    def _opened(self, same_context: Sequence[Prompt], cells: Sequence[Cell]) -> _Context | None:
         """The context of some prompts; None if all cells have answered them."""
-        done = self.worker.store.keys()
-        wanted = [
-            (cell, [p for p in together if key_of(cell, p) not in done])
+        done_keys = self.worker.store.keys()
+        pending = [
+            (cell, [prompt for prompt in same_context if key_of(cell, prompt) not in done_keys])
             for cell in cells
             if cell.cell not in self.worker.failed
         ]
-        wanted = [(cell, missing) for cell, missing in wanted if missing]
-        first = together[0]
-        return _Context(first.context_ids, first.media, wanted) if wanted else None
+        pending = [(cell, missing_prompts) for cell, missing_prompts in pending if missing_prompts]
+        first_prompt = same_context[0]
+        return _Context(first_prompt.context_ids, first_prompt.media, pending) if pending else None
 
     def _waves(self, cells: Sequence[Cell]) -> Iterator[list[_Context]]:
         """Contexts that are prefilled together; of similar length, because they are padded."""
-        most = self.worker.batching.prefills
+        max_contexts = self.worker.batching.prefills
         contexts: Iterable[_Context] = (context for _, context in self._open(cells))
-        if most > 1:  # the order needs all contexts, and memory may not hold them
-            known = [(bool(c.media), len(c.ids), at) for at, c in self._open(cells)]
-            known.sort(key=lambda one: one[:2])
-            again = (self._opened(self.prompts[at], cells) for _, _, at in known)
-            contexts = (context for context in again if context is not None)
-        for alone, group in groupby(contexts, key=lambda c: bool(c.media) or not c.shared):
-            while wave := list(islice(group, 1 if alone else most)):
-                yield wave
+        if max_contexts > 1:  # the order needs all contexts, and memory may not hold them
+            context_keys = [
+                (bool(opened.media), len(opened.ids), prompt_range)
+                for prompt_range, opened in self._open(cells)
+            ]
+            context_keys.sort(key=lambda context_key: context_key[:2])
+            reopened = (
+                self._opened(self.prompts[prompt_range], cells)
+                for _, _, prompt_range in context_keys
+            )
+            contexts = (context for context in reopened if context is not None)
+        for runs_alone, context_group in groupby(
+            contexts, key=lambda opened: bool(opened.media) or not opened.shared
+        ):
+            while prefill_batch := list(islice(context_group, 1 if runs_alone else max_contexts)):
+                yield prefill_batch
 
-    def _prefilled(self, wave: Sequence[_Context]) -> Iterator[tuple[Prefix, Tensor] | None]:
+    def _prefilled(
+        self, prefill_batch: Sequence[_Context]
+    ) -> Iterator[tuple[Prefix, Tensor] | None]:
         """What is there of every context of a wave once all are prefilled together."""
-        together = None
-        if len(wave) > 1:
-            needs = frozenset(need for context in wave for need in context.needs)
-            together = self.worker.prefill_together([context.ids for context in wave], needs)
-        for row in range(len(wave)):
-            if together is None:
+        batch_result = None
+        if len(prefill_batch) > 1:
+            needs = frozenset(need for context in prefill_batch for need in context.needs)
+            batch_result = self.worker.prefill_together(
+                [context.ids for context in prefill_batch], needs
+            )
+        for row_index in range(len(prefill_batch)):
+            if batch_result is None:
                 yield None
             else:
-                prefix, logits = together
-                yield prefix.sequence(row), logits[row : row + 1]
+                prefix, logits = batch_result
+                yield prefix.sequence(row_index), logits[row_index : row_index + 1]
 
-    def _whole(self, opened: _Context, made: tuple[Prefix, Tensor] | None) -> None:
+    def _whole(self, open_context: _Context, batch_result: tuple[Prefix, Tensor] | None) -> None:
         """Make a row for every cell and question of one context, which is prefilled once."""
-        wanted = opened.shared
-        if not wanted:
+        pending = open_context.shared
+        if not pending:
             return
-        prefill = partial(self.worker.prefill, opened.ids, opened.needs, opened.media)
-        context = Prefilled(prefill, made)
-        early = [(c, missing) for c, missing in wanted if c.moment not in ("question", "decode")]
-        for cell, missing, cache in self._compressed(context, early):
-            for prompt, copy in zip(missing, forks(len(missing), cache), strict=True):
-                self._add("ask", cell, prompt, copy, context.prefix.seconds, copy.seconds)
-        late: dict[tuple[int, ...], list[tuple[Cell, Prompt]]] = {}
-        for cell, missing in wanted:
-            for prompt in missing if cell.moment in ("question", "decode") else ():
-                late.setdefault(prompt.question_ids, []).append((cell, prompt))
-        for question_ids, pairs in late.items():
+        prefill = partial(
+            self.worker.prefill, open_context.ids, open_context.needs, open_context.media
+        )
+        context = Prefilled(prefill, batch_result)
+        before_question = [
+            (early_cell, cell_prompts)
+            for early_cell, cell_prompts in pending
+            if early_cell.moment not in ("question", "decode")
+        ]
+        for cell, cell_prompts, cache in self._compressed(context, before_question):
+            for prompt, forked in zip(cell_prompts, forks(len(cell_prompts), cache), strict=True):
+                self._add("ask", cell, prompt, forked, context.prefix.seconds, forked.seconds)
+        by_question: dict[tuple[int, ...], list[tuple[Cell, Prompt]]] = {}
+        for cell, cell_prompts in pending:
+            for prompt in cell_prompts if cell.moment in ("question", "decode") else ():
+                by_question.setdefault(prompt.question_ids, []).append((cell, prompt))
+        for question_ids, cell_pairs in by_question.items():
             # Extending the prefix makes copies: a policy can only spoil these.
             prefix = context.intact()
-            asked = Prefilled(partial(self._longer, prefix, question_ids))
-            for cell, repeats, cache in self._compressed(asked, by_request(pairs)):
-                lane = "told" if cache.upkeep is None else f"{_RUNNING}{cell.policy}"
-                seconds = (asked.prefix.seconds, cache.seconds)
-                for prompt, copy in zip(repeats, forks(len(repeats), cache), strict=True):
-                    self._add(lane, cell, prompt, copy, *seconds, asked.logits)
+            with_question = Prefilled(partial(self._longer, prefix, question_ids))
+            for cell, repeats, cache in self._compressed(with_question, by_request(cell_pairs)):
+                queue_name = "told" if cache.upkeep is None else f"{_RUNNING}{cell.policy}"
+                timings = (with_question.prefix.seconds, cache.seconds)
+                for prompt, forked in zip(repeats, forks(len(repeats), cache), strict=True):
+                    self._add(queue_name, cell, prompt, forked, *timings, with_question.logits)
 
     def _compressed(
-        self, prefilled: Prefilled, wanted: Wanted
+        self, prefilled: Prefilled, pending: Wanted
     ) -> Iterator[tuple[Cell, list[Prompt], RaggedCache]]:
         """Compress a prefix for cells, many of one moment together; leave out cells that fail."""
         by_moment: dict[str, Wanted] = {}
-        for cell, prompts in wanted:
+        for cell, prompts in pending:
             if cell.cell not in self.worker.failed:
                 by_moment.setdefault(cell.moment, []).append((cell, prompts))
-        for moment, group in by_moment.items():
-            left = iter(group)
+        for moment, moment_group in by_moment.items():
+            remaining = iter(moment_group)
             # No more than the pool can take: caches that are made together are freed together.
-            while together := [*islice(left, 1 if moment in LATER else self.pool.lacking)]:
-                cells = [cell for cell, _ in together]
+            while batch := [*islice(remaining, 1 if moment in LATER else self.pool.lacking)]:
+                cells = [cell for cell, _ in batch]
                 caches: list[RaggedCache | None] = [None] * len(cells)
                 if len(cells) > 1:
                     caches = self.worker.compress_all(prefilled.intact(), cells, self.reserve)
-                for (cell, prompts), made in zip(together, caches, strict=True):
-                    cache = made
+                for (cell, prompts), batch_cache in zip(batch, caches, strict=True):
+                    cache = batch_cache
                     if cache is None:
                         prefix = prefilled.intact()
                         cache = self.worker.compress(prefix, cell, prompts[0], self.reserve)
@@ -214,66 +246,81 @@ class _Contexts:
 
     def _longer(self, prefix: Prefix, question_ids: tuple[int, ...]) -> tuple[Prefix, Tensor]:
         """Context and question together, and the logits after them."""
-        longer = prefix.fork()
-        return longer, longer.extend(self.worker.tensor(question_ids), question=True)
+        extended = prefix.fork()
+        return extended, extended.extend(self.worker.tensor(question_ids), question=True)
 
-    def _pruned(self, cell: Cell, missing: list[Prompt]) -> None:
+    def _pruned(self, cell: Cell, cell_prompts: list[Prompt]) -> None:
         """Prefill for one cell alone, whose policy prunes visual tokens meanwhile."""
         worker = self.worker
         pruning = pruning_of(cell.policy, cell.budget)
-        asked = cell.moment == "question"
-        groups = [missing]  # before the question one prefill serves all of them
-        if asked:
-            groups = [repeats for _, repeats in by_request((cell, p) for p in missing)]
-        for together in groups:
-            prompt = together[0]
-            ids = prompt.ids if asked else prompt.context_ids
+        has_question = cell.moment == "question"
+        prompt_groups = [cell_prompts]  # before the question one prefill serves all of them
+        if has_question:
+            prompt_groups = [
+                repeats
+                for _, repeats in by_request((cell, cell_prompt) for cell_prompt in cell_prompts)
+            ]
+        for group_prompts in prompt_groups:
+            prompt = group_prompts[0]
+            token_ids = prompt.ids if has_question else prompt.context_ids
             try:
                 with worker.policy_call():
-                    prefix, logits = worker.prefill(ids, cell.policy.needs, prompt.media, pruning)
+                    prefix, logits = worker.prefill(
+                        token_ids, cell.policy.needs, prompt.media, pruning
+                    )
             except PluginError as error:
                 worker.fail(cell, prompt, str(error))
                 return
             cache = worker.compress(prefix, cell, prompt, self.reserve)
             if cache is None:
                 return
-            for one, copy in zip(together, forks(len(together), cache), strict=True):
-                seconds = (prefix.seconds, cache.seconds)
-                if asked:
-                    self._add("told", cell, one, copy, *seconds, logits)
+            for group_prompt, forked in zip(
+                group_prompts, forks(len(group_prompts), cache), strict=True
+            ):
+                timings = (prefix.seconds, cache.seconds)
+                if has_question:
+                    self._add("told", cell, group_prompt, forked, *timings, logits)
                 else:
-                    self._add("ask", cell, one, copy, *seconds)
+                    self._add("ask", cell, group_prompt, forked, *timings)
 
     # -- chunked prefill ---------------------------------------------------------------------------
 
-    def _chunked(self, wanted: Wanted) -> None:
+    def _chunked(self, pending: Wanted) -> None:
         """Prefill whole prompts in chunks, each cut back to budget; cells share the first chunk."""
-        pairs = by_request([(cell, prompt) for cell, missing in wanted for prompt in missing])
-        needs = frozenset(need for cell, _ in wanted for need in cell.policy.needs)
-        by_head: dict[tuple[int, ...], list[tuple[Cell, list[Prompt], int]]] = {}
-        for cell, repeats in pairs:
-            ids = repeats[0].ids
-            tail = tail_of(cell.policy, cell.budget, len(ids))
-            head = ids[: min(cell.chunk, len(ids) - tail)]
-            by_head.setdefault(head, []).append((cell, repeats, tail))
-        for head, group in by_head.items():
-            self._from_first_chunk(head, group, needs)
+        cell_pairs = by_request(
+            [(cell, prompt) for cell, cell_prompts in pending for prompt in cell_prompts]
+        )
+        needs = frozenset(need for cell, _ in pending for need in cell.policy.needs)
+        by_first_chunk: dict[tuple[int, ...], list[tuple[Cell, list[Prompt], int]]] = {}
+        for cell, repeats in cell_pairs:
+            token_ids = repeats[0].ids
+            trailing_tokens = tail_of(cell.policy, cell.budget, len(token_ids))
+            first_chunk = token_ids[: min(cell.chunk, len(token_ids) - trailing_tokens)]
+            by_first_chunk.setdefault(first_chunk, []).append((cell, repeats, trailing_tokens))
+        for first_chunk, chunk_group in by_first_chunk.items():
+            self._from_first_chunk(first_chunk, chunk_group, needs)
 
     def _from_first_chunk(
         self,
-        head: tuple[int, ...],
-        group: Sequence[tuple[Cell, list[Prompt], int]],
+        first_chunk: tuple[int, ...],
+        chunk_group: Sequence[tuple[Cell, list[Prompt], int]],
         needs: frozenset[Need],
     ) -> None:
         """Prefill one first chunk, and go on from it for every cell, its prompt and its tail."""
-        first = Prefilled(partial(self.worker.prefill, head, needs))
-        for cell, repeats, tail in group:
+        prefilled = Prefilled(partial(self.worker.prefill, first_chunk, needs))
+        for cell, repeats, trailing_tokens in chunk_group:
             if cell.cell in self.worker.failed:
                 continue
-            prefix, whole = first.intact(), len(repeats[0].ids)
-            cache = self.worker.compress(prefix, cell, repeats[0], whole=whole, tail=tail)
+            prefix, prompt_length = prefilled.intact(), len(repeats[0].ids)
+            cache = self.worker.compress(
+                prefix,
+                cell,
+                repeats[0],
+                prompt_length=prompt_length,
+                trailing_tokens=trailing_tokens,
+            )
             if cache is not None:
-                self._rest(cell, repeats, prefix, cache, first.logits, tail)
+                self._rest(cell, repeats, prefix, cache, prefilled.logits, trailing_tokens)
 
     def _rest(
         self,
@@ -282,53 +329,62 @@ class _Contexts:
         prefix: Prefix,
         cache: RaggedCache,
         logits: Tensor,
-        tail: int,
+        trailing_tokens: int,
     ) -> None:
         """Prefill what comes after the first chunk, on the cell's own cache."""
         worker = self.worker
-        began = now(worker.device)
+        start_time = now(worker.device)
         try:
             with worker.policy_call():  # a policy also runs between chunks
-                logits = self._later_chunks(cell, repeats[0].ids, cache, logits, tail)
+                logits = self._later_chunks(cell, repeats[0].ids, cache, logits, trailing_tokens)
         except PluginError as error:
             worker.fail(cell, repeats[0], str(error))
             return
-        cuts = 0.0
+        evict_seconds = 0.0
         cache.held_entries = [cache.live_entries(0)]
         if cache.upkeep is not None:
-            cuts = cache.upkeep.seconds
+            evict_seconds = cache.upkeep.seconds
             cache.budget_entries = [cache.upkeep.heads * cache.upkeep.budget[0]]
-        cache.settle()
-        prefill_s = prefix.seconds + now(worker.device) - began - cuts
-        for prompt, copy in zip(repeats, forks(len(repeats), cache), strict=True):
-            self._add("told", cell, prompt, copy, prefill_s, cache.seconds + cuts, logits)
+        cache.detach_state()
+        prefill_s = prefix.seconds + now(worker.device) - start_time - evict_seconds
+        for prompt, forked in zip(repeats, forks(len(repeats), cache), strict=True):
+            self._add(
+                "told", cell, prompt, forked, prefill_s, cache.seconds + evict_seconds, logits
+            )
 
     def _later_chunks(
-        self, cell: Cell, ids: tuple[int, ...], cache: RaggedCache, logits: Tensor, tail: int
+        self,
+        cell: Cell,
+        token_ids: tuple[int, ...],
+        cache: RaggedCache,
+        logits: Tensor,
+        trailing_tokens: int,
     ) -> Tensor:
         """Prefill the chunks after the first and the tail; return the logits after them."""
-        worker, upkeep, body = self.worker, cache.upkeep, len(ids) - tail
-        allowed = [] if upkeep is None else upkeep.budget
-        for at in range(cell.chunk, body, cell.chunk):
+        worker, upkeep, body_length = self.worker, cache.upkeep, len(token_ids) - trailing_tokens
+        budgets = [] if upkeep is None else upkeep.budget
+        for chunk_start in range(cell.chunk, body_length, cell.chunk):
             if upkeep is not None:
-                upkeep.final = at + cell.chunk >= body
+                upkeep.final = chunk_start + cell.chunk >= body_length
                 if upkeep.final:  # the last cut leaves room for the tail
-                    upkeep.coming = tail
-                    upkeep.budget = [b - tail for b in allowed]
-            chunk = worker.tensor(ids[at : min(at + cell.chunk, body)])
+                    upkeep.coming = trailing_tokens
+                    upkeep.budget = [budget - trailing_tokens for budget in budgets]
+            chunk = worker.tensor(
+                token_ids[chunk_start : min(chunk_start + cell.chunk, body_length)]
+            )
             logits = forward(worker.model, cache, chunk)
             restore(cache, [0])  # a chunk of one token is not cut when its forward ends
         if upkeep is not None:
-            upkeep.budget, upkeep.coming = allowed, 0
-        if tail:
-            logits = forward(worker.model, cache, worker.tensor(ids[body:]))
+            upkeep.budget, upkeep.coming = budgets, 0
+        if trailing_tokens:
+            logits = forward(worker.model, cache, worker.tensor(token_ids[body_length:]))
         return logits
 
     # -- decoding ----------------------------------------------------------------------------------
 
     def _add(
         self,
-        lane: str,
+        queue_name: str,
         cell: Cell,
         prompt: Prompt,
         cache: RaggedCache,
@@ -343,18 +399,18 @@ class _Contexts:
         row = self.worker.row(cell, prompt)
         coding = cache.ragged[0].coding
         if cell.policy.read is not None:  # the policy runs while the cell decodes
-            lane = f"{_RUNNING}{lane} {cell.policy}"
+            queue_name = f"{_RUNNING}{queue_name} {cell.policy}"
         elif coding is not None:  # a batch has one coding
-            lane = f"{lane} {coding}"
+            queue_name = f"{queue_name} {coding}"
         elif cache.upkeep is None and not cache.slides and not row.given:
-            cache.settle()
-            question = prompt.question_ids
-            self._done(self.pool.add(Pooled(row, cache, question, logits, response)))
+            cache.detach_state()
+            question_ids = prompt.question_ids
+            self._done(self.pool.add(Pooled(row, cache, question_ids, logits, response)))
             return
-        waiting = self.lanes.setdefault(lane, Lane(logits is not None)).waiting
+        waiting = self.lanes.setdefault(queue_name, Lane(logits is not None)).waiting
         waiting.append(Answer(cell, prompt, row, cache, response, logits))
         if not self.worker.batching.has_room(len(waiting), self._waiting_caches()):
-            self._flush(lane)
+            self._flush(queue_name)
 
     def _done(self, items: Iterable[Pooled[Response]]) -> None:
         """Store the responses that the pool has ended."""
@@ -363,51 +419,56 @@ class _Contexts:
             self.worker.done(responses, self._cells)
 
     def _waiting_caches(self) -> Iterator[RaggedCache]:
-        return (answer.cache for lane in self.lanes.values() for answer in lane.waiting)
+        return (answer.cache for queue in self.lanes.values() for answer in queue.waiting)
 
-    def _flush(self, name: str) -> None:
+    def _flush(self, queue_name: str) -> None:
         """Decode what waits in a lane."""
-        lane = self.lanes[name]
-        answers, lane.waiting = lane.waiting, []
+        queue = self.lanes[queue_name]
+        answers, queue.waiting = queue.waiting, []
         if not answers:
             return
-        cells = [a.cell for a in answers]
-        if not name.startswith(_RUNNING):
-            self.worker.done(self._decode(answers, lane.asked), cells)
+        cells = [answer.cell for answer in answers]
+        if not queue_name.startswith(_RUNNING):
+            self.worker.done(self._decode(answers, queue.asked), cells)
             return
         try:
             with self.worker.policy_call():
-                responses = self._decode(answers, lane.asked)
+                responses = self._decode(answers, queue.asked)
         except PluginError as error:
-            groups = by_cell(answers)
-            if len(groups) == 1:
-                for a in answers:
-                    self.worker.fail(a.cell, a.prompt, str(error))
+            cell_groups = by_cell(answers)
+            if len(cell_groups) == 1:
+                for answer in answers:
+                    self.worker.fail(answer.cell, answer.prompt, str(error))
                 return
-            for group in groups:  # decode each cell alone to find out which one fails
-                lane.waiting = [replace(a, row=self.worker.row(a.cell, a.prompt)) for a in group]
-                self._flush(name)
+            for cell_group in cell_groups:  # decode each cell alone to find out which one fails
+                queue.waiting = [
+                    replace(answer, row=self.worker.row(answer.cell, answer.prompt))
+                    for answer in cell_group
+                ]
+                self._flush(queue_name)
             return
         self.worker.done(responses, cells)
 
-    def _decode(self, answers: list[Answer], asked: bool) -> list[Response]:
+    def _decode(self, answers: list[Answer], question_fed: bool) -> list[Response]:
         """Decode answers in one batch."""
         worker = self.worker
-        began = now(worker.device)
-        if not asked and answers[0].cache.slides:
-            for a in answers:  # padding would push tokens out of the sliding windows
-                a.logits = forward(worker.model, a.cache, worker.tensor(a.prompt.question_ids))
-        caches = [a.cache for a in answers]
+        start_time = now(worker.device)
+        if not question_fed and answers[0].cache.slides:
+            for answer in answers:  # padding would push tokens out of the sliding windows
+                answer.logits = forward(
+                    worker.model, answer.cache, worker.tensor(answer.prompt.question_ids)
+                )
+        caches = [answer.cache for answer in answers]
         batch = Batch(worker.model, caches, worker.batching.slots(len(answers)))
-        known = [a.logits for a in answers if a.logits is not None]
-        if known:
-            logits = torch.cat(known)
+        answer_logits = [answer.logits for answer in answers if answer.logits is not None]
+        if answer_logits:
+            logits = torch.cat(answer_logits)
         else:
-            logits = batch.feed([a.prompt.question_ids for a in answers], self.width)
-        rows = [a.row for a in answers]
+            logits = batch.feed([answer.prompt.question_ids for answer in answers], self.width)
+        rows = [answer.row for answer in answers]
         if rows[0].given:
             batch.measure(rows, logits)
         else:
-            waits = batch.cache.upkeep is not None or bool(batch.cache.readings)
-            batch.answer(rows, logits, pause=waits)
-        return finished(answers, batch.cache, now(worker.device) - began)
+            pauses = batch.cache.upkeep is not None or bool(batch.cache.readings)
+            batch.answer(rows, logits, pause_ended=pauses)
+        return finished(answers, batch.cache, now(worker.device) - start_time)

@@ -51,40 +51,48 @@ def answer_dialogues(worker: Worker, prompts: Sequence[Prompt], cells: Sequence[
             repeat after the other.
         cells: Cells at moment `turns`.
     """
-    done = worker.store.keys()
-    lanes: dict[str, list[Dialogue]] = {}
-    width = max(_longest(worker, list(g)) for _, g in groupby(prompts, _name))
-    worker.batching.fit(max(len(p.ids) + p.limit for p in prompts), [width])
-    for _, group in groupby(prompts, lambda p: p.request.dialogue):
-        repeats = [list(g) for _, g in groupby(group, _name)]
-        wanted = [
-            (cell, missing)
+    done_keys = worker.store.keys()
+    queues: dict[str, list[Dialogue]] = {}
+    turn_width = max(
+        _longest(worker, list(same_dialogue)) for _, same_dialogue in groupby(prompts, _name)
+    )
+    worker.batching.fit(max(len(prompt.ids) + prompt.limit for prompt in prompts), [turn_width])
+    for _, dialogue_group in groupby(prompts, lambda prompt: prompt.request.dialogue):
+        repeats = [list(same_dialogue) for _, same_dialogue in groupby(dialogue_group, _name)]
+        pending = [
+            (cell, missing_turns)
             for cell in cells
             if cell.cell not in worker.failed
-            and (missing := [t for t in repeats if any(key_of(cell, p) not in done for p in t)])
+            and (
+                missing_turns := [
+                    turn_prompts
+                    for turn_prompts in repeats
+                    if any(key_of(cell, prompt) not in done_keys for prompt in turn_prompts)
+                ]
+            )
         ]
-        if not wanted:
+        if not pending:
             continue
-        needs = frozenset(need for cell, _ in wanted for need in cell.policy.needs)
-        first = repeats[0][0]
-        prefilled = Prefilled(partial(worker.prefill, first.ids, needs, first.media))
-        for cell, missing in wanted:
+        needs = frozenset(need for cell, _ in pending for need in cell.policy.needs)
+        first_prompt = repeats[0][0]
+        prefilled = Prefilled(partial(worker.prefill, first_prompt.ids, needs, first_prompt.media))
+        for cell, missing_turns in pending:
             prefix = prefilled.intact()
-            cache = worker.compress(prefix, cell, first)
+            cache = worker.compress(prefix, cell, first_prompt)
             if cache is None:
                 continue
             policy = str(cell.policy)
-            for turns, copy in zip(missing, forks(len(missing), cache), strict=True):
-                lane = lanes.setdefault(policy, [])
-                lane.append(Dialogue(cell, turns, copy, prefilled.logits, prefix.seconds))
-                waiting = (d.cache for lane in lanes.values() for d in lane)
+            for turns, forked in zip(missing_turns, forks(len(missing_turns), cache), strict=True):
+                queue = queues.setdefault(policy, [])
+                queue.append(Dialogue(cell, turns, forked, prefilled.logits, prefix.seconds))
+                waiting_caches = (dialogue.cache for queue in queues.values() for dialogue in queue)
                 # Padding would push tokens out of sliding windows, and a forward takes the images
                 # of one dialogue: there a dialogue goes alone.
-                single = cache.slides or _shows(turns)
-                if single or not worker.batching.has_room(len(lane), waiting):
-                    _hold(worker, lanes.pop(policy), width, done)
-    for lane in lanes.values():
-        _hold(worker, lane, width, done)
+                runs_alone = cache.slides or _shows(turns)
+                if runs_alone or not worker.batching.has_room(len(queue), waiting_caches):
+                    _hold(worker, queues.pop(policy), turn_width, done_keys)
+    for queue in queues.values():
+        _hold(worker, queue, turn_width, done_keys)
 
 
 def _shows(turns: Sequence[Prompt]) -> bool:
@@ -96,64 +104,90 @@ def _name(prompt: Prompt) -> tuple[str, int]:
     return prompt.request.dialogue, prompt.repeat
 
 
-def _hold(worker: Worker, dialogues: list[Dialogue], width: int, done: Container[Key]) -> None:
+def _hold(
+    worker: Worker, dialogues: list[Dialogue], turn_width: int, done_keys: Container[Key]
+) -> None:
     """Run dialogues of one policy to their end in one batch, and store the answers."""
     try:
         with worker.policy_call():  # the policy runs again before every turn
-            responses = list(_turns(worker, dialogues, width))
+            responses = list(_turns(worker, dialogues, turn_width))
     except PluginError as error:
-        groups = by_cell(dialogues)
-        if len(groups) == 1:
-            for d in dialogues:
-                worker.fail(d.cell, d.turns[0], str(error))
+        cell_groups = by_cell(dialogues)
+        if len(cell_groups) == 1:
+            for dialogue in dialogues:
+                worker.fail(dialogue.cell, dialogue.turns[0], str(error))
         else:
-            for group in groups:  # run each cell alone to find out which one fails
-                _hold(worker, group, width, done)
+            for cell_group in cell_groups:  # run each cell alone to find out which one fails
+                _hold(worker, cell_group, turn_width, done_keys)
         return
-    missing = [r for r in responses if r.key not in done]
-    worker.done(missing, [d.cell for d in dialogues])
+    new_responses = [response for response in responses if response.key not in done_keys]
+    worker.done(new_responses, [dialogue.cell for dialogue in dialogues])
 
 
-def _turns(worker: Worker, dialogues: list[Dialogue], width: int) -> Iterator[Response]:
-    shows = _shows(dialogues[0].turns)
-    slots = 1 if shows else worker.batching.slots(len(dialogues))
-    batch = Batch(worker.model, [d.cache for d in dialogues], slots)
-    cache, upkeep, info = batch.cache, batch.cache.upkeep, model_info(worker.model)
+def _turns(worker: Worker, dialogues: list[Dialogue], turn_width: int) -> Iterator[Response]:
+    has_media = _shows(dialogues[0].turns)
+    batch_slots = 1 if has_media else worker.batching.slots(len(dialogues))
+    batch = Batch(worker.model, [dialogue.cache for dialogue in dialogues], batch_slots)
+    cache, upkeep, model_facts = batch.cache, batch.cache.upkeep, model_info(worker.model)
     last_rows: list[Row] = []
-    failed = [False] * len(dialogues)
-    for turn in range(max(len(d.turns) for d in dialogues)):
-        alive = [turn < len(d.turns) and not bad for d, bad in zip(dialogues, failed, strict=True)]
+    failures = [False] * len(dialogues)
+    for turn in range(max(len(dialogue.turns) for dialogue in dialogues)):
+        alive = [
+            turn < len(dialogue.turns) and not has_failed
+            for dialogue, has_failed in zip(dialogues, failures, strict=True)
+        ]
         if not any(alive):
             return
-        cuts = 0.0 if upkeep is None else upkeep.seconds
-        began = now(worker.device)
+        evict_seconds = 0.0 if upkeep is None else upkeep.seconds
+        start_time = now(worker.device)
         if turn == 0:
-            logits = torch.cat([d.logits for d in dialogues])
-            states = [begun(d.cell, d.turns[0], d.cache, d.prefill_s, 0.0) for d in dialogues]
-        else:
-            _cut(cache, dialogues, alive, info)
-            states = [_state(cache, i, d, turn) for i, d in enumerate(dialogues)]
-            more = [
-                _next(worker, d, turn, row) if ok else []
-                for d, ok, row in zip(dialogues, alive, last_rows, strict=True)
+            logits = torch.cat([dialogue.logits for dialogue in dialogues])
+            start_responses = [
+                begun(dialogue.cell, dialogue.turns[0], dialogue.cache, dialogue.prefill_s, 0.0)
+                for dialogue in dialogues
             ]
-            most = max(len(m) for m in more)
-            pixels = worker.pixels(dialogues[0].turns[turn].request.delta_media) if shows else None
-            logits = batch.feed(more, most if cache.slides or shows else max(width, most), pixels)
-        rows = [worker.row(d.cell, d.turns[min(turn, len(d.turns) - 1)]) for d in dialogues]
-        for row, ok in zip(rows, alive, strict=True):
-            row.reason = "" if ok else "over"
-        batch.answer(rows, logits, pause=True)
-        cuts = (0.0 if upkeep is None else upkeep.seconds) - cuts
-        each = (now(worker.device) - began - cuts) / max(1, sum(alive))
-        for state, row, ok in zip(states, rows, alive, strict=True):
-            if ok:
-                yield replace(ended(state, row, each), compress_s=cuts / sum(alive))
+        else:
+            _cut(cache, dialogues, alive, model_facts)
+            start_responses = [
+                _state(cache, row_index, dialogue, turn)
+                for row_index, dialogue in enumerate(dialogues)
+            ]
+            turn_tokens = [
+                _next(worker, dialogue, turn, row) if is_alive else []
+                for dialogue, is_alive, row in zip(dialogues, alive, last_rows, strict=True)
+            ]
+            longest_turn = max(len(new_tokens) for new_tokens in turn_tokens)
+            pixels = (
+                worker.pixels(dialogues[0].turns[turn].request.delta_media) if has_media else None
+            )
+            logits = batch.feed(
+                turn_tokens,
+                longest_turn if cache.slides or has_media else max(turn_width, longest_turn),
+                pixels,
+            )
+        rows = [
+            worker.row(dialogue.cell, dialogue.turns[min(turn, len(dialogue.turns) - 1)])
+            for dialogue in dialogues
+        ]
+        for row, is_alive in zip(rows, alive, strict=True):
+            row.reason = "" if is_alive else "over"
+        batch.answer(rows, logits, pause_ended=True)
+        evict_seconds = (0.0 if upkeep is None else upkeep.seconds) - evict_seconds
+        row_seconds = (now(worker.device) - start_time - evict_seconds) / max(1, sum(alive))
+        for start_response, row, is_alive in zip(start_responses, rows, alive, strict=True):
+            if is_alive:
+                yield replace(
+                    ended(start_response, row, row_seconds), compress_s=evict_seconds / sum(alive)
+                )
         last_rows = rows
-        failed = [bad or bool(row.error) for bad, row in zip(failed, rows, strict=True)]
+        failures = [
+            has_failed or bool(row.error) for has_failed, row in zip(failures, rows, strict=True)
+        ]
 
 
-def _cut(cache: RaggedCache, dialogues: list[Dialogue], alive: list[bool], info: ModelInfo) -> None:
+def _cut(
+    cache: RaggedCache, dialogues: list[Dialogue], alive: list[bool], model_facts: ModelInfo
+) -> None:
     """Cut every dialogue that continues back to its share of the tokens seen so far.
 
     With a reader nothing is cut: the queries of the new turn read that share.
@@ -161,66 +195,82 @@ def _cut(cache: RaggedCache, dialogues: list[Dialogue], alive: list[bool], info:
     policy = dialogues[0].cell.policy
     if not policy.has_budget:
         return
-    seen, visual = cache.lengths().tolist(), cache.visual_tokens()
-    cells = [dialogues[min(i, len(dialogues) - 1)].cell for i in range(cache.batch)]
-    allowed = [c.budget.per_head(n, v) for c, n, v in zip(cells, seen, visual, strict=True)]
+    token_counts, visual_counts = cache.lengths().tolist(), cache.visual_tokens()
+    cells = [dialogues[min(row_index, len(dialogues) - 1)].cell for row_index in range(cache.batch)]
+    budgets = [
+        cell.budget.per_head(token_count, visual_count)
+        for cell, token_count, visual_count in zip(cells, token_counts, visual_counts, strict=True)
+    ]
     if cache.upkeep is None:
-        read_few(cache, policy, info, allowed)
+        read_few(cache, policy, model_facts, budgets)
         return
-    cache.upkeep.budget[: len(dialogues)] = allowed[: len(dialogues)]
-    restore(cache, [i for i, ok in enumerate(alive) if ok])
+    cache.upkeep.budget[: len(dialogues)] = budgets[: len(dialogues)]
+    restore(cache, [row_index for row_index, is_alive in enumerate(alive) if is_alive])
     # Everything from here on belongs to the new turn.
-    width = cache.get_seq_length()
-    cache.turns = [[*starts, width] for starts in cache.turns or [[]] * cache.batch]
+    cache_width = cache.get_seq_length()
+    cache.turns = [[*starts, cache_width] for starts in cache.turns or [[]] * cache.batch]
 
 
-def _state(cache: RaggedCache, row: int, dialogue: Dialogue, turn: int) -> Response:
+def _state(cache: RaggedCache, row_index: int, dialogue: Dialogue, turn: int) -> Response:
     """What a dialogue holds when a turn begins."""
     prompt = dialogue.turns[min(turn, len(dialogue.turns) - 1)]
-    held = cache.live_entries(row)
-    upkeep, allowed = cache.upkeep, held
+    held_entries = cache.live_entries(row_index)
+    upkeep, budget_entries = cache.upkeep, held_entries
     if upkeep is not None:
-        allowed = upkeep.heads * upkeep.budget[row]
+        budget_entries = upkeep.heads * upkeep.budget[row_index]
     elif cache.readings and cache.budget_entries is not None:
-        allowed = cache.budget_entries[row]
+        budget_entries = cache.budget_entries[row_index]
     return replace(
         empty(dialogue.cell, prompt),
-        context_tokens=int(cache.lengths()[row]),
+        context_tokens=int(cache.lengths()[row_index]),
         question_tokens=len(prompt.question_ids),
-        budget_entries=allowed,
-        held_entries=held,
-        kv_bytes_live=cache.live_bytes(row),
-        kv_bytes_read=cache.read_bytes(row),
-        kv_bytes_allocated=cache.allocated_bytes(row),
-        kv_bytes_full=cache.full_bytes(row),
-        visual_tokens=cache.visual_tokens()[row],
-        held_visual=cache.visual_entries(row),
+        budget_entries=budget_entries,
+        held_entries=held_entries,
+        kv_bytes_live=cache.live_bytes(row_index),
+        kv_bytes_read=cache.read_bytes(row_index),
+        kv_bytes_allocated=cache.allocated_bytes(row_index),
+        kv_bytes_full=cache.full_bytes(row_index),
+        visual_tokens=cache.visual_tokens()[row_index],
+        held_visual=cache.visual_entries(row_index),
     )
 
 
 def _next(worker: Worker, dialogue: Dialogue, turn: int, row: Row) -> list[int]:
     """Tokens from the end of the last answer to the end of the next question."""
-    last, new = dialogue.turns[turn - 1].request, dialogue.turns[turn].request
+    last_request, next_request = dialogue.turns[turn - 1].request, dialogue.turns[turn].request
     if row.reason == "length":
-        return row.tokens[-1:] + _added(worker, last.answer_end, new)
+        return row.tokens[-1:] + _added(worker, last_request.answer_end, next_request)
     # The token that ended the answer is not in the cache and stays out: the history closes an
     # answer in its own way. Text of the answer that came with that token is fed again. Text of the
     # closing that is in the cache already (a stop string of several tokens) is not.
-    said = row.stop.text(row.tokens)
-    cached = worker.tokenizer.decode(row.tokens[:-1], skip_special_tokens=True)
-    if cached.startswith(said):
-        return _added(worker, last.answer_end.removeprefix(cached[len(said) :]), new)
-    missing = said[len(cached) :] if said.startswith(cached) else ""
-    return _added(worker, missing + last.answer_end, new)
+    stop_text = row.stop.text(row.tokens)
+    cached_text = worker.tokenizer.decode(row.tokens[:-1], skip_special_tokens=True)
+    if cached_text.startswith(stop_text):
+        return _added(
+            worker,
+            last_request.answer_end.removeprefix(cached_text[len(stop_text) :]),
+            next_request,
+        )
+    missing_text = stop_text[len(cached_text) :] if stop_text.startswith(cached_text) else ""
+    return _added(worker, missing_text + last_request.answer_end, next_request)
 
 
-def _added(worker: Worker, closing: str, new: Request) -> list[int]:
-    text = closing + worker.expanded(new.delta, new.delta_media) + new.question
-    ids: list[int] = worker.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return ids
+def _added(worker: Worker, answer_end: str, next_request: Request) -> list[int]:
+    turn_text = (
+        answer_end
+        + worker.expanded(next_request.delta, next_request.delta_media)
+        + next_request.question
+    )
+    token_ids: list[int] = worker.tokenizer(turn_text, add_special_tokens=False, verbose=False)[
+        "input_ids"
+    ]
+    return token_ids
 
 
 def _longest(worker: Worker, turns: list[Prompt]) -> int:
-    pairs = pairwise([t.request for t in turns])
+    request_pairs = pairwise([turn.request for turn in turns])
     # An answer's last token may have to be fed again, in other pieces.
-    return 8 + max((len(_added(worker, a.answer_end, b)) for a, b in pairs), default=1)
+    return 8 + max(
+        (len(_added(worker, earlier.answer_end, later)) for earlier, later in request_pairs),
+        default=1,
+    )

@@ -48,26 +48,33 @@ class Missing(NamedTuple):
     @property
     def tokens(self) -> int:
         """Tokens of the contexts that are prefilled."""
-        return sum({hash(p.context_ids): len(p.context_ids) for p in self.prompts}.values())
+        return sum(
+            {hash(prompt.context_ids): len(prompt.context_ids) for prompt in self.prompts}.values()
+        )
 
 
-def missing_of(stage: Stage, done: Container[Key]) -> list[Missing]:
+def missing_of(stage: Stage, done_keys: Container[Key]) -> list[Missing]:
     """What the jobs of a stage lack; those that lack nothing are left out.
 
     Args:
         stage: A model with its jobs.
-        done: Keys of the responses that exist.
+        done_keys: Keys of the responses that exist.
     """
-    found = []
+    pending_jobs = []
     for job in stage.jobs:
-        places, total, steps = [], 0, 0
-        for place, prompt in enumerate(job.prompts):
-            if count := sum(key_of(cell, prompt) not in done for cell in job.cells):
-                places.append(place)
-                total, steps = total + count, steps + prompt.limit * count
-        if total:
-            found.append(Missing(job, job.prompts.part(places), total, steps))
-    return found
+        prompt_indices, response_count, step_count = [], 0, 0
+        for prompt_index, prompt in enumerate(job.prompts):
+            if missing_count := sum(key_of(cell, prompt) not in done_keys for cell in job.cells):
+                prompt_indices.append(prompt_index)
+                response_count, step_count = (
+                    response_count + missing_count,
+                    step_count + prompt.limit * missing_count,
+                )
+        if response_count:
+            pending_jobs.append(
+                Missing(job, job.prompts.part(prompt_indices), response_count, step_count)
+            )
+    return pending_jobs
 
 
 @dataclass(frozen=True)
@@ -93,13 +100,13 @@ class _Measured:
         """Seconds of all."""
         return self.prefill + self.rest
 
-    def __add__(self, other: _Measured) -> _Measured:
+    def __add__(self, measured: _Measured) -> _Measured:
         return _Measured(
-            self.tokens + other.tokens,
-            self.steps + other.steps,
-            self.prefill + other.prefill,
-            self.rest + other.rest,
-            other.rows,
+            self.tokens + measured.tokens,
+            self.steps + measured.steps,
+            self.prefill + measured.prefill,
+            self.rest + measured.rest,
+            measured.rows,
         )
 
 
@@ -116,24 +123,24 @@ class _Meter:
         prompts = [prompt for context in contexts for prompt in context]
         with tempfile.TemporaryDirectory() as folder, RunStore(folder) as scratch:
             worker = worker_of(self.model, self.stage, self.grid, scratch, Silent())
-            start = now(worker.device)
+            start_time = now(worker.device)
             answer(worker, prompts, job.cells)
-            seconds = now(worker.device) - start
+            seconds = now(worker.device) - start_time
             prefills: dict[str, float] = {}  # that of a context stands in all of its responses
             for response in scratch.responses():
-                known = prefills.get(response.context_id, 0.0)
-                prefills[response.context_id] = max(known, response.prefill_s)
-        prefill = min(seconds, sum(prefills.values()))
+                earlier_prefill = prefills.get(response.context_id, 0.0)
+                prefills[response.context_id] = max(earlier_prefill, response.prefill_s)
+        prefill_time = min(seconds, sum(prefills.values()))
         return _Measured(
             tokens=sum(len(context[0].context_ids) for context in contexts),
             steps=len(job.cells) * sum(prompt.limit for prompt in prompts),
-            prefill=prefill,
-            rest=seconds - prefill,
+            prefill=prefill_time,
+            rest=seconds - prefill_time,
             rows=worker.batching.rows,
         )
 
 
-def estimate(stage: Stage, grid: Grid, missing: Sequence[Missing], say: Say) -> float:
+def estimate(stage: Stage, grid: Grid, pending_jobs: Sequence[Missing], notify: Say) -> float:
     """Seconds for what a stage lacks.
 
     Contexts are answered as the run answers them: so many of a task that its batches are full, if
@@ -143,36 +150,51 @@ def estimate(stage: Stage, grid: Grid, missing: Sequence[Missing], say: Say) -> 
     Args:
         stage: A model with its jobs.
         grid: How to run it.
-        missing: What it lacks, of one job at least.
-        say: Told that the model is loaded.
+        pending_jobs: What it lacks, of one job at least.
+        notify: Told that the model is loaded.
     """
-    chosen = [missing[i] for i in _spread(len(missing), _JOBS)]
-    with loaded_model(stage, grid, say) as model:
+    measured_jobs = [
+        pending_jobs[sample_index] for sample_index in _spread(len(pending_jobs), _JOBS)
+    ]
+    with loaded_model(stage, grid, notify) as model:
         meter = _Meter(model, stage, grid)
-        first = next(_contexts(chosen[0]))
-        warm = meter.measure(chosen[0].job, [chosen[0].prompts[first]])
-        found = _Measured()
-        for part in chosen:
-            contexts = list(_contexts(part))
-            full = math.ceil(2 * warm.rows / len(part.job.cells))
-            count = max(1, min(full, len(contexts) // 4, int(_SECONDS / warm.seconds)))
-            some = [part.prompts[contexts[i]] for i in _spread(len(contexts), count)]
-            found += meter.measure(part.job, some)
-            if found.seconds > _SECONDS:
+        first_context = next(_contexts(measured_jobs[0]))
+        warm_up = meter.measure(measured_jobs[0].job, [measured_jobs[0].prompts[first_context]])
+        measured = _Measured()
+        for pending_job in measured_jobs:
+            contexts = list(_contexts(pending_job))
+            full_batches = math.ceil(2 * warm_up.rows / len(pending_job.job.cells))
+            context_count = max(
+                1, min(full_batches, len(contexts) // 4, int(_SECONDS / warm_up.seconds))
+            )
+            sampled_contexts = [
+                pending_job.prompts[contexts[sample_index]]
+                for sample_index in _spread(len(contexts), context_count)
+            ]
+            measured += meter.measure(pending_job.job, sampled_contexts)
+            if measured.seconds > _SECONDS:
                 break
-    tokens, steps = sum(m.tokens for m in missing), sum(m.steps for m in missing)
-    return found.prefill * tokens / max(1, found.tokens) + found.rest * steps / max(1, found.steps)
+    token_count, step_count = (
+        sum(pending.tokens for pending in pending_jobs),
+        sum(pending.steps for pending in pending_jobs),
+    )
+    return measured.prefill * token_count / max(
+        1, measured.tokens
+    ) + measured.rest * step_count / max(1, measured.steps)
 
 
-def _contexts(part: Missing) -> Iterator[slice]:
+def _contexts(pending_job: Missing) -> Iterator[slice]:
     """Where the prompts of each context are; a dialogue has one."""
-    end = 0
-    for _, prompts in groupby(part.prompts, key=lambda prompt: prompt.request.context_id):
-        start, end = end, end + sum(1 for _ in prompts)
-        yield slice(start, end)
+    end_index = 0
+    for _, prompts in groupby(pending_job.prompts, key=lambda prompt: prompt.request.context_id):
+        start_index, end_index = end_index, end_index + sum(1 for _ in prompts)
+        yield slice(start_index, end_index)
 
 
-def _spread(length: int, count: int) -> list[int]:
-    """At most `count` places among `length`, as far from each other as possible."""
-    count = min(length, count)
-    return [(2 * i + 1) * length // (2 * count) for i in range(count)]
+def _spread(length: int, sample_count: int) -> list[int]:
+    """At most `sample_count` places among `length`, as far from each other as possible."""
+    sample_count = min(length, sample_count)
+    return [
+        (2 * sample_index + 1) * length // (2 * sample_count)
+        for sample_index in range(sample_count)
+    ]

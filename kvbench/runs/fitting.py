@@ -12,121 +12,146 @@ from kvbench.runs.prompts import Prompts
 
 
 def check_moments(
-    grid: Grid, leaf: str, prompts: Prompts, truncated: int, say: Callable[[str], None]
+    grid: Grid, task_name: str, prompts: Prompts, truncated: int, notify: Callable[[str], None]
 ) -> None:
     """Check that a task can run at all moments and budgets, and say where nothing would be cut.
 
     Args:
         grid: The moments and budgets.
-        leaf: The task.
+        task_name: The task.
         prompts: Its prompts.
         truncated: How many of their contexts were cut to fit the model.
-        say: Told where nothing would be cut.
+        notify: Told where nothing would be cut.
 
     Raises:
         UserError: Moment `turns` needs dialogues that fit.
     """
     if grid.has_moment("chunked") and prompts.shows:
         raise UserError(
-            f"{leaf} shows images, which moment chunked does not split; use another --moment"
+            f"{task_name} shows images, which moment chunked does not split; use another --moment"
         )
-    if any(b.visual for b in grid.parsed_budgets) and not prompts.shows:
-        raise UserError(f"{leaf} shows no images; use a budget such as 0.2 instead of a visual one")
+    if any(budget.visual for budget in grid.parsed_budgets) and not prompts.shows:
+        raise UserError(
+            f"{task_name} shows no images; use a budget such as 0.2 instead of a visual one"
+        )
     if grid.has_moment("turns"):
         if not prompts.dialogues:
             raise UserError(
-                f"{leaf} has no turns; moment turns needs dialogues such as --task dialogue"
+                f"{task_name} has no turns; moment turns needs dialogues such as --task dialogue"
             )
         if truncated:
             raise UserError(
-                f"{leaf}: a live dialogue is never truncated; use another --moment, or "
+                f"{task_name}: a live dialogue is never truncated; use another --moment, or "
                 "dialogues that fit"
             )
     if grid.has_moment("decode"):
-        _say_idle_buffers(grid, leaf, prompts.limit, say)
-    _say_no_room(grid, leaf, prompts, say)
+        _say_idle_buffers(grid, task_name, prompts.limit, notify)
+    _say_no_room(grid, task_name, prompts, notify)
     for timing in grid.timings:
         if timing.chunk and prompts.longest <= timing.chunk:
-            say(
-                f"{leaf}: no prompt is longer than a chunk of {timing.chunk} tokens, so the "
+            notify(
+                f"{task_name}: no prompt is longer than a chunk of {timing.chunk} tokens, so the "
                 f"cache is cut only once; use --moment chunked:{max(1, prompts.longest // 4)}"
             )
 
 
-def unfit_policies(grid: Grid, leaf: str, prompts: Prompts, depth: int) -> dict[str, str]:
+def unfit_policies(grid: Grid, task_name: str, prompts: Prompts, depth: int) -> dict[str, str]:
     """Why policies cannot run on a task, by policy; only `all` may have included them.
 
     Args:
         grid: The policies and moments.
-        leaf: The task.
+        task_name: The task.
         prompts: Its prompts.
         depth: Layers of the model.
 
     Raises:
         UserError: One of them is named.
     """
-    found: dict[str, str] = {}
-    late = [str(t) for t in grid.timings if t.moment not in ("context", "question")]
+    problems: dict[str, str] = {}
+    late_timings = [
+        str(timing) for timing in grid.timings if timing.moment not in ("context", "question")
+    ]
     for policy in grid.built_policies:
         if not prunes(policy):
             continue
         if not prompts.shows:
-            found[str(policy)] = f"it prunes images, and {leaf} shows none"
-        elif late:
-            found[str(policy)] = (
+            problems[str(policy)] = f"it prunes images, and {task_name} shows none"
+        elif late_timings:
+            problems[str(policy)] = (
                 "it prunes once, in the prefill; use --moment context or question instead of "
-                f"{', '.join(late)}"
+                f"{', '.join(late_timings)}"
             )
         elif policy.score is not None and (problem := depth_problem(policy.score, depth)):
-            found[str(policy)] = problem
-    for name, reason in found.items():
-        if name in grid.named_policies:
-            raise UserError(f"{name} cannot run on {leaf}: {reason}")
-    return found
+            problems[str(policy)] = problem
+    for policy_name, reason in problems.items():
+        if policy_name in grid.named_policies:
+            raise UserError(f"{policy_name} cannot run on {task_name}: {reason}")
+    return problems
 
 
 def say_visual_budgets(
-    grid: Grid, leaf: str, prompts: Prompts, vision: Vision, say: Callable[[str], None]
+    grid: Grid, task_name: str, prompts: Prompts, vision: Vision, notify: Callable[[str], None]
 ) -> None:
     """Say which budgets keep all of the images, and which leave none to policies that prune them.
 
     Args:
         grid: The budgets and policies.
-        leaf: The task.
+        task_name: The task.
         prompts: Its prompts.
         vision: Counts the visual tokens.
-        say: Told in one line for each budget.
+        notify: Told in one line for each budget.
     """
-    pairs = [(len(p.context_ids), sum(vision.counts(p.media))) for p in prompts]
-    visual = [count for _, count in pairs]
-    names = [str(policy) for policy in grid.built_policies if prunes(policy)]
+    token_counts = [
+        (len(prompt.context_ids), sum(vision.counts(prompt.media))) for prompt in prompts
+    ]
+    visual_counts = [count for _, count in token_counts]
+    policy_names = [str(policy) for policy in grid.built_policies if prunes(policy)]
     for budget in grid.parsed_budgets:
-        if budget.visual and budget.tokens and budget.tokens >= max(visual):
-            say(
-                f"{leaf}: budget {budget} keeps everything, because no prompt has more than "
-                f"{max(visual)} visual tokens"
+        if budget.visual and budget.tokens and budget.tokens >= max(visual_counts):
+            notify(
+                f"{task_name}: budget {budget} keeps everything, because no prompt has more than "
+                f"{max(visual_counts)} visual tokens"
             )
-        if budget.visual or not names:
+        if budget.visual or not policy_names:
             continue
-        shown = [(n, v) for n, v in pairs if v]
-        bare = sum(budget.per_head(n, v) <= n - v for n, v in shown)
-        if bare:
-            more, verb = " and others" * (len(names) > 3), "keep" + "s" * (len(names) == 1)
-            say(
-                f"{leaf}: budget {budget} is spent on text first, so {', '.join(names[:3])}{more} "
-                f"{verb} nothing of the images in {bare} of {len(shown)} prompts; use a budget "
+        image_prompts = [
+            (token_count, visual_count)
+            for token_count, visual_count in token_counts
+            if visual_count
+        ]
+        bare_count = sum(
+            budget.per_head(token_count, visual_count) <= token_count - visual_count
+            for token_count, visual_count in image_prompts
+        )
+        if bare_count:
+            more_policies, verb = (
+                " and others" * (len(policy_names) > 3),
+                "keep" + "s" * (len(policy_names) == 1),
+            )
+            notify(
+                f"{task_name}: budget {budget} is spent on text first, so "
+                f"{', '.join(policy_names[:3])}{more_policies} "
+                f"{verb} nothing of the images in {bare_count} of {len(image_prompts)} prompts; "
+                "use a budget "
                 f"such as visual:{budget}"
             )
 
 
-def _say_no_room(grid: Grid, leaf: str, prompts: Prompts, say: Callable[[str], None]) -> None:
+def _say_no_room(
+    grid: Grid, task_name: str, prompts: Prompts, notify: Callable[[str], None]
+) -> None:
     """Say where windows of a fixed size fill the budget, so that a score decides nothing.
 
     An allocator that reserves entries warns when it divides the budget.
     """
-    pairs = [(len(prompt.context_ids), len(prompt.question_ids)) for prompt in prompts]
-    lengths = {"context": [c for c, _ in pairs], "question": [c + q for c, q in pairs]}
-    found = []
+    prompt_lengths = [(len(prompt.context_ids), len(prompt.question_ids)) for prompt in prompts]
+    lengths = {
+        "context": [context_length for context_length, _ in prompt_lengths],
+        "question": [
+            context_length + question_length for context_length, question_length in prompt_lengths
+        ],
+    }
+    filled = []
     for policy in grid.built_policies:
         if policy.score is None or policy.allocate.reserved(max(lengths["question"])):
             continue
@@ -139,21 +164,28 @@ def _say_no_room(grid: Grid, leaf: str, prompts: Prompts, say: Callable[[str], N
             )
         ]
         if budgets:
-            found.append(f"{policy} ({', '.join(budgets)})")
-    if found:
-        say(
-            f"{leaf}: a window of a fixed size fills the budget of {', '.join(found)}, so that no "
+            filled.append(f"{policy} ({', '.join(budgets)})")
+    if filled:
+        notify(
+            f"{task_name}: a window of a fixed size fills the budget of {', '.join(filled)}, so "
+            "that no "
             "score decides what is kept; use a larger --budget, or a smaller window "
             "(`kvbench list policies` shows the parameters)"
         )
 
 
-def _say_idle_buffers(grid: Grid, leaf: str, longest: int, say: Callable[[str], None]) -> None:
+def _say_idle_buffers(
+    grid: Grid, task_name: str, longest: int, notify: Callable[[str], None]
+) -> None:
     """Say where nothing can be cut while an answer is generated."""
-    idle = [p for p in grid.built_policies if p.evicts and p.buffer >= longest]
-    if idle:
-        say(
-            f"{leaf}: no answer is longer than the buffer of {', '.join(map(str, idle[:3]))}"
-            f"{' and others' * (len(idle) > 3)}, so nothing is cut while it is generated; use "
-            f"{idle[0].name}:buffer={max(1, longest // 8)}"
+    idle_policies = [
+        policy for policy in grid.built_policies if policy.evicts and policy.buffer >= longest
+    ]
+    if idle_policies:
+        notify(
+            f"{task_name}: no answer is longer than the buffer of "
+            f"{', '.join(map(str, idle_policies[:3]))}"
+            f"{' and others' * (len(idle_policies) > 3)}, so nothing is cut while it is generated; "
+            "use "
+            f"{idle_policies[0].name}:buffer={max(1, longest // 8)}"
         )

@@ -40,31 +40,35 @@ def default_folder(
     An earlier run of the same grid keeps its folder: that of earlier versions is named after the
     digest alone, others end in its first digits. Otherwise it is `results/MODEL-TASK-POLICY-HASH`.
     """
-    root = Path(RESULTS)
-    if (root / digest).is_dir():
-        return root / digest
-    short = digest[:_HASH]
-    name = "-".join([*(_names(part) for part in (models, tasks, policies)), short])
-    if not (root / name).is_dir():
-        earlier = sorted(p for p in root.glob(f"*-{short}") if (p / GRID).is_file())
-        if earlier:
-            return earlier[0]
-    return root / name
+    results_folder = Path(RESULTS)
+    if (results_folder / digest).is_dir():
+        return results_folder / digest
+    short_digest = digest[:_HASH]
+    folder_name = "-".join(
+        [*(_names(grid_values) for grid_values in (models, tasks, policies)), short_digest]
+    )
+    if not (results_folder / folder_name).is_dir():
+        earlier_folders = sorted(
+            path for path in results_folder.glob(f"*-{short_digest}") if (path / GRID).is_file()
+        )
+        if earlier_folders:
+            return earlier_folders[0]
+    return results_folder / folder_name
 
 
 def _names(spellings: Iterable[str]) -> str:
     """A few names, short enough for a folder: `snapkv+h2o+3`."""
-    names = list(dict.fromkeys(map(_name, spellings)))
-    more = [str(len(names) - _SHOWN)] if len(names) > _SHOWN else []
-    return "+".join([*names[:_SHOWN], *more])
+    short_names = list(dict.fromkeys(map(_name, spellings)))
+    extra_count = [str(len(short_names) - _SHOWN)] if len(short_names) > _SHOWN else []
+    return "+".join([*short_names[:_SHOWN], *extra_count])
 
 
 def _name(spelling: str) -> str:
     """The name in a spelling: `snapkv` in `snapkv:window=64`, `Mine` in `./a.py:Mine`."""
-    file, mark, rest = spelling.partition(".py:")
-    name = (rest if mark else file).partition(":")[0].rstrip("/")
-    name = name.rpartition("/")[2].removesuffix(".jsonl").removesuffix(".py")
-    return re.sub(r"[^A-Za-z0-9._-]+", "_", name).strip("._-")[:_WIDTH] or "run"
+    file_part, separator, attribute = spelling.partition(".py:")
+    short_name = (attribute if separator else file_part).partition(":")[0].rstrip("/")
+    short_name = short_name.rpartition("/")[2].removesuffix(".jsonl").removesuffix(".py")
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", short_name).strip("._-")[:_WIDTH] or "run"
 
 
 # --- what a folder holds --------------------------------------------------------------------------
@@ -108,17 +112,17 @@ def find_runs(root: Path) -> list[RunSummary]:
     """
     if not os.path.isdir(root):  # Path.is_dir raises if the name is too long
         raise UserError(f"{root} is not a folder; name one that holds runs")
-    found = [summarise(folder) for folder in _folders(root)]
-    return sorted(found, key=lambda run: (run.date, run.path), reverse=True)
+    summaries = [summarise(folder) for folder in _folders(root)]
+    return sorted(summaries, key=lambda run: (run.date, run.path), reverse=True)
 
 
 def _folders(root: Path) -> Iterator[Path]:
-    for path, folders, files in os.walk(root):
-        if {GRID, RESPONSES, CELLS} & set(files):
-            folders.clear()
+    for path, subfolders, file_names in os.walk(root):
+        if {GRID, RESPONSES, CELLS} & set(file_names):
+            subfolders.clear()
             yield Path(path)
         elif len(Path(path).relative_to(root).parts) >= _DEPTH:
-            folders.clear()
+            subfolders.clear()
 
 
 def summarise(folder: Path) -> RunSummary:
@@ -127,22 +131,22 @@ def summarise(folder: Path) -> RunSummary:
     cells: list[str] = []
     if (folder / CELLS).exists():
         try:
-            with pq.ParquetFile(folder / CELLS, page_checksum_verification=True) as file:
-                cells = file.read(["status"]).column("status").to_pylist()
+            with pq.ParquetFile(folder / CELLS, page_checksum_verification=True) as cells_file:
+                cells = cells_file.read(["status"]).column("status").to_pylist()
         except Exception as error:  # damage makes pyarrow raise errors of many classes
             problem = problem or f"{CELLS}: {_line(error)}"
     state = "finished" if _tables_are_newest(folder) else "stopped"
     if _locked(folder):
         state = "running"
-    ok = cells.count("ok")
+    ok_count = cells.count("ok")
     return RunSummary(
         path=str(folder),
         date=_date(folder),
         models=_strings(grid.get("models")),
         policies=_strings(grid.get("policies")),
         tasks=_strings(grid.get("tasks")),
-        ok=ok,
-        failed=len(cells) - ok,
+        ok=ok_count,
+        failed=len(cells) - ok_count,
         state="broken" if problem else state,
         problem=problem,
     )
@@ -164,9 +168,9 @@ def _grid(path: Path) -> tuple[dict[str, Any], str]:
 def _tables_are_newest(folder: Path) -> bool:
     """Whether the tables were written after the responses: a run writes them when it ends."""
     try:
-        written = (folder / CELLS).stat().st_mtime_ns
+        written_time = (folder / CELLS).stat().st_mtime_ns
         return all(
-            written >= path.stat().st_mtime_ns
+            written_time >= path.stat().st_mtime_ns
             for path in (folder / GRID, folder / RESPONSES)
             if path.exists()
         )
@@ -177,28 +181,28 @@ def _tables_are_newest(folder: Path) -> bool:
 def _locked(folder: Path) -> bool:
     """Whether a run has the folder open."""
     try:
-        lock = os.open(folder / LOCK, os.O_RDONLY)
+        descriptor = os.open(folder / LOCK, os.O_RDONLY)
     except OSError:
         return False
     try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError:
         return False
     finally:
-        os.close(lock)
+        os.close(descriptor)
     return False
 
 
 def _date(folder: Path) -> str:
-    times = []
-    for name in (GRID, RESPONSES, CELLS):
+    modified_times = []
+    for file_name in (GRID, RESPONSES, CELLS):
         try:
-            times.append((folder / name).stat().st_mtime)
+            modified_times.append((folder / file_name).stat().st_mtime)
         except OSError:
             continue
-    return datetime.fromtimestamp(max(times, default=0)).isoformat(" ", "minutes")
+    return datetime.fromtimestamp(max(modified_times, default=0)).isoformat(" ", "minutes")
 
 
 def _strings(value: object) -> list[str]:

@@ -37,36 +37,39 @@ class GenerationFlags:
     thinking: bool | None = None
     truncate: str | None = None
 
-    def applied(self, requests: Sequence[Request], say: Callable[[str], None]) -> Sequence[Request]:
+    def applied(
+        self, requests: Sequence[Request], notify: Callable[[str], None]
+    ) -> Sequence[Request]:
         """Apply the flags to the requests of one task.
 
         Args:
             requests: The requests as the task defines them.
-            say: Receives one line if repeats would all be the same.
+            notify: Receives one line if repeats would all be the same.
 
         Raises:
             UserError: `top_p` or `top_k` would have no effect because the answers are greedy.
         """
-        most = 1
+        max_repeats = 1
 
         def changed(request: Request) -> Request:
-            nonlocal most
+            nonlocal max_repeats
             if request.given:
                 return request
             sampling = self._sampling(request.sampling, request.task)
             repeats = self.repeats or request.repeats
             if sampling is None:
-                most, repeats = max(most, repeats), 1
-            limit = self.max_new_tokens or request.max_new_tokens
-            return replace(request, sampling=sampling, repeats=repeats, max_new_tokens=limit)
+                max_repeats, repeats = max(max_repeats, repeats), 1
+            token_limit = self.max_new_tokens or request.max_new_tokens
+            return replace(request, sampling=sampling, repeats=repeats, max_new_tokens=token_limit)
 
-        made = kept(map(changed, requests))
-        if most > 1:
-            say(
-                f"{requests[0].task} is answered greedily, so its {most} repeats would be the "
+        changed_requests = kept(map(changed, requests))
+        if max_repeats > 1:
+            notify(
+                f"{requests[0].task} is answered greedily, so its {max_repeats} repeats would be "
+                "the "
                 "same; only one is made (use --temperature 0.6 to draw answers)"
             )
-        return made
+        return changed_requests
 
     def record(self, request: Request, thinks: bool) -> str:
         """What a cell's hash records about its answers, as canonical JSON; "" for nothing.
@@ -78,34 +81,34 @@ class GenerationFlags:
             request: A request of the task, as `applied` returns it.
             thinks: Whether the tokenizer has a token that ends thinking.
         """
-        said: dict[str, Any] = {}
+        recorded: dict[str, Any] = {}
         if request.sampling is not None:
-            said |= asdict(request.sampling)
+            recorded |= asdict(request.sampling)
         if self.max_new_tokens is not None and not request.given:
-            said["max_new_tokens"] = self.max_new_tokens
+            recorded["max_new_tokens"] = self.max_new_tokens
         if thinks and not request.given:
-            said["think_end"] = THOUGHT
-        for name in ("thinking", "truncate"):
-            if (value := getattr(self, name)) is not None:
-                said[name] = value
-        return json.dumps(said, sort_keys=True) if said else ""
+            recorded["think_end"] = THOUGHT
+        for option in ("thinking", "truncate"):
+            if (value := getattr(self, option)) is not None:
+                recorded[option] = value
+        return json.dumps(recorded, sort_keys=True) if recorded else ""
 
-    def _sampling(self, own: Sampling | None, task: str) -> Sampling | None:
+    def _sampling(self, task_sampling: Sampling | None, task: str) -> Sampling | None:
         if self.temperature == 0:
             return None
-        if own is None and self.temperature is None:
+        if task_sampling is None and self.temperature is None:
             if self.top_p is not None or self.top_k is not None:
                 raise UserError(
                     f"{task} is answered greedily; --top-p and --top-k need a --temperature such "
                     "as 0.6"
                 )
             return None
-        given = {
-            name: value
-            for name in ("temperature", "top_p", "top_k")
-            if (value := getattr(self, name)) is not None
+        overrides = {
+            option: value
+            for option in ("temperature", "top_p", "top_k")
+            if (value := getattr(self, option)) is not None
         }
-        return replace(own or Sampling(), **given)
+        return replace(task_sampling or Sampling(), **overrides)
 
 
 @dataclass(frozen=True)
@@ -125,28 +128,28 @@ class Truncation:
         Raises:
             UserError: It is neither.
         """
-        name, colon, size = spelling.strip().partition(":")
-        sized = size.isdecimal() and len(size) <= _DIGITS and int(size) > 0
-        if name != "middle" or (colon and not sized):
+        mode, separator, size_text = spelling.strip().partition(":")
+        has_size = size_text.isdecimal() and len(size_text) <= _DIGITS and int(size_text) > 0
+        if mode != "middle" or (separator and not has_size):
             raise UserError(
                 f"unknown truncation {quoted(spelling)}; use middle (to the model's window) or "
                 "middle:4096 (tokens of prompt and answer)"
             )
-        return cls(int(size or 0))
+        return cls(int(size_text or 0))
 
     def __str__(self) -> str:
         return f"middle:{self.tokens}" if self.tokens else "middle"
 
-    def cut(self, context: list[int], room: int) -> list[int]:
+    def cut(self, context: list[int], available: int) -> list[int]:
         """Keep the first and the last half of what fits.
 
         Args:
             context: Token ids.
-            room: Tokens available for the context. Above 1024 it is rounded down to a multiple of
-                64, so that questions of similar length keep the same part of a context and share
+            available: Tokens available for the context. Above 1024 it is rounded down to a multiple
+                of 64, so that questions of similar length keep the same part of a context and share
                 its prefill.
         """
-        if len(context) <= room:
+        if len(context) <= available:
             return context
-        room -= room % 64 if room > 1024 else 0
-        return context[: room - room // 2] + context[len(context) - room // 2 :]
+        available -= available % 64 if available > 1024 else 0
+        return context[: available - available // 2] + context[len(context) - available // 2 :]

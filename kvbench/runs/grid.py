@@ -44,17 +44,23 @@ class Grid(GridOptions):
             UserError: A value is wrong, or two contradict each other.
         """
         super().__post_init__()
-        lists = [name for name, option in options() if option.kind is list]
-        variants = math.prod(len(getattr(self, name)) for name in lists)
-        if variants > _MOST_VARIANTS:
+        list_options = [option_name for option_name, option in options() if option.kind is list]
+        variant_count = math.prod(len(getattr(self, option_name)) for option_name in list_options)
+        if variant_count > _MOST_VARIANTS:
             raise UserError(
-                f"the product of {', '.join(lists)} has {variants:,} combinations; use at most "
+                f"the product of {', '.join(list_options)} has {variant_count:,} combinations; use "
+                "at most "
                 f"{_MOST_VARIANTS:,} in a run"
             )
-        shares = [str(b) for b in self.parsed_budgets if b.absolute is None and not b.is_full]
-        if self.has_moment("decode") and shares:
+        fractions = [
+            str(budget)
+            for budget in self.parsed_budgets
+            if budget.absolute is None and not budget.is_full
+        ]
+        if self.has_moment("decode") and fractions:
             raise UserError(
-                f"moment decode needs budgets in tokens such as 128, not {', '.join(shares)}: the "
+                f"moment decode needs budgets in tokens such as 128, not {', '.join(fractions)}: "
+                "the "
                 "length of a response is not known in advance"
             )
         if self.temperature == 0 and (self.top_p, self.top_k) != (None, None):
@@ -65,9 +71,11 @@ class Grid(GridOptions):
             raise UserError(
                 f"device {self.device} names one GPU, but Ray gives each worker its own; use cuda"
             )
-        given = [name for name in _ON_RAY if getattr(self, name) is not None]
-        if self.executor != "ray" and given:
-            raise UserError(f"{given[0]} needs the executor ray; add --executor ray")
+        ray_options = [
+            option_name for option_name in _ON_RAY if getattr(self, option_name) is not None
+        ]
+        if self.executor != "ray" and ray_options:
+            raise UserError(f"{ray_options[0]} needs the executor ray; add --executor ray")
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Grid:
@@ -93,79 +101,93 @@ class Grid(GridOptions):
         Raises:
             UserError: As `from_dict`, naming file and line.
         """
-        data, lines = read_yaml(path)
-        given = override or {}
-        replaced = {field_of(k) for k in given}
+        yaml_values, key_lines = read_yaml(path)
+        overrides = override or {}
+        replaced_names = {field_of(key) for key in overrides}
 
-        def where(key: str) -> str:
-            own = key in lines and field_of(key) not in replaced
-            return f"{path}:{lines[key]}: " if own else ""
+        def location_of(key: str) -> str:
+            from_file = key in key_lines and field_of(key) not in replaced_names
+            return f"{path}:{key_lines[key]}: " if from_file else ""
 
-        return cls._read(overlaid(data, given), where, str(path))
+        return cls._read(overlaid(yaml_values, overrides), location_of, str(path))
 
     @classmethod
     def _read(
-        cls, data: Mapping[str, Any], where: Callable[[str], str], source: str = "the grid"
+        cls, data: Mapping[str, Any], location_of: Callable[[str], str], source: str = "the grid"
     ) -> Grid:
         values: dict[str, Any] = {}
-        keys: dict[str, str] = {}
-        known = {name: option.flag or name for name, option in options()}
+        source_keys: dict[str, str] = {}
+        flag_names = {option_name: option.flag or option_name for option_name, option in options()}
         for key, value in data.items():
-            name = field_of(key)
-            if name in _RETIRED:
+            option_name = field_of(key)
+            if option_name in _RETIRED:
                 continue
-            if name not in known:
-                raise UserError(f"{where(key)}{unknown('key', key, {*known, *known.values()})}")
-            if name in values:
-                raise UserError(f"{where(key)}{quoted(key)} is given twice")
-            values[name], keys[name] = value, key
-        for name in ("policies", "tasks"):
-            if name not in values:
-                raise UserError(f"{source} has no {name}; give --{known[name]} or the key {name}")
+            if option_name not in flag_names:
+                raise UserError(
+                    f"{location_of(key)}{unknown('key', key, {*flag_names, *flag_names.values()})}"
+                )
+            if option_name in values:
+                raise UserError(f"{location_of(key)}{quoted(key)} is given twice")
+            values[option_name], source_keys[option_name] = value, key
+        for option_name in ("policies", "tasks"):
+            if option_name not in values:
+                raise UserError(
+                    f"{source} has no {option_name}; give --{flag_names[option_name]} or the key "
+                    f"{option_name}"
+                )
         try:
             return cls(**values)
         except OptionError as error:
-            raise UserError(f"{where(keys[error.name])}{error}") from None
+            raise UserError(f"{location_of(source_keys[error.name])}{error}") from None
 
     @classmethod
-    def extending(cls, path: Path, more: Mapping[str, Any]) -> Grid:
+    def extending(cls, path: Path, additions: Mapping[str, Any]) -> Grid:
         """The grid of a file with more policies, budgets, models, tasks, moments or lengths.
 
         Args:
             path: The file.
-            more: What is added, as `from_dict` takes it; other keys take the place of the file's.
+            additions: What is added, as `from_dict` takes it; other keys replace the file's.
 
         Raises:
             UserError: As `from_dict`.
         """
-        base = cls.from_yaml(path)
-        given = {field_of(key): value for key, value in more.items()}
-        for name, option in options():
-            if name in given and option.kind is list:
-                added = option.read(given[name])
-                given[name] = list(dict.fromkeys([*getattr(base, name), *added]))
-        return cls.from_dict(overlaid(base.to_dict(), given))
+        base_grid = cls.from_yaml(path)
+        changes = {field_of(key): value for key, value in additions.items()}
+        for option_name, option in options():
+            if option_name in changes and option.kind is list:
+                new_values = option.read(changes[option_name])
+                changes[option_name] = list(
+                    dict.fromkeys([*getattr(base_grid, option_name), *new_values])
+                )
+        return cls.from_dict(overlaid(base_grid.to_dict(), changes))
 
-    def differs(self, other: Grid) -> list[str]:
+    def differs(self, compared: Grid) -> list[str]:
         """The fields that count for the digest and are not the other grid's."""
-        ours, theirs = self._counting, other._counting
-        return [name for name in ours | theirs if ours.get(name) != theirs.get(name)]
+        digest_options, other_options = self._counting, compared._counting
+        return [
+            option_name
+            for option_name in digest_options | other_options
+            if digest_options.get(option_name) != other_options.get(option_name)
+        ]
 
-    def lacks(self, other: Grid) -> list[str]:
+    def lacks(self, compared: Grid) -> list[str]:
         """The fields of the other grid that this one does not cover, so that it does not extend it.
 
         A list is covered by one with more entries, another field by the same value.
         """
         return [
-            name
-            for name in self.differs(other)
-            if not isinstance(getattr(self, name), tuple)
-            or not set(getattr(self, name)) >= set(getattr(other, name))
+            option_name
+            for option_name in self.differs(compared)
+            if not isinstance(getattr(self, option_name), tuple)
+            or not set(getattr(self, option_name)) >= set(getattr(compared, option_name))
         ]
 
     def to_dict(self) -> dict[str, Any]:
         """The grid as plain lists and values; `from_dict` reads it back."""
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+        return {
+            option_name: list(value) if isinstance(value, tuple) else value
+            for option_name, value in asdict(self).items()
+        }
 
     @functools.cached_property
     def digest(self) -> str:
@@ -179,18 +201,18 @@ class Grid(GridOptions):
     @property
     def _counting(self) -> dict[str, Any]:
         """What counts for the digest."""
-        counting: dict[str, Any] = {}
-        for name, option in options():
-            value = getattr(self, name)
+        digest_values: dict[str, Any] = {}
+        for option_name, option in options():
+            value = getattr(self, option_name)
             if option.digest == "always" or (option.digest == "if set" and value is not None):
-                counting[name] = sorted(value) if isinstance(value, tuple) else value
-        return counting
+                digest_values[option_name] = sorted(value) if isinstance(value, tuple) else value
+        return digest_values
 
     @property
     def generation(self) -> GenerationFlags:
         """The flags about how answers are generated."""
-        names = [field.name for field in fields(GenerationFlags)]
-        return GenerationFlags(**{name: getattr(self, name) for name in names})
+        flag_names = [field.name for field in fields(GenerationFlags)]
+        return GenerationFlags(**{flag_name: getattr(self, flag_name) for flag_name in flag_names})
 
     @functools.cached_property
     def path(self) -> Path:
@@ -206,23 +228,34 @@ class Grid(GridOptions):
         Raises:
             UserError: A policy is unknown or has a parameter that is unknown or ill-typed.
         """
-        built = [self._built[name] for spec in self.policies for name in self._members(spec)]
-        return tuple({str(policy): policy for policy in built}.values())
+        all_policies = [
+            self._built[policy_name]
+            for spec in self.policies
+            for policy_name in self._members(spec)
+        ]
+        return tuple({str(policy): policy for policy in all_policies}.values())
 
     def _members(self, spec: str) -> list[str]:
         """The policies that a spelling stands for."""
-        names = registry.names(registry.POLICIES)
+        policy_names = registry.names(registry.POLICIES)
         if spec == ALL:
-            return names
-        if spec in names or not spec.isidentifier():
+            return policy_names
+        if spec in policy_names or not spec.isidentifier():
             return [spec]
-        return [name for name in names if self._built[name].group == spec] or [spec]
+        return [
+            policy_name for policy_name in policy_names if self._built[policy_name].group == spec
+        ] or [spec]
 
     @functools.cached_property
     def named_policies(self) -> frozenset[str]:
         """Canonical spellings of the policies that are named, and not only included in `all`."""
-        named = [name for spec in self.policies if spec != ALL for name in self._members(spec)]
-        return frozenset(str(self._built[name]) for name in named)
+        policy_names = [
+            policy_name
+            for spec in self.policies
+            if spec != ALL
+            for policy_name in self._members(spec)
+        ]
+        return frozenset(str(self._built[policy_name]) for policy_name in policy_names)
 
     @functools.cached_property
     def _built(self) -> _Builder:
@@ -248,16 +281,17 @@ class Grid(GridOptions):
         Raises:
             UserError: A task is unknown, or two have the same name.
         """
-        chosen: dict[str, Benchmark] = {}
+        groups: dict[str, Benchmark] = {}
         for spec in self.tasks:
-            for leaf, group in catalogue.resolve_task(spec):
-                same = chosen.setdefault(leaf, group)
-                if (same.name, same.source) != (group.name, group.source):
+            for task_name, group in catalogue.resolve_task(spec):
+                first_group = groups.setdefault(task_name, group)
+                if (first_group.name, first_group.source) != (group.name, group.source):
                     raise UserError(
-                        f"two tasks are called {leaf!r}: {same.name} ({same.source}) "
+                        f"two tasks are called {task_name!r}: {first_group.name} "
+                        f"({first_group.source}) "
                         f"and {group.name} ({group.source})"
                     )
-        return list(chosen.items())
+        return list(groups.items())
 
     def variants(self) -> list[Variant]:
         """The variants of each task, model and length; the full cache comes first.
@@ -281,10 +315,12 @@ class Grid(GridOptions):
         return list(dict.fromkeys(variants))
 
 
-def overlaid(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+def overlaid(base_values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a grid with others in their place, whether keys are `policy` or `policies`."""
-    given = {field_of(k): v for k, v in over.items()}
-    return {k: v for k, v in base.items() if field_of(k) not in given} | given
+    changes = {field_of(key): value for key, value in overrides.items()}
+    return {
+        key: value for key, value in base_values.items() if field_of(key) not in changes
+    } | changes
 
 
 class _Builder(dict[str, Policy]):

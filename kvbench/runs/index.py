@@ -31,22 +31,22 @@ class _Cell:
     base: int = 0
     done: int = 0
 
-    def add(self, request: int, place: Place, *, done: bool) -> None:
+    def add(self, request_number: int, location: Place, *, done: bool) -> None:
         """Note where a response is, and whether its request is done."""
         if not self.requests:
-            self.base = request
-        elif request < self.base:
-            self.done <<= self.base - request
-            self.base = request
-        self.requests.append(request)
-        self.starts.append(place[0])
-        self.sizes.append(place[1])
-        bit = 1 << (request - self.base)
+            self.base = request_number
+        elif request_number < self.base:
+            self.done <<= self.base - request_number
+            self.base = request_number
+        self.requests.append(request_number)
+        self.starts.append(location[0])
+        self.sizes.append(location[1])
+        bit = 1 << (request_number - self.base)
         self.done = self.done | bit if done else self.done & ~bit
 
-    def has(self, request: int) -> bool:
+    def has(self, request_number: int) -> bool:
         """Whether a request is done."""
-        return request >= self.base and bool(self.done >> (request - self.base) & 1)
+        return request_number >= self.base and bool(self.done >> (request_number - self.base) & 1)
 
 
 class ResponseIndex:
@@ -60,20 +60,20 @@ class ResponseIndex:
         self._numbers: dict[tuple[str, int, int], int] = {}
         self._cells: dict[str, _Cell] = {}
 
-    def add(self, key: Key, place: Place, *, done: bool) -> None:
+    def add(self, key: Key, location: Place, *, done: bool) -> None:
         """Note a response.
 
         Args:
             key: Its key. A later response takes the place of an earlier one.
-            place: Where it is in the journal.
+            location: Where it is in the journal.
             done: Whether it answers the request; an error does not.
         """
-        name, sample, question, repeat = key
-        number = self._numbers.setdefault((sample, question, repeat), len(self._numbers))
-        cell = self._cells.get(name)
-        if cell is None:
-            cell = self._cells[name] = _Cell()
-        cell.add(number, place, done=done)
+        cell_name, sample, question, repeat = key
+        request_number = self._numbers.setdefault((sample, question, repeat), len(self._numbers))
+        indexed_cell = self._cells.get(cell_name)
+        if indexed_cell is None:
+            indexed_cell = self._cells[cell_name] = _Cell()
+        indexed_cell.add(request_number, location, done=done)
 
     def done(self) -> Set[Key]:
         """The keys whose last response answers the request. It follows what is added later."""
@@ -81,22 +81,22 @@ class ResponseIndex:
 
     def places(self, cell: str) -> list[Place]:
         """Where the last response to each request is, in the order of the first ones."""
-        return [last for _, last in self._first_and_last(cell)]
+        return [last_place for _, last_place in self._first_and_last(cell)]
 
     def all_places(self) -> list[Place]:
         """`places` of all cells in one order."""
-        found = [pair for cell in self._cells for pair in self._first_and_last(cell)]
-        return [last for _, last in sorted(found)]
+        place_pairs = [pair for cell in self._cells for pair in self._first_and_last(cell)]
+        return [last_place for _, last_place in sorted(place_pairs)]
 
-    def _first_and_last(self, name: str) -> list[tuple[int, Place]]:
+    def _first_and_last(self, cell_name: str) -> list[tuple[int, Place]]:
         """By request, the first byte of the first response and the place of the last one."""
-        if (cell := self._cells.get(name)) is None:
+        if (cell := self._cells.get(cell_name)) is None:
             return []
-        found: dict[int, tuple[int, Place]] = {}
+        pairs: dict[int, tuple[int, Place]] = {}
         for request, start, size in zip(cell.requests, cell.starts, cell.sizes, strict=True):
-            first, _ = found.get(request, (start, None))
-            found[request] = first, (start, size)
-        return list(found.values())
+            first_start, _ = pairs.get(request, (start, None))
+            pairs[request] = first_start, (start, size)
+        return list(pairs.values())
 
 
 class _Done(Set[Key]):
@@ -108,15 +108,19 @@ class _Done(Set[Key]):
     def __contains__(self, key: object) -> bool:
         if not isinstance(key, tuple) or len(key) != 4:
             return False
-        cell, number = self._cells.get(key[0]), self._numbers.get(key[1:])
-        return cell is not None and number is not None and cell.has(number)
+        indexed_cell, request_number = self._cells.get(key[0]), self._numbers.get(key[1:])
+        return (
+            indexed_cell is not None
+            and request_number is not None
+            and indexed_cell.has(request_number)
+        )
 
     def __len__(self) -> int:
         return sum(cell.done.bit_count() for cell in self._cells.values())
 
     def __iter__(self) -> Iterator[Key]:
-        requests = list(self._numbers)
-        for name, cell in self._cells.items():
-            for i in range(cell.done.bit_length()):
-                if cell.done >> i & 1:
-                    yield (name, *requests[cell.base + i])
+        request_keys = list(self._numbers)
+        for cell_name, cell in self._cells.items():
+            for bit_index in range(cell.done.bit_length()):
+                if cell.done >> bit_index & 1:
+                    yield (cell_name, *request_keys[cell.base + bit_index])

@@ -59,12 +59,12 @@ def rows_of_cells(folder: Path) -> tuple[dict[str, int], dict[str, Any]]:
     """
     try:
         facts = _recorded(checked_cells(folder))
-        with pq.ParquetFile(folder / SAMPLES, page_checksum_verification=True) as file:
-            counts = file.read(["cell"])["cell"].value_counts().to_pylist()
+        with pq.ParquetFile(folder / SAMPLES, page_checksum_verification=True) as samples_file:
+            counts = samples_file.read(["cell"])["cell"].value_counts().to_pylist()
     except Exception:  # damage makes pyarrow raise errors of many classes
         return {}, {}
-    rows = {str(one["values"]): int(one["counts"]) for one in counts}
-    return rows, {name: facts[name] for name in ("samples", "repeats") if name in facts}
+    row_counts = {str(entry["values"]): int(entry["counts"]) for entry in counts}
+    return row_counts, {name: facts[name] for name in ("samples", "repeats") if name in facts}
 
 
 def _recorded(cells: pa.Table) -> dict[str, Any]:
@@ -79,16 +79,16 @@ def checked_cells(folder: Path) -> pa.Table:
     Raises:
         UserError: A table is missing or damaged, lacks a number, or is not the other's.
     """
-    states = []
-    for name in (CELLS, SAMPLES):
-        path = folder / name
+    file_states = []
+    for file_name in (CELLS, SAMPLES):
+        path = folder / file_name
         try:
-            states.append(state_of(path))
+            file_states.append(state_of(path))
         except (FileNotFoundError, NotADirectoryError):
-            raise UserError(f"{folder} is not a finished run: {name} is missing") from None
+            raise UserError(f"{folder} is not a finished run: {file_name} is missing") from None
         except (OSError, ValueError) as error:
             raise unreadable(path, error) from None
-    return _checked(folder.absolute(), folder, *states)
+    return _checked(folder.absolute(), folder, *file_states)
 
 
 @functools.lru_cache(maxsize=16)
@@ -96,21 +96,21 @@ def _checked(_: Path, folder: Path, *states: State) -> pa.Table:
     """`checked_cells`, once for each state of the tables."""
     path = folder / CELLS
     try:
-        with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            cells = file.read()
+        with pq.ParquetFile(path, page_checksum_verification=True) as cells_file:
+            cells = cells_file.read()
         record = _recorded(cells)
-        digest = _digest(cells) if record else ""
+        cells_digest = _digest(cells) if record else ""
     except Exception as error:  # damage makes pyarrow and json raise errors of many classes
         raise unreadable(path, error) from None
-    if record and record.get("cells") != digest:
+    if record and record.get("cells") != cells_digest:
         raise UserError(f"{path} is damaged: it is not what was written; {_MEND}")
     samples = folder / SAMPLES
     if record:
         try:
-            same = record.get("samples_sha256") == _sha256(samples)
+            is_same = record.get("samples_sha256") == _sha256(samples)
         except OSError as error:
             raise unreadable(samples, error) from None
-        if not same:
+        if not is_same:
             raise UserError(
                 f"{samples} is not the table that {CELLS} was written with: it is damaged, or the "
                 f"run was stopped between the two; {_MEND}"
@@ -129,17 +129,24 @@ def _compare(cells: pa.Table, folder: Path) -> None:
     """
     path = folder / SAMPLES
     try:
-        totals, known = _totals(path)
-        rows = cells.to_pylist()
-        for row in rows:
-            total = totals.get(row["cell"], {})
-            wrong = [] if row["samples"] == len(known[row["cell"]]) else ["samples"]
-            if row["status"] == "ok":
-                wrong += [n for n in _IN_BOTH if n in row and not _agree(row[n], total.get(n))]
-            if wrong:
-                what = f"{row['task']}, {row['policy']} at {row['budget']}"
+        column_means, sample_ids = _totals(path)
+        cell_rows = cells.to_pylist()
+        for cell_row in cell_rows:
+            cell_means = column_means.get(cell_row["cell"], {})
+            wrong_columns = (
+                [] if cell_row["samples"] == len(sample_ids[cell_row["cell"]]) else ["samples"]
+            )
+            if cell_row["status"] == "ok":
+                wrong_columns += [
+                    column
+                    for column in _IN_BOTH
+                    if column in cell_row and not _agree(cell_row[column], cell_means.get(column))
+                ]
+            if wrong_columns:
+                cell_label = f"{cell_row['task']}, {cell_row['policy']} at {cell_row['budget']}"
                 raise UserError(
-                    f"{folder}: {CELLS} and {SAMPLES} do not agree on {wrong[0]} of {what}; one "
+                    f"{folder}: {CELLS} and {SAMPLES} do not agree on {wrong_columns[0]} of "
+                    f"{cell_label}; one "
                     "of them is damaged, so restore both"
                 )
     except UserError:
@@ -150,49 +157,73 @@ def _compare(cells: pa.Table, folder: Path) -> None:
 
 def _totals(path: Path) -> tuple[dict[str, dict[str, float]], dict[str, set[str]]]:
     """By cell, the means of its samples' numbers, and the names of the samples without an error."""
-    sums: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    rows: dict[str, int] = defaultdict(int)
-    known: dict[str, set[str]] = defaultdict(set)
-    with pq.ParquetFile(path, page_checksum_verification=True) as file:
-        numbers = [name for name in _IN_BOTH if name in file.schema_arrow.names]
-        for group in range(file.num_row_groups):
-            table = file.read_row_group(group, ["cell", "sample_id", "error", *numbers])
+    column_sums: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    row_counts: dict[str, int] = defaultdict(int)
+    sample_ids: dict[str, set[str]] = defaultdict(set)
+    with pq.ParquetFile(path, page_checksum_verification=True) as samples_file:
+        numeric_columns = [
+            column for column in _IN_BOTH if column in samples_file.schema_arrow.names
+        ]
+        for group_index in range(samples_file.num_row_groups):
+            table = samples_file.read_row_group(
+                group_index, ["cell", "sample_id", "error", *numeric_columns]
+            )
             # A missing score makes a mean that agrees with nothing.
-            filled = [pc.fill_null(table[name].cast(pa.float64()), math.nan) for name in numbers]
-            named = pa.table([table["cell"], *filled], ["cell", *numbers]).group_by("cell")
-            wanted = [("cell", "count"), *((name, "sum") for name in numbers)]
-            for row in named.aggregate(wanted).to_pylist():
-                rows[row["cell"]] += row["cell_count"]
-                for name in numbers:
-                    sums[row["cell"]][name] += row[f"{name}_sum"]
-            answered = table.filter(pc.equal(table["error"], "")).select(["cell", "sample_id"])
-            for row in answered.group_by(["cell", "sample_id"]).aggregate([]).to_pylist():
-                known[row["cell"]].add(row["sample_id"])
-    return {c: {n: s / rows[c] for n, s in part.items()} for c, part in sums.items()}, known
+            filled_columns = [
+                pc.fill_null(table[column].cast(pa.float64()), math.nan)
+                for column in numeric_columns
+            ]
+            grouped_table = pa.table(
+                [table["cell"], *filled_columns], ["cell", *numeric_columns]
+            ).group_by("cell")
+            aggregations = [("cell", "count"), *((column, "sum") for column in numeric_columns)]
+            for aggregated in grouped_table.aggregate(aggregations).to_pylist():
+                row_counts[aggregated["cell"]] += aggregated["cell_count"]
+                for column in numeric_columns:
+                    column_sums[aggregated["cell"]][column] += aggregated[f"{column}_sum"]
+            answered_rows = table.filter(pc.equal(table["error"], "")).select(["cell", "sample_id"])
+            for aggregated in (
+                answered_rows.group_by(["cell", "sample_id"]).aggregate([]).to_pylist()
+            ):
+                sample_ids[aggregated["cell"]].add(aggregated["sample_id"])
+    return {
+        cell: {
+            column_name: column_sum / row_counts[cell]
+            for column_name, column_sum in cell_sums.items()
+        }
+        for cell, cell_sums in column_sums.items()
+    }, sample_ids
 
 
-def _agree(mean: float | None, other: float | None) -> bool:
+def _agree(mean: float | None, recorded: float | None) -> bool:
     """Whether a mean is that of the samples; a column that the samples lack agrees."""
-    if other is None:
+    if recorded is None:
         return True
-    return mean is not None and math.isclose(mean, other, rel_tol=1e-6, abs_tol=1e-9)
+    return mean is not None and math.isclose(mean, recorded, rel_tol=1e-6, abs_tol=1e-9)
 
 
 def _check_numbers(cells: pa.Table, path: Path) -> None:
     """Refuse cells that have a score and lack a number."""
-    numbers = [name for name in _NUMBERS if name in cells.column_names]
-    for row in cells.to_pylist():
-        bad = [n for n in numbers if row[n] is None or not math.isfinite(row[n])]
-        if row["status"] == "ok" and bad:
+    numeric_columns = [column_name for column_name in _NUMBERS if column_name in cells.column_names]
+    for cell_row in cells.to_pylist():
+        bad_columns = [
+            column
+            for column in numeric_columns
+            if cell_row[column] is None or not math.isfinite(cell_row[column])
+        ]
+        if cell_row["status"] == "ok" and bad_columns:
             raise UserError(
-                f"{path}: {row['task']}, {row['policy']} at {row['budget']} has a score, but its "
-                f"{bad[0]} is not a number; {_MEND}"
+                f"{path}: {cell_row['task']}, {cell_row['policy']} at {cell_row['budget']} has a "
+                "score, but its "
+                f"{bad_columns[0]} is not a number; {_MEND}"
             )
 
 
 def _digest(cells: pa.Table) -> str:
     """Digest of all values of a table; a number that is not one is missing."""
-    columns = [[f.name, str(f.type), cells[f.name].to_pylist()] for f in cells.schema]
+    columns = [
+        [field.name, str(field.type), cells[field.name].to_pylist()] for field in cells.schema
+    ]
     return digest_of(columns)
 
 

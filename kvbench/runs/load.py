@@ -76,33 +76,35 @@ def load_frames(
             version, two runs score the same data by different metrics or judges, or a column does
             not exist.
     """
-    folders = [Path(paths)] if isinstance(paths, (str, Path)) else [Path(p) for p in paths]
+    folders = [Path(paths)] if isinstance(paths, (str, Path)) else [Path(path) for path in paths]
     if not folders:
         raise UserError("name at least one run, such as results/my_run")
     _check_columns("samples", columns or (), SAMPLES_SCHEMA)
     _check_columns("cells", where or (), CELLS_SCHEMA)
     cells = pd.concat(
         [
-            _cells(folder, CELLS_SCHEMA.names).to_pandas().assign(_run=run)
-            for run, folder in enumerate(folders)
+            _cells(folder, CELLS_SCHEMA.names).to_pandas().assign(_run=run_index)
+            for run_index, folder in enumerate(folders)
         ],
         ignore_index=True,
     )
-    for name, values in (where or {}).items():
-        several = isinstance(values, Collection) and not isinstance(values, str)
-        cells = cells[cells[name].isin(list(values) if several else [values])]
+    for column, values in (where or {}).items():
+        is_collection = isinstance(values, Collection) and not isinstance(values, str)
+        cells = cells[cells[column].isin(list(values) if is_collection else [values])]
     _one_metric(cells, folders)
     if cells["cell"].duplicated().any():
         cells = _fullest(cells, folders)
     tables = [
-        _samples(folder, columns, coded, set(cells.loc[cells["_run"] == run, "cell"]), sample_ids)
-        for run, folder in enumerate(folders)
+        _samples(
+            folder, columns, coded, set(cells.loc[cells["_run"] == run_index, "cell"]), sample_ids
+        )
+        for run_index, folder in enumerate(folders)
     ]
-    table = pa.concat_tables(tables).unify_dictionaries()
+    sample_table = pa.concat_tables(tables).unify_dictionaries()
     del tables
     if coded:  # rows are looked up cell by cell, and each time a text column in parts is copied
-        table = table.combine_chunks()
-    samples = table.to_pandas(split_blocks=True, self_destruct=True)
+        sample_table = sample_table.combine_chunks()
+    samples = sample_table.to_pandas(split_blocks=True, self_destruct=True)
     return cells.drop(columns="_run").reset_index(drop=True), samples
 
 
@@ -117,32 +119,39 @@ def responses_of(
     return lambda sample_ids: load_frames(paths, sample_ids=sample_ids)[1]
 
 
-def _check_columns(table: str, names: Iterable[str], schema: pa.Schema) -> None:
+def _check_columns(table_name: str, names: Iterable[str], schema: pa.Schema) -> None:
     """Refuse a column that a table does not have."""
     for name in names:
         if name not in schema.names:
-            raise UserError(f"{table} have no column {quoted(name)}{nearest(name, schema.names)}")
+            raise UserError(
+                f"{table_name} have no column {quoted(name)}{nearest(name, schema.names)}"
+            )
 
 
 def _fullest(cells: pd.DataFrame, folders: Sequence[Path]) -> pd.DataFrame:
     """Each cell once, from the run that has the most of it."""
-    said: dict[tuple[str, int], int] = {}
-    for run, folder in enumerate(folders):
-        counts = _sample_rows(folder, ["cell"])["cell"].value_counts()
-        said |= {(str(one["values"]), run): one["counts"].as_py() for one in counts}
-    rows = [said.get(key, 0) for key in zip(cells["cell"], cells["_run"], strict=True)]
-    order = cells.assign(_said=rows).sort_values(["samples", "_said"], ascending=False)
-    return cells.loc[sorted(order.drop_duplicates("cell").index)]
+    row_counts: dict[tuple[str, int], int] = {}
+    for run_index, folder in enumerate(folders):
+        cell_counts = _sample_rows(folder, ["cell"])["cell"].value_counts()
+        row_counts |= {
+            (str(entry["values"]), run_index): entry["counts"].as_py() for entry in cell_counts
+        }
+    cell_rows = [row_counts.get(key, 0) for key in zip(cells["cell"], cells["_run"], strict=True)]
+    ordered_cells = cells.assign(_said=cell_rows).sort_values(["samples", "_said"], ascending=False)
+    return cells.loc[sorted(ordered_cells.drop_duplicates("cell").index)]
 
 
 def _one_metric(cells: pd.DataFrame, folders: Sequence[Path]) -> None:
     """Refuse to mix scores of different metrics, usually those of two judges."""
-    for (task, _), part in cells.groupby(["task", "data_hash"], sort=False):
-        found = part.drop_duplicates("metric")
-        if len(found) > 1:
-            (a, one), (b, two) = zip(found["metric"][:2], found["_run"][:2], strict=True)
+    for (task, _), task_cells in cells.groupby(["task", "data_hash"], sort=False):
+        metric_rows = task_cells.drop_duplicates("metric")
+        if len(metric_rows) > 1:
+            (metric, run_index), (other_metric, other_run) = zip(
+                metric_rows["metric"][:2], metric_rows["_run"][:2], strict=True
+            )
             raise UserError(
-                f"{task} is scored by {a} in {folders[one]} and by {b} in {folders[two]}, which "
+                f"{task} is scored by {metric} in {folders[run_index]} and by {other_metric} in "
+                f"{folders[other_run]}, which "
                 "cannot be compared; give one run at a time, or use the same judge for both"
             )
 
@@ -155,16 +164,16 @@ def _samples(
     sample_ids: Collection[str] | None,
 ) -> pa.Table:
     """The samples of some cells of a run."""
-    wanted = SAMPLES_SCHEMA.names if columns is None else list(columns)
-    held = set(_cells(folder, ["cell"])["cell"].to_pylist())
-    rows = [] if held <= set(cells) else [_any_of("cell", cells)]
-    rows += [] if sample_ids is None else [_any_of("sample_id", sample_ids)]
-    read = list(dict.fromkeys([*wanted, "cell"]))
-    table = _sample_rows(folder, read, REPEATED if coded else (), rows)
+    requested = SAMPLES_SCHEMA.names if columns is None else list(columns)
+    stored_cells = set(_cells(folder, ["cell"])["cell"].to_pylist())
+    row_filters = [] if stored_cells <= set(cells) else [_any_of("cell", cells)]
+    row_filters += [] if sample_ids is None else [_any_of("sample_id", sample_ids)]
+    read_columns = list(dict.fromkeys([*requested, "cell"]))
+    table = _sample_rows(folder, read_columns, REPEATED if coded else (), row_filters)
     # A run that ended between its two tables has samples of cells that the other does not have.
     if not set(cells).issuperset(table["cell"].unique().to_pylist()):
         table = table.filter(_any_of("cell", cells))
-    return table.select(wanted)
+    return table.select(requested)
 
 
 def _any_of(column: str, values: Collection[str]) -> pc.Expression:
@@ -173,13 +182,15 @@ def _any_of(column: str, values: Collection[str]) -> pc.Expression:
 
 
 def _chosen(
-    file: pq.ParquetFile, columns: Sequence[str], rows: Sequence[pc.Expression]
+    file: pq.ParquetFile, columns: Sequence[str], row_filters: Sequence[pc.Expression]
 ) -> pa.Table:
     """The rows that satisfy all conditions, read in parts: the texts of all can take gigabytes."""
-    condition = functools.reduce(operator.and_, rows)
+    condition = functools.reduce(operator.and_, row_filters)
     batches = file.iter_batches(_PART, columns=columns)
-    parts = [pa.Table.from_batches([batch]).filter(condition) for batch in batches]
-    return pa.concat_tables([p for p in parts if len(p)] or parts[:1] or [file.read(columns)])
+    filtered = [pa.Table.from_batches([batch]).filter(condition) for batch in batches]
+    return pa.concat_tables(
+        [table for table in filtered if len(table)] or filtered[:1] or [file.read(columns)]
+    )
 
 
 def _cells(folder: Path, columns: Sequence[str]) -> pa.Table:
@@ -191,7 +202,7 @@ def _sample_rows(
     folder: Path,
     columns: Sequence[str],
     coded: Sequence[str] = (),
-    rows: Sequence[pc.Expression] = (),
+    row_filters: Sequence[pc.Expression] = (),
 ) -> pa.Table:
     """Columns of the samples of a run.
 
@@ -199,18 +210,26 @@ def _sample_rows(
         folder: The run.
         columns: The columns, in this order.
         coded: Columns whose texts become categories.
-        rows: What all rows that are read must satisfy.
+        row_filters: What all rows that are read must satisfy.
     """
     path = folder / SAMPLES
     try:
-        present = pq.read_schema(path).names
-        equal = [source for pair in COPIED.values() for source in pair.values()]
-        read = [c for c in dict.fromkeys([*columns, *equal, "schema"]) if c in present]
-        in_codes = [c for c in coded if c in present]
+        stored_columns = pq.read_schema(path).names
+        source_columns = [
+            source for copied_pair in COPIED.values() for source in copied_pair.values()
+        ]
+        read_columns = [
+            column
+            for column in dict.fromkeys([*columns, *source_columns, "schema"])
+            if column in stored_columns
+        ]
+        coded_columns = [column for column in coded if column in stored_columns]
         with pq.ParquetFile(
-            path, read_dictionary=in_codes, page_checksum_verification=True
+            path, read_dictionary=coded_columns, page_checksum_verification=True
         ) as file:
-            table = _chosen(file, read, rows) if rows else file.read(read)
+            table = (
+                _chosen(file, read_columns, row_filters) if row_filters else file.read(read_columns)
+            )
         table.validate(full=True)
     except Exception as error:  # damage makes pyarrow raise errors of many classes
         raise unreadable(path, error) from None
@@ -233,34 +252,38 @@ def _upgraded(
         columns: The columns, in this order.
         coded: Columns whose texts are categories.
     """
-    present = table.column_names
-    version = set(table["schema"].unique().to_pylist()) if "schema" in present else {None}
-    for older, added in ADDED.items():
-        if version == {older}:
-            for column in set(added).intersection(columns).difference(present):
-                field = schema.field(column)
-                values = pa.array([added[column]] * len(table), field.type)
-                values = values.dictionary_encode() if column in coded else values
-                table = table.append_column(field.with_type(values.type), values)
-            for column, source in COPIED.get(older, {}).items():
-                if column in columns and column not in present:
+    stored_columns = table.column_names
+    versions = set(table["schema"].unique().to_pylist()) if "schema" in stored_columns else {None}
+    for older_version, added in ADDED.items():
+        if versions == {older_version}:
+            for column in set(added).intersection(columns).difference(stored_columns):
+                schema_field = schema.field(column)
+                column_values = pa.array([added[column]] * len(table), schema_field.type)
+                column_values = (
+                    column_values.dictionary_encode() if column in coded else column_values
+                )
+                table = table.append_column(
+                    schema_field.with_type(column_values.type), column_values
+                )
+            for column, source in COPIED.get(older_version, {}).items():
+                if column in columns and column not in stored_columns:
                     table = table.append_column(schema.field(column), table[source])
-            version = {older + 1}
-    if not version <= {SCHEMA_VERSION}:
+            versions = {older_version + 1}
+    if not versions <= {SCHEMA_VERSION}:
         raise UserError(f"{path} was not written with schema {SCHEMA_VERSION}; run it again")
     if "schema" in columns:
-        place = table.schema.get_field_index("schema")
-        values = pa.array([SCHEMA_VERSION] * len(table), schema.field("schema").type)
-        table = table.set_column(place, "schema", values)
+        column_index = table.schema.get_field_index("schema")
+        column_values = pa.array([SCHEMA_VERSION] * len(table), schema.field("schema").type)
+        table = table.set_column(column_index, "schema", column_values)
     for column in columns:
         if column not in table.column_names:
             raise UserError(f"{path} has no column {column}; run it again")
-        field = schema.field(column)
-        if field.type in (pa.string(), table[column].type):
+        schema_field = schema.field(column)
+        if schema_field.type in (pa.string(), table[column].type):
             continue
         try:
-            typed = table[column].cast(field.type)
+            typed_column = table[column].cast(schema_field.type)
         except pa.ArrowException as error:
             raise unreadable(path, error) from None
-        table = table.set_column(table.schema.get_field_index(column), field, typed)
+        table = table.set_column(table.schema.get_field_index(column), schema_field, typed_column)
     return table.select(list(columns)).replace_schema_metadata()

@@ -105,7 +105,7 @@ class JobName(NamedTuple):
 
 def plan(
     grid: Grid,
-    say: Say,
+    notify: Say,
     *,
     scored: bool = True,
     only: JobName | None = None,
@@ -115,7 +115,7 @@ def plan(
 
     Args:
         grid: What to run.
-        say: Told of tasks and policies that are left out.
+        notify: Told of tasks and policies that are left out.
         scored: Whether responses are scored; otherwise no task needs a judge.
         only: The job to plan; None plans all of them.
         reporter: Told how far reading and tokenising are, where they take seconds.
@@ -126,16 +126,20 @@ def plan(
     """
     quiet_libraries()
     variants = grid.variants()
-    leaves = grid.leaves()
+    tasks = grid.leaves()
     if not variants:
         raise UserError("nothing to run: no policy is left after --no-full")
     if any(budget.absolute == 1 for budget in grid.parsed_budgets):
-        say(
+        notify(
             "budget 1 keeps 1 entry per KV head; use 1.0 or full to keep everything, or a fraction "
             "such as 0.2"
         )
-    planner = _Planner(grid, say, leaves, variants, scored, only, reporter)
-    stages = [planner.stage(name) for name in grid.models if only is None or name == only.model]
+    planner = _Planner(grid, notify, tasks, variants, scored, only, reporter)
+    stages = [
+        planner.stage(model_name)
+        for model_name in grid.models
+        if only is None or model_name == only.model
+    ]
     if not any(stage.jobs for stage in stages):
         raise UserError("nothing to run: none of the tasks is available here")
     return Plan(stages, planner.left_out)
@@ -188,21 +192,21 @@ class _Planner:
         self._judge: Judge | None = None
         self._judged: set[str] = set()
 
-    def stage(self, name: str) -> Stage:
+    def stage(self, model_name: str) -> Stage:
         """Plan everything for one model."""
-        model = _model_facts(self.grid, name)
-        files = self._policy_files(name)
+        model = _model_facts(self.grid, model_name)
+        fingerprints = self._policy_files(model_name)
         jobs = [
             job
-            for leaf, benchmark in self.leaves
+            for task_name, benchmark in self.leaves
             for length in (self.grid.lengths if benchmark.sized else (0,))
-            if self.only in (None, JobName(name, leaf, length))
-            and (job := self._job(model, leaf, benchmark, length, files)) is not None
+            if self.only in (None, JobName(model_name, task_name, length))
+            and (job := self._job(model, task_name, benchmark, length, fingerprints)) is not None
         ]
         self._say_left_out()
-        return Stage(name, model.device, model.dtype, model.tokenizer, jobs, model.vision)
+        return Stage(model_name, model.device, model.dtype, model.tokenizer, jobs, model.vision)
 
-    def _policy_files(self, model: str) -> dict[Policy, str]:
+    def _policy_files(self, model_name: str) -> dict[Policy, str]:
         """Digests of the files that policies read for a model, by policy.
 
         A policy that only `all` includes is left out if the model has no files for it.
@@ -210,29 +214,34 @@ class _Planner:
         Raises:
             UserError: A policy that is named has no files for the model, or needs a package.
         """
-        source = resolve_model(model)
-        files = {}
+        model_source = resolve_model(model_name)
+        fingerprints = {}
         for policy in dict.fromkeys(variant.policy for variant in self.variants):
             try:
                 check_quantizer(policy)
-                files[policy] = policy.fingerprint(source)
-            except UserError as missing:
+                fingerprints[policy] = policy.fingerprint(model_source)
+            except UserError as error:
                 if str(policy) in self.grid.named_policies:
                     raise
-                self.left_out[str(policy)] = str(missing)
-        return files
+                self.left_out[str(policy)] = str(error)
+        return fingerprints
 
     def _job(
-        self, model: _Model, leaf: str, benchmark: Benchmark, length: int, files: dict[Policy, str]
+        self,
+        model: _Model,
+        task_name: str,
+        benchmark: Benchmark,
+        length: int,
+        fingerprints: dict[Policy, str],
     ) -> Job | None:
         """Plan one task; None if it is left out."""
         grid = self.grid
-        model.window.check(length, leaf)
+        model.window.check(length, task_name)
         try:
             judge = self._judge_of(benchmark)
-            task = self._load(model, leaf, benchmark, length)
-        except LeftOut as missing:
-            self.left_out[leaf] = str(missing)
+            task = self._load(model, task_name, benchmark, length)
+        except LeftOut as error:
+            self.left_out[task_name] = str(error)
             return None
         if judge is not None and benchmark.name not in self._judged:
             self._judged.add(benchmark.name)
@@ -246,33 +255,33 @@ class _Planner:
             model.vision,
             self.reporter,
         )
-        check_moments(grid, leaf, prompts, truncated, self.say)
-        template = Cell(
+        check_moments(grid, task_name, prompts, truncated, self.say)
+        template_cell = Cell(
             variant=self.variants[0],
             model=model.name,
             model_revision=model.revision,
-            task=leaf,
+            task=task_name,
             group=benchmark.name,
             length=task.length,
             seed=grid.seed,
             dtype=model.dtype_label,
             device=model.device.type,
             attention="sdpa",
-            chat_template=self._template_hash(model, leaf, benchmark),
+            chat_template=self._template_hash(model, task_name, benchmark),
             data_hash=task.data_hash,
             task_version=task.version,
             prompts=_prompt_digest(task),
-            generation=self._generation(model, leaf, benchmark, task),
+            generation=self._generation(model, task_name, benchmark, task),
             packages=(*gguf_packages(model.name), *quantization_packages(grid.quantization)),
         )
-        unfit = unfit_policies(grid, leaf, prompts, model.depth)
+        unfit_reasons = unfit_policies(grid, task_name, prompts, model.depth)
         if model.vision is not None:
-            say_visual_budgets(grid, leaf, prompts, model.vision, self.say)
-        self.left_out |= unfit
+            say_visual_budgets(grid, task_name, prompts, model.vision, self.say)
+        self.left_out |= unfit_reasons
         cells = [
-            template.of(v, files[v.policy])
-            for v in self.variants
-            if v.policy in files and str(v.policy) not in unfit
+            template_cell.of(variant, fingerprints[variant.policy])
+            for variant in self.variants
+            if variant.policy in fingerprints and str(variant.policy) not in unfit_reasons
         ]
         return Job(task, prompts, cells, judge, truncated)
 
@@ -290,16 +299,16 @@ class _Planner:
             self._judge = choose(self.grid.judge, self.say)
         return self._judge
 
-    def _load(self, model: _Model, leaf: str, benchmark: Benchmark, length: int) -> LoadedTask:
+    def _load(self, model: _Model, task_name: str, benchmark: Benchmark, length: int) -> LoadedTask:
         """Load a task, and apply the flags about its answers."""
         if benchmark.harness not in HARNESSES:
-            known = ", ".join(HARNESSES)
+            harness_names = ", ".join(HARNESSES)
             raise UserError(
                 f"{benchmark.name} needs the harness {benchmark.harness!r}, which does not exist; "
-                f"choose from {known}"
+                f"choose from {harness_names}"
             )
         task = HARNESSES[benchmark.harness].load(
-            leaf,
+            task_name,
             TaskSettings(
                 length=length,
                 samples=self.grid.samples,
@@ -318,13 +327,15 @@ class _Planner:
         requests = self.grid.generation.applied(task.requests, self.say)
         return replace(task, requests=requests)
 
-    def _template_hash(self, model: _Model, leaf: str, benchmark: Benchmark) -> str:
-        used = model.template and leaf not in benchmark.plain
-        return tokenizer_hash(model.tokenizer) if used else ""
+    def _template_hash(self, model: _Model, task_name: str, benchmark: Benchmark) -> str:
+        has_template = model.template and task_name not in benchmark.plain
+        return tokenizer_hash(model.tokenizer) if has_template else ""
 
-    def _generation(self, model: _Model, leaf: str, benchmark: Benchmark, task: LoadedTask) -> str:
+    def _generation(
+        self, model: _Model, task_name: str, benchmark: Benchmark, task: LoadedTask
+    ) -> str:
         flags = self.grid.generation
-        if leaf in benchmark.plain:  # without a template, nothing says whether to think
+        if task_name in benchmark.plain:  # without a template, nothing says whether to think
             flags = replace(flags, thinking=None)
         return flags.record(task.requests[0], model.thinks)
 
@@ -335,71 +346,77 @@ class _Planner:
             if name not in self._said:
                 by_reason.setdefault(reason, []).append(name)
         self._said.update(self.left_out)
-        for reason, left in by_reason.items():
-            names = self._by_group(left)
-            verb = "is" if len(names) == 1 else "are"
-            self.say(f"{', '.join(names)} {verb} left out: {reason}")
+        for reason, left_names in by_reason.items():
+            group_names = self._by_group(left_names)
+            verb = "is" if len(group_names) == 1 else "are"
+            self.say(f"{', '.join(group_names)} {verb} left out: {reason}")
 
     def _by_group(self, names: list[str]) -> list[str]:
         """Names of policies and tasks, a group instead of its tasks if all of them are included."""
-        chosen: dict[str, list[str]] = {}
-        for leaf, benchmark in self.leaves:
-            chosen.setdefault(benchmark.name, []).append(leaf)
-        whole = {
-            leaf: group
-            for group, leaves in chosen.items()
-            if len(leaves) > 1 and set(leaves) <= set(names)
-            for leaf in leaves
+        by_benchmark: dict[str, list[str]] = {}
+        for task_name, benchmark in self.leaves:
+            by_benchmark.setdefault(benchmark.name, []).append(task_name)
+        complete_groups = {
+            task_name: group
+            for group, task_names in by_benchmark.items()
+            if len(task_names) > 1 and set(task_names) <= set(names)
+            for task_name in task_names
         }
-        return list(dict.fromkeys(whole.get(name, name) for name in names))
+        return list(dict.fromkeys(complete_groups.get(name, name) for name in names))
 
 
-def _model_facts(grid: Grid, name: str) -> _Model:
+def _model_facts(grid: Grid, model_name: str) -> _Model:
     """Read a model's configuration and tokenizer, and check the options against them."""
-    config = load_config(name, grid.revision)
-    tokenizer = load_tokenizer(name, grid.revision)
+    config = load_config(model_name, grid.revision)
+    tokenizer = load_tokenizer(model_name, grid.revision)
     device = pick_device(grid.device, grid.device_map)
     dtype = pick_dtype(grid.dtype, device)
-    quantised = check_quantization(name, config, grid.quantization, grid.device_map)
-    if grid.revision is not None and local_model(name) is not None:
+    quantised = check_quantization(model_name, config, grid.quantization, grid.device_map)
+    if grid.revision is not None and local_model(model_name) is not None:
         raise UserError(
-            f"model {name} is local and has no revisions; leave out --revision {grid.revision}"
+            f"model {model_name} is local and has no revisions; leave out --revision "
+            f"{grid.revision}"
         )
-    template = grid.chat_template
-    if template is None:
-        template = tokenizer.chat_template is not None
-    elif template and tokenizer.chat_template is None:
-        raise UserError(f"model {name} has no chat template; use --no-chat-template")
-    if template:
-        check_template(tokenizer, name)
+    uses_template = grid.chat_template
+    if uses_template is None:
+        uses_template = tokenizer.chat_template is not None
+    elif uses_template and tokenizer.chat_template is None:
+        raise UserError(f"model {model_name} has no chat template; use --no-chat-template")
+    if uses_template:
+        check_template(tokenizer, model_name)
     if grid.thinking is not None:
-        check_thinking(tokenizer, name, template)
-    text = config.get_text_config()
+        check_thinking(tokenizer, model_name, uses_template)
+    text_config = config.get_text_config()
     vision = None
     if is_vision(config):
-        processor = load_processor(name, grid.revision, config.model_type, tokenizer)
-        vision = Vision(processor, name)
-    label = str(dtype).removeprefix("torch.")
+        processor = load_processor(model_name, grid.revision, config.model_type, tokenizer)
+        vision = Vision(processor, model_name)
+    dtype_label = str(dtype).removeprefix("torch.")
     return _Model(
-        name=name,
+        name=model_name,
         tokenizer=tokenizer,
         vision=vision,
         device=device,
         dtype=dtype,
-        dtype_label=f"{label} ({quantised})" if quantised else label,
-        revision=model_digest(name) or str(getattr(config, "_commit_hash", None) or ""),
-        window=Window(name, int(getattr(text, "max_position_embeddings", 0) or 0)),
-        template=template,
+        dtype_label=f"{dtype_label} ({quantised})" if quantised else dtype_label,
+        revision=model_digest(model_name) or str(getattr(config, "_commit_hash", None) or ""),
+        window=Window(model_name, int(getattr(text_config, "max_position_embeddings", 0) or 0)),
+        template=uses_template,
         thinks=Thinking.of(tokenizer) is not None,
-        depth=int(text.num_hidden_layers),
+        depth=int(text_config.num_hidden_layers),
     )
 
 
 def _prompt_digest(task: LoadedTask) -> str:
     """Digest of how the task asks: its first request (the data itself is in the data hash)."""
-    first = task.requests[0]
-    asked = (first.context, first.question, first.until, first.max_new_tokens)
-    return hashlib.sha256(repr(asked).encode()).hexdigest()[:16]
+    first_request = task.requests[0]
+    prompt_fields = (
+        first_request.context,
+        first_request.question,
+        first_request.until,
+        first_request.max_new_tokens,
+    )
+    return hashlib.sha256(repr(prompt_fields).encode()).hexdigest()[:16]
 
 
 def quiet_libraries() -> None:

@@ -31,7 +31,7 @@ class Window:
     model: str
     tokens: int
 
-    def check(self, length: int, what: str, advice: str = "a smaller --length") -> None:
+    def check(self, length: int, label: str, advice: str = "a smaller --length") -> None:
         """Refuse a prompt that does not fit.
 
         Raises:
@@ -39,7 +39,8 @@ class Window:
         """
         if self.tokens and length > self.tokens:
             raise UserError(
-                f"{what}: {length} tokens do not fit into the {self.tokens} of model {self.model}; "
+                f"{label}: {length} tokens do not fit into the {self.tokens} of model "
+                f"{self.model}; "
                 f"nothing is truncated, so use {advice}"
             )
 
@@ -69,46 +70,56 @@ class Prompts(Sequence[Prompt]):
 
     def tokenised(self, prompt: Prompt) -> None:
         """Take the tokens of the next request."""
-        parts = (prompt.context_ids, prompt.question_ids, prompt.given_ids)
-        self._ids.append(tuple(array("I", ids).tobytes() for ids in parts))
+        token_parts = (prompt.context_ids, prompt.question_ids, prompt.given_ids)
+        self._ids.append(tuple(array("I", ids).tobytes() for ids in token_parts))
         self.shows |= bool(prompt.media)
         self.dialogues &= bool(prompt.request.dialogue)
         self.longest = max(self.longest, len(prompt.ids))
         self.limit = max(self.limit, prompt.limit)
 
-    def ask(self, request: int, repeat: int) -> None:
+    def ask(self, request_index: int, repeat: int) -> None:
         """Add a prompt: a repeat of a request, by its place."""
-        self._order.append(request)
+        self._order.append(request_index)
         self._repeats.append(repeat)
 
-    def part(self, places: Iterable[int]) -> Prompts:
+    def part(self, positions: Iterable[int]) -> Prompts:
         """Some of the prompts."""
-        made = copy.copy(self)
-        made._order, made._repeats = array("Q"), array("Q")
-        for place in places:
-            made.ask(self._order[place], self._repeats[place])
-        return made
+        selected = copy.copy(self)
+        selected._order, selected._repeats = array("Q"), array("Q")
+        for position in positions:
+            selected.ask(self._order[position], self._repeats[position])
+        return selected
 
     def __len__(self) -> int:
         return len(self._order)
 
     @overload
-    def __getitem__(self, place: int) -> Prompt: ...
+    def __getitem__(self, index: int) -> Prompt: ...
 
     @overload
-    def __getitem__(self, place: slice) -> list[Prompt]: ...
+    def __getitem__(self, index: slice) -> list[Prompt]: ...
 
-    def __getitem__(self, place: int | slice) -> Prompt | list[Prompt]:
-        places = range(len(self))[place]
-        return self._made(places) if isinstance(places, int) else [*map(self._made, places)]
+    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
+        positions = range(len(self))[index]
+        return (
+            self._made(positions) if isinstance(positions, int) else [*map(self._made, positions)]
+        )
 
     def __iter__(self) -> Iterator[Prompt]:
         return map(self._made, range(len(self)))
 
-    def _made(self, place: int) -> Prompt:
-        at = self._order[place]
-        context, question, given = (tuple(array("I", ids)) for ids in self._ids[at])
-        return Prompt(self._requests[at], context, question, given, self._repeats[place])
+    def _made(self, position: int) -> Prompt:
+        request_index = self._order[position]
+        context_ids, question_ids, given_ids = (
+            tuple(array("I", packed_ids)) for packed_ids in self._ids[request_index]
+        )
+        return Prompt(
+            self._requests[request_index],
+            context_ids,
+            question_ids,
+            given_ids,
+            self._repeats[position],
+        )
 
 
 def prompts_of(
@@ -116,7 +127,7 @@ def prompts_of(
     tokenizer: Any,
     window: Window,
     truncate: str | None,
-    say: Callable[[str], None],
+    notify: Callable[[str], None],
     vision: Vision | None = None,
     reporter: Reporter | None = None,
 ) -> tuple[Prompts, int]:
@@ -127,7 +138,7 @@ def prompts_of(
         tokenizer: Tokenizer of the model.
         window: Window of the model.
         truncate: Spelling of a `Truncation`; None refuses prompts that do not fit.
-        say: Receives a line if contexts were truncated.
+        notify: Receives a line if contexts were truncated.
         vision: Turns media into tokens; None for a text model.
         reporter: Told of every request, once that takes seconds.
 
@@ -139,70 +150,79 @@ def prompts_of(
         UserError: A context is empty, a prompt is longer than the model's window, or a context with
             images would be truncated.
     """
-    made = Prompts(task.requests)
+    prompts = Prompts(task.requests)
     truncated = 0
-    late = Late(reporter, len(task.requests), f"{task.name}: tokenising prompts")
-    cut = Truncation.parse(truncate) if truncate is not None else None
-    limit = min(filter(None, (window.tokens, cut.tokens if cut else 0)), default=0)
+    progress = Late(reporter, len(task.requests), f"{task.name}: tokenising prompts")
+    truncation = Truncation.parse(truncate) if truncate is not None else None
+    token_limit = min(
+        filter(None, (window.tokens, truncation.tokens if truncation else 0)), default=0
+    )
     for request in task.requests:
-        name = f"{request.task}, {request.sample_id}"
+        sample_label = f"{request.task}, {request.sample_id}"
         try:
             prompt = _prompt(request, tokenizer, vision)
         except UserError as error:
             if not request.media:
                 raise
-            raise UserError(f"{name}: {error}") from error
-        rest = len(prompt.question_ids) + prompt.limit
-        room = limit - rest
-        if cut is not None and limit and len(prompt.context_ids) > room:
+            raise UserError(f"{sample_label}: {error}") from error
+        reserved_tokens = len(prompt.question_ids) + prompt.limit
+        available = token_limit - reserved_tokens
+        if truncation is not None and token_limit and len(prompt.context_ids) > available:
             if request.media:
                 raise UserError(
-                    f"{name}: a context with images or videos is never truncated; leave out "
+                    f"{sample_label}: a context with images or videos is never truncated; leave "
+                    "out "
                     "--truncate, or choose samples that fit"
                 )
-            if room < 1:
+            if available < 1:
                 raise UserError(
-                    f"{name}: question and answer alone have {rest} tokens and only {limit} fit; "
+                    f"{sample_label}: question and answer alone have {reserved_tokens} tokens and "
+                    f"only {token_limit} fit; "
                     "use a smaller --max-new-tokens or another --truncate"
                 )
-            prompt = replace(prompt, context_ids=tuple(cut.cut([*prompt.context_ids], room)))
+            prompt = replace(
+                prompt, context_ids=tuple(truncation.cut([*prompt.context_ids], available))
+            )
             truncated += 1
         advice = "a smaller --length"
         if not task.length:
             advice = "--truncate middle, a smaller --max-new-tokens or a shorter context"
-        window.check(len(prompt.context_ids) + rest, name, advice)
-        made.tokenised(prompt)
-        late.advance()
-    late.stop()
+        window.check(len(prompt.context_ids) + reserved_tokens, sample_label, advice)
+        prompts.tokenised(prompt)
+        progress.advance()
+    progress.stop()
     if truncated:
-        say(
+        notify(
             f"{task.name}: {truncated} of {len(task.requests)} contexts were cut in the middle, so "
-            f"that prompt and answer fit into {limit} tokens"
+            f"that prompt and answer fit into {token_limit} tokens"
         )
-    for place, repeat in _repeated(task.requests):
-        made.ask(place, repeat)
-    return made, truncated
+    for position, repeat in _repeated(task.requests):
+        prompts.ask(position, repeat)
+    return prompts, truncated
 
 
 def _prompt(request: Request, tokenizer: Any, vision: Vision | None) -> Prompt:
-    context = request.context
+    context_text = request.context
     if request.media:
         assert vision is not None
-        context = vision.expand(context, request.media)
-    parts = [context, request.question, *filter(None, [request.given])]
-    head, tail, *more = split_encode(tokenizer, *parts)
-    given = tuple(more[0]) if more else ()
-    if not tail:  # the answer needs a token to start from
-        head, tail = head[:-1], head[-1:]
-    if not head:
+        context_text = vision.expand(context_text, request.media)
+    text_parts = [context_text, request.question, *filter(None, [request.given])]
+    context_ids, question_ids, *given_parts = split_encode(tokenizer, *text_parts)
+    given_ids = tuple(given_parts[0]) if given_parts else ()
+    if not question_ids:  # the answer needs a token to start from
+        context_ids, question_ids = context_ids[:-1], context_ids[-1:]
+    if not context_ids:
         raise UserError(f"{request.task}, {request.sample_id}: the context has no tokens")
-    return Prompt(request, tuple(head), tuple(tail), given)
+    return Prompt(request, tuple(context_ids), tuple(question_ids), given_ids)
 
 
 def _repeated(requests: Sequence[Request]) -> Iterator[tuple[int, int]]:
     """Place and repeat of every prompt; the turns of a dialogue are repeated together."""
-    facts = ((i, r.dialogue or i, r.repeats) for i, r in enumerate(requests))
-    for _, group in groupby(facts, lambda fact: fact[1]):
-        together = [*group]
-        for repeat in range(together[0][2]):
-            yield from ((place, repeat) for place, _, _ in together)
+    request_facts = (
+        (request_index, request.dialogue or request_index, request.repeats)
+        for request_index, request in enumerate(requests)
+    )
+    for _, fact_group in groupby(request_facts, lambda fact: fact[1]):
+        same_dialogue = [*fact_group]
+        for repeat in range(same_dialogue[0][2]):
+            yield from ((position, repeat) for position, _, _ in same_dialogue)

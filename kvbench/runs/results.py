@@ -86,7 +86,7 @@ def scored(
     """
     for job in jobs:
         scorer = _Scorer(job)
-        for cell in sorted(job.cells, key=lambda c: not c.is_full):
+        for cell in sorted(job.cells, key=lambda candidate: not candidate.is_full):
             yield scorer.cell(cell, responses_of(cell.cell))
 
 
@@ -99,7 +99,11 @@ def check_requests(jobs: Iterable[Job], store: RunStore) -> None:
     for job in jobs:
         # Their digests, not the requests: the prompts of all do not fit into memory.
         requests = {
-            (r.sample_id, r.question_id): (r.digest, r.context_id) for r in job.task.requests
+            (task_request.sample_id, task_request.question_id): (
+                task_request.digest,
+                task_request.context_id,
+            )
+            for task_request in job.task.requests
         }
         for cell in job.cells:
             for response in store.responses_of(cell.cell):
@@ -107,9 +111,9 @@ def check_requests(jobs: Iterable[Job], store: RunStore) -> None:
                 if request is None or response.error:
                     continue
                 # Earlier versions recorded the context alone.
-                digest, context = request
+                request_digest, context_id = request
                 if (response.request or response.context_id) != (
-                    digest if response.request else context
+                    request_digest if response.request else context_id
                 ):
                     raise UserError(
                         f"{cell.task}: sample {response.sample_id} is not the one that "
@@ -124,28 +128,31 @@ class _Scorer:
 
     def __init__(self, job: Job) -> None:
         self.job, self.task = job, job.task
-        self.requests = {(r.sample_id, r.question_id): _Asked.of(r) for r in job.task.requests}
+        self.requests = {
+            (request.sample_id, request.question_id): _Asked.of(request)
+            for request in job.task.requests
+        }
         # The full cache of live dialogues has a history of its own, so it is another baseline.
         self.full: dict[bool, _FullCache] = {}
 
     def cell(self, cell: Cell, responses: Sequence[Response]) -> tuple[Row, Columns]:
         """The row of a cell, and the columns of its samples."""
-        counted = [r for r in responses if self._counts(r)]
-        row = self._empty_row(cell, counted)
+        counted_responses = [response for response in responses if self._counts(response)]
+        cell_row = self._empty_row(cell, counted_responses)
         scores: dict[Key, float] = {}
-        if not row["error"]:
+        if not cell_row["error"]:
             try:
-                scores, estimate = self._scores(counted)
-            except PluginError as failed:
-                row |= {"status": "error", "error": str(failed)}
+                scores, estimate = self._scores(counted_responses)
+            except PluginError as error:
+                cell_row |= {"status": "error", "error": str(error)}
             else:
-                row |= _columns(estimate) | _means(counted)
-                live = cell.moment == "turns"
+                cell_row |= _columns(estimate) | _means(counted_responses)
+                is_live = cell.moment == "turns"
                 if cell.is_full:
-                    self.full[live] = _FullCache(scores, estimate)
-                if live in self.full:
-                    row |= self._comparison(cell, scores, self.full[live])
-        return row, self._samples(cell, counted, scores)
+                    self.full[is_live] = _FullCache(scores, estimate)
+                if is_live in self.full:
+                    cell_row |= self._comparison(cell, scores, self.full[is_live])
+        return cell_row, self._samples(cell, counted_responses, scores)
 
     def _counts(self, response: Response) -> bool:
         """Whether a response belongs to the loaded task: a store can hold more of them."""
@@ -158,16 +165,16 @@ class _Scorer:
 
     def _empty_row(self, cell: Cell, responses: Sequence[Response]) -> dict[str, Any]:
         """The row of a cell without its scores; with the error if the cell cannot be scored."""
-        error = next((r.error for r in responses if r.error), "")
-        wanted = sum(r.repeats for r in self.requests.values())
-        if not error and len(responses) < wanted:
-            error = f"{len(responses)} of {wanted} responses"
-        repeats = max((r.repeats for r in self.requests.values()), default=1)
-        more = {"repeats": repeats if repeats > 1 else 0, "truncated": self.job.truncated}
-        row: dict[str, Any] = {
-            **cell.row(**{name: count for name, count in more.items() if count}),
+        error = next((item.error for item in responses if item.error), "")
+        expected = sum(item.repeats for item in self.requests.values())
+        if not error and len(responses) < expected:
+            error = f"{len(responses)} of {expected} responses"
+        repeats = max((item.repeats for item in self.requests.values()), default=1)
+        extra_counts = {"repeats": repeats if repeats > 1 else 0, "truncated": self.job.truncated}
+        cell_row: dict[str, Any] = {
+            **cell.row(**{column: count for column, count in extra_counts.items() if count}),
             "schema": SCHEMA_VERSION,
-            "samples": len({r.sample_id for r in responses if not r.error}),
+            "samples": len({item.sample_id for item in responses if not item.error}),
             "metric": self.task.metric,
             "status": "error" if error else "ok",
             "error": error,
@@ -175,19 +182,19 @@ class _Scorer:
             "discriminative": False,
             **dict.fromkeys((*_SCORES, *_MEANS), math.nan),
         }
-        return row | self._judge_columns(row)
+        return cell_row | self._judge_columns(cell_row)
 
-    def _judge_columns(self, row: Mapping[str, Any]) -> dict[str, Any]:
+    def _judge_columns(self, cell_row: Mapping[str, Any]) -> dict[str, Any]:
         """What a judge changes in a row; `match` differs because the scores cannot be compared."""
         judge = self.job.judge
         if judge is None:
             return {}
         versions = {"judge": judge.origin, "rubric": origin(self.task.rubric)}
-        metric = f"{row['metric']} ({judge.mark})"
+        metric = f"{cell_row['metric']} ({judge.mark})"
         return {
             "metric": metric,
-            "versions": json.dumps(json.loads(row["versions"]) | versions, sort_keys=True),
-            "match": digest_of([row["match"], metric]),
+            "versions": json.dumps(json.loads(cell_row["versions"]) | versions, sort_keys=True),
+            "match": digest_of([cell_row["match"], metric]),
         }
 
     def _scores(self, responses: Sequence[Response]) -> tuple[dict[Key, float], stats.Estimate]:
@@ -197,12 +204,12 @@ class _Scorer:
             PluginError: The metric failed, or is not a mean of finite numbers.
         """
         metric = self.task.metric
-        texts = {_key(r): r.response for r in responses}
+        response_texts = {_key(response): response.response for response in responses}
         try:
             with plugin_call():  # a metric is foreign code: only its cell fails
-                scores, aggregate = self.task.score(texts, self._marks(texts))
-        except PluginError as failed:
-            cause = failed.__cause__
+                scores, aggregate = self.task.score(response_texts, self._marks(response_texts))
+        except PluginError as error:
+            cause = error.__cause__
             if isinstance(cause, UserError) and not isinstance(cause, JudgeError):
                 raise cause from None  # until the user fixes it, nothing can be scored
             raise
@@ -223,29 +230,33 @@ class _Scorer:
         if self.job.judge is None:
             return None
         verdicts = self.job.judge.judge(self.task.asks(responses))
-        failed = {
+        failures = {
             key: verdict
             for key, verdict in zip(responses, verdicts, strict=True)
             if isinstance(verdict, JudgeError)
         }
-        if failed:
-            first = min(failed, key=lambda key: (self.requests[key[:2]].doc_id, key))
-            count = f"{len(failed)} of {len(responses)} responses have no verdict: "
-            where = f"sample {first[0]}, question {first[1]}"
-            raise JudgeError(f"{count * (len(responses) > 1)}{where}: {failed[first]}")
+        if failures:
+            first_key = min(failures, key=lambda key: (self.requests[key[:2]].doc_id, key))
+            count_note = f"{len(failures)} of {len(responses)} responses have no verdict: "
+            location = f"sample {first_key[0]}, question {first_key[1]}"
+            raise JudgeError(
+                f"{count_note * (len(responses) > 1)}{location}: {failures[first_key]}"
+            )
         return [verdict for verdict in verdicts if not isinstance(verdict, JudgeError)]
 
-    def _comparison(self, cell: Cell, scores: dict[Key, float], full: _FullCache) -> dict[str, Any]:
+    def _comparison(
+        self, cell: Cell, scores: dict[Key, float], full_cache: _FullCache
+    ) -> dict[str, Any]:
         """The paired difference to the full cache on the same samples; 0 for the full cache."""
         columns = {
-            "full_score": full.estimate.mean,
+            "full_score": full_cache.estimate.mean,
             "diff": 0.0,
             "diff_lo": 0.0,
             "diff_hi": 0.0,
-            "discriminative": self._above_chance(full.estimate),
+            "discriminative": self._above_chance(full_cache.estimate),
         }
         if not cell.is_full:
-            difference = stats.paired(scores, full.scores, self._clusters(scores))
+            difference = stats.paired(scores, full_cache.scores, self._clusters(scores))
             columns |= {
                 "diff": difference.mean,
                 "diff_lo": difference.lo,
@@ -262,16 +273,26 @@ class _Scorer:
     def _samples(
         self, cell: Cell, responses: Sequence[Response], scores: dict[Key, float]
     ) -> Columns:
-        asked = [self.requests[r.sample_id, r.question_id] for r in responses]
-        labels = {name: cell.labels[name] for name in ("task", "policy", "budget", "moment")}
-        same = {"cell": cell.cell, **labels, "schema": SCHEMA_VERSION, "length": self.task.length}
+        requests = [
+            self.requests[response.sample_id, response.question_id] for response in responses
+        ]
+        labels = {column: cell.labels[column] for column in ("task", "policy", "budget", "moment")}
+        shared_columns = {
+            "cell": cell.cell,
+            **labels,
+            "schema": SCHEMA_VERSION,
+            "length": self.task.length,
+        }
         return {
-            **{name: [value] * len(responses) for name, value in same.items()},
-            **{name: [getattr(r, name) for r in responses] for name in _OF_RESPONSE},
-            "extra": [request.extra for request in asked],
-            "prompt_end": [request.prompt_end for request in asked],
-            "target": [request.target for request in asked],
-            "score": [scores.get(_key(r), math.nan) for r in responses],
+            **{column: [value] * len(responses) for column, value in shared_columns.items()},
+            **{
+                column: [getattr(response, column) for response in responses]
+                for column in _OF_RESPONSE
+            },
+            "extra": [request.extra for request in requests],
+            "prompt_end": [request.prompt_end for request in requests],
+            "target": [request.target for request in requests],
+            "score": [scores.get(_key(response), math.nan) for response in responses],
         }
 
 
@@ -281,8 +302,8 @@ def _key(response: Response) -> Key:
 
 def prompt_end(request: Request) -> str:
     """The last characters of a prompt, as a reader needs them to understand a response."""
-    text = request.context + request.question
-    return text if len(text) <= _PROMPT_END else f"…{text[-_PROMPT_END:]}"
+    prompt_text = request.context + request.question
+    return prompt_text if len(prompt_text) <= _PROMPT_END else f"…{prompt_text[-_PROMPT_END:]}"
 
 
 def _extra(request: Request) -> str:
@@ -301,5 +322,6 @@ def _columns(estimate: stats.Estimate) -> dict[str, float]:
 def _means(responses: Sequence[Response]) -> dict[str, float]:
     """Mean costs per response."""
     return {
-        name: sum(float(getattr(r, name)) for r in responses) / len(responses) for name in _MEANS
+        column: sum(float(getattr(response, column)) for response in responses) / len(responses)
+        for column in _MEANS
     }

@@ -108,26 +108,30 @@ def execute(
     folder = grid.path.absolute()  # whatever a plugin does to the current folder
     planned = plan(grid, reporter.message, reporter=reporter)
     with RunStore(folder, fresh=fresh) as store:
-        held = _check_same_grid(grid, folder, extend=extend)
-        grid, planned = _with_held(grid, planned, held, folder, reporter.message)
+        stored_grid = _check_same_grid(grid, folder, extend=extend)
+        grid, planned = _with_held(grid, planned, stored_grid, folder, reporter.message)
         store.save_grid(grid.to_dict())
-        done = store.keys()
-        counted = [
-            Unfinished(stage, sum(m.responses for m in missing_of(stage, done)))
+        done_keys = store.keys()
+        stage_counts = [
+            Unfinished(stage, sum(pending.responses for pending in missing_of(stage, done_keys)))
             for stage in planned.stages
         ]
-        work = [unfinished for unfinished in counted if unfinished.missing]
+        open_stages = [unfinished for unfinished in stage_counts if unfinished.missing]
         jobs = [job for stage in planned.stages for job in stage.jobs]
         check_requests(jobs, store)
-        if work:  # a judge that cannot answer costs seconds here, and hours later
+        if open_stages:  # a judge that cannot answer costs seconds here, and hours later
             for judge in dict.fromkeys(job.judge for job in jobs if job.judge is not None):
                 judge.check()
-            _EXECUTORS[grid.executor](work, grid, store, reporter)
+            _EXECUTORS[grid.executor](open_stages, grid, store, reporter)
         facts = {"samples": grid.samples, "repeats": grid.repeats}
         cells = store.write_scored(scored(jobs, store.responses_of), facts)
         samples = store.samples()
-    failed = {str(r.cell): str(r.error) for r in cells.itertuples() if r.status != "ok"}
-    return Run(folder, cells, failed, planned.left_out, _samples=samples)
+    failures = {
+        str(cell_row.cell): str(cell_row.error)
+        for cell_row in cells.itertuples()
+        if cell_row.status != "ok"
+    }
+    return Run(folder, cells, failures, planned.left_out, _samples=samples)
 
 
 def _check_same_grid(grid: Grid, folder: Path, *, extend: bool) -> Grid | None:
@@ -138,62 +142,75 @@ def _check_same_grid(grid: Grid, folder: Path, *, extend: bool) -> Grid | None:
     Returns:
         The folder's grid; None if it has none.
     """
-    file = folder / GRID
-    if not file.exists():
+    grid_path = folder / GRID
+    if not grid_path.exists():
         return None
-    if (held := Grid.from_yaml(file)).digest == grid.digest:
-        return held
-    names = grid.lacks(held) if extend else grid.differs(held)
-    if not names:
-        return held
-    lists = all(isinstance(getattr(grid, name), tuple) for name in names)
-    more = "add to it with --extend, " if lists and not extend else ""
-    shown = grid.path / GRID
+    if (stored_grid := Grid.from_yaml(grid_path)).digest == grid.digest:
+        return stored_grid
+    option_names = grid.lacks(stored_grid) if extend else grid.differs(stored_grid)
+    if not option_names:
+        return stored_grid
+    are_lists = all(isinstance(getattr(grid, option_name), tuple) for option_name in option_names)
+    extend_hint = "add to it with --extend, " if are_lists and not extend else ""
+    grid_file = grid.path / GRID
     raise UserError(
-        f"{grid.path} holds the results of another grid ({shown}), with other {', '.join(names)}; "
-        f"{more}choose another --out, or discard them with --fresh"
+        f"{grid.path} holds the results of another grid ({grid_file}), with other "
+        f"{', '.join(option_names)}; "
+        f"{extend_hint}choose another --out, or discard them with --fresh"
     )
 
 
 def _with_held(
-    grid: Grid, planned: Plan, held: Grid | None, folder: Path, say: Say
+    grid: Grid, planned: Plan, stored_grid: Grid | None, folder: Path, notify: Say
 ) -> tuple[Grid, Plan]:
     """Keep the samples and repeats of a folder whose tables hold more of them than a grid.
 
     Args:
         grid: What to run.
         planned: Its plan.
-        held: The grid of the folder, or None.
+        stored_grid: The grid of the folder, or None.
         folder: The folder.
-        say: Receives one line if something is kept.
+        notify: Receives one line if something is kept.
 
     Returns:
         The grid, and its plan, with the larger numbers.
     """
-    if held is None:
+    if stored_grid is None:
         return grid, planned
-    rows, facts = rows_of_cells(folder)
-    larger = {"samples": max(grid.samples, facts.get("samples", held.samples))}
-    for more in (larger, larger | {"repeats": facts.get("repeats", held.repeats)}):
-        if not _shrinks(planned, rows):
+    row_counts, stored_facts = rows_of_cells(folder)
+    larger_samples = {
+        "samples": max(grid.samples, stored_facts.get("samples", stored_grid.samples))
+    }
+    for extensions in (
+        larger_samples,
+        larger_samples | {"repeats": stored_facts.get("repeats", stored_grid.repeats)},
+    ):
+        if not _shrinks(planned, row_counts):
             break
-        kept = replace(grid, **more)
-        if kept == grid:
+        larger_grid = replace(grid, **extensions)
+        if larger_grid == grid:
             continue
-        names = [name for name in more if getattr(kept, name) != getattr(grid, name)]
-        what = " and ".join(f"{getattr(kept, name) or 'more'} {name}" for name in names)
-        say(
-            f"{grid.path} has {what}, which are kept; to run fewer, choose another --out or "
+        option_names = [
+            option_name
+            for option_name in extensions
+            if getattr(larger_grid, option_name) != getattr(grid, option_name)
+        ]
+        description = " and ".join(
+            f"{getattr(larger_grid, option_name) or 'more'} {option_name}"
+            for option_name in option_names
+        )
+        notify(
+            f"{grid.path} has {description}, which are kept; to run fewer, choose another --out or "
             "discard them with --fresh"
         )
-        grid, planned = kept, plan(kept, say)
+        grid, planned = larger_grid, plan(larger_grid, notify)
     return grid, planned
 
 
-def _shrinks(planned: Plan, rows: Mapping[str, int]) -> bool:
+def _shrinks(planned: Plan, row_counts: Mapping[str, int]) -> bool:
     """Whether a table would lose rows of a cell."""
     return any(
-        rows.get(cell.cell, 0) > sum(request.repeats for request in job.task.requests)
+        row_counts.get(cell.cell, 0) > sum(request.repeats for request in job.task.requests)
         for stage in planned.stages
         for job in stage.jobs
         for cell in job.cells
@@ -204,7 +221,7 @@ def _shrinks(planned: Plan, rows: Mapping[str, int]) -> bool:
 
 
 def describe(
-    grid: Grid, say: Say, *, fresh: bool = False, reporter: Reporter | None = None
+    grid: Grid, notify: Say, *, fresh: bool = False, reporter: Reporter | None = None
 ) -> list[str]:
     """What `--dry-run` shows: cells, samples, what exists already, and an estimate.
 
@@ -212,7 +229,7 @@ def describe(
 
     Args:
         grid: What would be run.
-        say: Told of tasks that are left out.
+        notify: Told of tasks that are left out.
         fresh: Whether existing results would be discarded.
         reporter: Told how far planning is, where it takes seconds.
 
@@ -221,25 +238,28 @@ def describe(
     """
     folder = grid.path.absolute()
     _check_writable(grid.path)
-    planned = plan(grid, say, reporter=reporter)
+    planned = plan(grid, notify, reporter=reporter)
     lines = []
     exists = not fresh and (folder / RESPONSES).exists()
     store = RunStore(folder) if exists else None
     try:
         if store is not None and (folder / GRID).exists():
-            held = Grid.from_yaml(folder / GRID)
-            grid, planned = _with_held(grid, planned, held, folder, say)
+            stored_grid = Grid.from_yaml(folder / GRID)
+            grid, planned = _with_held(grid, planned, stored_grid, folder, notify)
         for stage in planned.stages:
-            cells = sum(len(job.cells) for job in stage.jobs)
-            total = sum(len(job.cells) * len(job.prompts) for job in stage.jobs)
-            missing = missing_of(stage, store.keys() if store is not None else set())
-            todo = sum(m.responses for m in missing)
-            tasks = ", ".join(dict.fromkeys(job.task.name for job in stage.jobs))
-            lines.append(f"{stage.model}: {cells} cells over {tasks}")
-            lines.append(f"  {total} responses, {todo} still to generate")
-            if missing:
-                each = " for one worker" if grid.executor == "ray" else ""
-                lines.append(f"  estimate: {duration(estimate(stage, grid, missing, say))}{each}")
+            cell_count = sum(len(job.cells) for job in stage.jobs)
+            response_count = sum(len(job.cells) * len(job.prompts) for job in stage.jobs)
+            pending_jobs = missing_of(stage, store.keys() if store is not None else set())
+            missing_count = sum(pending.responses for pending in pending_jobs)
+            task_names = ", ".join(dict.fromkeys(job.task.name for job in stage.jobs))
+            lines.append(f"{stage.model}: {cell_count} cells over {task_names}")
+            lines.append(f"  {response_count} responses, {missing_count} still to generate")
+            if pending_jobs:
+                worker_note = " for one worker" if grid.executor == "ray" else ""
+                lines.append(
+                    "  estimate: "
+                    f"{duration(estimate(stage, grid, pending_jobs, notify))}{worker_note}"
+                )
     finally:
         if store is not None:
             store.close()
@@ -253,7 +273,9 @@ def _check_writable(path: Path) -> None:
         UserError: The folder cannot be created, or not be written to.
     """
     try:
-        nearest_folder = next(p for p in (path, *path.absolute().parents) if p.exists())
+        nearest_folder = next(
+            parent for parent in (path, *path.absolute().parents) if parent.exists()
+        )
     except OSError as error:  # such as a name that is too long
         raise cannot("write", path, error) from None
     if not nearest_folder.is_dir():

@@ -26,7 +26,13 @@ COPIED: dict[int, dict[str, str]] = {3: {"kv_bytes_read": "kv_bytes_live"}}
 
 
 def _schema(columns: dict[Any, str]) -> Any:
-    return pa.schema([(name, kind) for kind, names in columns.items() for name in names.split()])
+    return pa.schema(
+        [
+            (column, column_type)
+            for column_type, column_names in columns.items()
+            for column in column_names.split()
+        ]
+    )
 
 
 CELLS_SCHEMA = _schema(
@@ -85,12 +91,12 @@ def from_columns(columns: Columns, schema: Any) -> Any:
         ValueError: A column is missing or unknown, or does not fit its type.
     """
     _check(columns, schema)
-    arrays = [pa.array(columns[f.name], f.type, from_pandas=True) for f in schema]
+    arrays = [pa.array(columns[field.name], field.type, from_pandas=True) for field in schema]
     return pa.Table.from_arrays(arrays, schema=schema)
 
 
 def _check(columns: Iterable[str], schema: Any) -> None:
     """Refuse columns that are not those of a schema."""
-    wrong = set(columns) ^ set(schema.names)
-    if wrong:
-        raise ValueError(f"columns missing or unknown: {', '.join(sorted(wrong))}")
+    mismatched = set(columns) ^ set(schema.names)
+    if mismatched:
+        raise ValueError(f"columns missing or unknown: {', '.join(sorted(mismatched))}")

@@ -127,8 +127,8 @@ class RunStore:
             self._clear_parts()
             self._check_owner()
             if fresh:
-                for name in (RESPONSES, GRID, CELLS, SAMPLES):
-                    (self.path / name).unlink(missing_ok=True)
+                for file_name in (RESPONSES, GRID, CELLS, SAMPLES):
+                    (self.path / file_name).unlink(missing_ok=True)
             self._open_journal()
         except OSError as error:
             self.close()
@@ -187,16 +187,16 @@ class RunStore:
             return
         assert self._journal is not None
         try:
-            places = self._journal.append(map(vars, responses))
+            locations = self._journal.append(map(vars, responses))
         except OSError as error:
             raise cannot("write", self.path / RESPONSES, error) from None
-        for response, place in zip(responses, places, strict=True):
-            self._index.add(response.key, place, done=not response.error)
+        for response, location in zip(responses, locations, strict=True):
+            self._index.add(response.key, location, done=not response.error)
 
     def save_grid(self, grid: Mapping[str, Any]) -> None:
         """Write the grid as YAML, which `kvbench run --config` can read."""
-        with replacing(self.path / GRID) as part:
-            part.write_text(yaml.safe_dump(dict(grid), sort_keys=False), encoding="utf-8")
+        with replacing(self.path / GRID) as partial_file:
+            partial_file.write_text(yaml.safe_dump(dict(grid), sort_keys=False), encoding="utf-8")
 
     def write(self, cells: pd.DataFrame, samples: pd.DataFrame) -> None:
         """Write both result tables with the schemas of `kvbench.runs.schema`."""
@@ -214,19 +214,21 @@ class RunStore:
         Returns:
             The frame of the cells.
         """
-        rows: list[dict[str, Any]] = []
+        cell_rows: list[dict[str, Any]] = []
 
         def samples() -> Iterator[pa.Table]:
-            for row, columns in scored:
-                rows.append(row)
+            for cell_row, columns in scored:
+                cell_rows.append(cell_row)
                 yield from_columns(columns, SAMPLES_SCHEMA)
 
-        return self._write(samples(), lambda: pd.DataFrame(rows, columns=CELLS_SCHEMA.names), facts)
+        return self._write(
+            samples(), lambda: pd.DataFrame(cell_rows, columns=CELLS_SCHEMA.names), facts
+        )
 
     def samples(self) -> pq.ParquetFile:
         """The table of samples, open: it stays what it is if another run replaces the file."""
-        file = pa.OSFile(str(self.path / SAMPLES))
-        return pq.ParquetFile(file, page_checksum_verification=True)
+        samples_file = pa.OSFile(str(self.path / SAMPLES))
+        return pq.ParquetFile(samples_file, page_checksum_verification=True)
 
     def _write(
         self,
@@ -236,39 +238,40 @@ class RunStore:
     ) -> pd.DataFrame:
         """Write the samples, then the cells, which are complete once all samples are there."""
         with (
-            replacing(self.path / SAMPLES) as part,
-            pq.ParquetWriter(part, SAMPLES_SCHEMA, write_page_checksum=True) as writer,
+            replacing(self.path / SAMPLES) as partial_file,
+            pq.ParquetWriter(partial_file, SAMPLES_SCHEMA, write_page_checksum=True) as writer,
         ):
-            for group in _row_groups(samples):
-                writer.write_table(group)
-        frame = cells()
-        table = with_record(to_table(frame, CELLS_SCHEMA), self.path / SAMPLES, facts)
-        with replacing(self.path / CELLS) as part:
-            pq.write_table(table, part, write_page_checksum=True)
-        return frame
+            for row_group in _row_groups(samples):
+                writer.write_table(row_group)
+        cells_frame = cells()
+        cells_table = with_record(to_table(cells_frame, CELLS_SCHEMA), self.path / SAMPLES, facts)
+        with replacing(self.path / CELLS) as partial_file:
+            pq.write_table(cells_table, partial_file, write_page_checksum=True)
+        return cells_frame
 
     def _check_owner(self) -> None:
         """Refuse a folder with results that kvbench did not write: they would be lost."""
         if (self.path / GRID).exists():
             return
-        for name in (RESPONSES, CELLS, SAMPLES):
-            file = self.path / name
+        for file_name in (RESPONSES, CELLS, SAMPLES):
+            file_path = self.path / file_name
             # A run that was killed at its very start leaves an empty journal and no grid.
-            if file.exists() and (name != RESPONSES or file.stat().st_size > 0):
+            if file_path.exists() and (file_name != RESPONSES or file_path.stat().st_size > 0):
                 raise UserError(
-                    f"{self.path} holds {name} but no {GRID}, so it was not written by kvbench; "
+                    f"{self.path} holds {file_name} but no {GRID}, so it was not written by "
+                    "kvbench; "
                     "choose another --out"
                 )
 
     def _take_lock(self) -> None:
-        path = self.path / LOCK
-        self._lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        lock_path = self.path / LOCK
+        self._lock = os.open(lock_path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            owner = os.read(self._lock, 20).decode(errors="replace").strip()
+            owner_id = os.read(self._lock, 20).decode(errors="replace").strip()
             raise UserError(
-                f"{self.path} is in use by another run (process {owner or 'unknown'}); "
+                f"{self.path} is in use by another run (process {owner_id or 'unknown'}); "
                 "wait for it or choose another --out"
             ) from None
         os.ftruncate(self._lock, 0)
@@ -276,20 +279,20 @@ class RunStore:
 
     def _clear_parts(self) -> None:
         """Remove half-written files of runs that were killed; nobody else writes now."""
-        for name in (RESPONSES, GRID, CELLS, SAMPLES):
-            for part in unfinished(self.path / name):
-                part.unlink()
+        for file_name in (RESPONSES, GRID, CELLS, SAMPLES):
+            for partial_file in unfinished(self.path / file_name):
+                partial_file.unlink()
 
     def _open_journal(self) -> None:
         self._journal = Journal(self.path / RESPONSES)
-        for place, entry in self._journal.placed():
+        for location, entry in self._journal.placed():
             if not _NEEDED <= entry.keys() <= _FIELDS:
                 raise UserError(
                     f"another version of kvbench wrote the responses in {self.path}; choose "
                     "another --out"
                 )
             key = (entry["cell"], entry["sample_id"], entry["question_id"], entry["repeat"])
-            self._index.add(key, place, done=not entry.get("error"))
+            self._index.add(key, location, done=not entry.get("error"))
         if self._journal.damaged:
             warnings.warn(
                 f"{self._journal.path}: {self._journal.damaged} damaged line(s) were moved to "
@@ -297,10 +300,10 @@ class RunStore:
                 stacklevel=4,
             )
 
-    def _read(self, places: Sequence[Place]) -> list[Response]:
+    def _read(self, locations: Sequence[Place]) -> list[Response]:
         assert self._journal is not None
         try:
-            return [_response(self._journal.at(place)) for place in places]
+            return [_response(self._journal.at(location)) for location in locations]
         except OSError as error:
             raise cannot("read", self.path / RESPONSES, error) from None
 
@@ -312,16 +315,16 @@ def _response(entry: Mapping[str, Any]) -> Response:
 
 def _row_groups(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
     """Tables of about `_ROW_GROUP` rows each, of many small ones."""
-    waiting: list[pa.Table] = []
-    rows = 0
+    pending_tables: list[pa.Table] = []
+    row_count = 0
     for table in tables:
-        waiting.append(table)
-        rows += len(table)
-        if rows >= _ROW_GROUP:
-            yield pa.concat_tables(waiting)
-            waiting, rows = [], 0
-    if waiting:
-        yield pa.concat_tables(waiting)
+        pending_tables.append(table)
+        row_count += len(table)
+        if row_count >= _ROW_GROUP:
+            yield pa.concat_tables(pending_tables)
+            pending_tables, row_count = [], 0
+    if pending_tables:
+        yield pa.concat_tables(pending_tables)
 
 
 _FIELDS = {field.name for field in fields(Response)}

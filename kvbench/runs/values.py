@@ -40,7 +40,7 @@ def read_yaml(path: str | Path) -> tuple[dict[Any, Any], dict[Any, int]]:
         UserError: The file cannot be read, is not a YAML mapping, or has a key twice.
     """
     try:
-        text = read_text(Path(path))
+        yaml_text = read_text(Path(path))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -48,41 +48,46 @@ def read_yaml(path: str | Path) -> tuple[dict[Any, Any], dict[Any, int]]:
     except ValueError as error:  # such as a path with a NUL byte
         raise UserError(f"cannot read {path}: {error}") from None
     try:
-        return _mapping(Loader(text), path)
+        return _mapping(Loader(yaml_text), path)
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = mark.line + 1 if mark else text.count("\n", 0, getattr(error, "position", 0)) + 1
-        what = getattr(error, "problem", None) or getattr(error, "reason", None)
-        raise UserError(f"{path}:{line}: {what or str(error).splitlines()[0]}") from None
+        problem_mark = getattr(error, "problem_mark", None)
+        line_number = (
+            problem_mark.line + 1
+            if problem_mark
+            else yaml_text.count("\n", 0, getattr(error, "position", 0)) + 1
+        )
+        problem = getattr(error, "problem", None) or getattr(error, "reason", None)
+        raise UserError(f"{path}:{line_number}: {problem or str(error).splitlines()[0]}") from None
     except RecursionError:
         raise UserError(f"{path}: the YAML is nested too deeply") from None
 
 
 def _mapping(loader: Loader, path: str | Path) -> tuple[dict[Any, Any], dict[Any, int]]:
     """The mapping of a document, and the line of each key."""
-    data: dict[Any, Any] = {}
-    lines: dict[Any, int] = {}
+    mapping: dict[Any, Any] = {}
+    key_lines: dict[Any, int] = {}
     try:
         node = loader.get_single_node()
         if not isinstance(node, yaml.MappingNode):
             raise UserError(f"{path}:1: a grid must be a mapping of keys to values")
         for key_node, value_node in node.value:
-            line = key_node.start_mark.line + 1
-            for part in (key_node, value_node):
-                _check_plain(part, path, set())
+            line_number = key_node.start_mark.line + 1
+            for child_node in (key_node, value_node):
+                _check_plain(child_node, path, set())
             key = loader.construct_object(key_node, deep=True)
             value = loader.construct_object(value_node, deep=True)
             if not isinstance(key, Hashable):
-                raise UserError(f"{path}:{line}: {quoted(key)} cannot be a key")
-            if key in data:
+                raise UserError(f"{path}:{line_number}: {quoted(key)} cannot be a key")
+            if key in mapping:
                 raise UserError(
-                    f"{path}:{line}: {quoted(key)} is given twice, first in line {lines[key]}"
+                    f"{path}:{line_number}: {quoted(key)} is given twice, first in line "
+                    f"{key_lines[key]}"
                 )
-            lines[key] = line
-            data[key] = value
+            key_lines[key] = line_number
+            mapping[key] = value
     finally:
         loader.dispose()
-    return data, lines
+    return mapping, key_lines
 
 
 _AS_WRITTEN = {
@@ -107,13 +112,14 @@ def _check_plain(node: yaml.Node, path: str | Path, checked: set[int]) -> None:
     checked.add(id(node))
     if not isinstance(node, yaml.ScalarNode):
         pairs = node.value if isinstance(node, yaml.MappingNode) else [node.value]
-        for part in (part for pair in pairs for part in pair):
-            _check_plain(part, path, checked)
+        for child_node in (child_node for pair in pairs for child_node in pair):
+            _check_plain(child_node, path, checked)
     elif node.style is None:
-        same, other = _AS_WRITTEN.get(node.tag.rpartition(":")[2], (_ANYTHING, ""))
-        if not same.fullmatch(node.value):
+        plain_pattern, wrong_type = _AS_WRITTEN.get(node.tag.rpartition(":")[2], (_ANYTHING, ""))
+        if not plain_pattern.fullmatch(node.value):
             raise UserError(
-                f"{path}:{node.start_mark.line + 1}: YAML takes {node.value} for {other}; quote "
+                f"{path}:{node.start_mark.line + 1}: YAML takes {node.value} for {wrong_type}; "
+                "quote "
                 "it, or write the value that you mean"
             )
 
@@ -121,32 +127,38 @@ def _check_plain(node: yaml.Node, path: str | Path, checked: set[int]) -> None:
 _ANYTHING = re.compile(r".*", re.DOTALL)
 
 
-def _items(value: Any, what: str) -> list[Any]:
+def _items(value: Any, label: str) -> list[Any]:
     if isinstance(value, str):
-        found: list[Any] = [part.strip() for part in value.split(",") if part.strip()]
+        items: list[Any] = [entry.strip() for entry in value.split(",") if entry.strip()]
     elif isinstance(value, Iterable) and not isinstance(value, Mapping):
-        found = [part for v in value for part in (_items(v, what) if isinstance(v, str) else [v])]
+        items = [
+            entry
+            for element in value
+            for entry in (_items(element, label) if isinstance(element, str) else [element])
+        ]
     else:
-        found = [value]
-    if not found or any(v is None or isinstance(v, (Mapping, list, tuple)) for v in found):
-        raise UserError(f"{what} must be a value or a list of values, not {quoted(value)}")
-    if len(found) > _MOST:
-        raise UserError(f"{len(found):,} {what} are too many for a run; use at most {_MOST:,}")
-    return found
+        items = [value]
+    if not items or any(
+        element is None or isinstance(element, (Mapping, list, tuple)) for element in items
+    ):
+        raise UserError(f"{label} must be a value or a list of values, not {quoted(value)}")
+    if len(items) > _MOST:
+        raise UserError(f"{len(items):,} {label} are too many for a run; use at most {_MOST:,}")
+    return items
 
 
-def names(what: str) -> Callable[[Any], tuple[str, ...]]:
+def names(label: str) -> Callable[[Any], tuple[str, ...]]:
     def read(value: Any) -> tuple[str, ...]:
-        found = _items(value, what)
-        if wrong := [v for v in found if not isinstance(v, str)]:
-            raise UserError(f"{what} must be names, not {quoted(wrong[0])}")
-        return tuple(dict.fromkeys(found))
+        items = _items(value, label)
+        if wrong_items := [item for item in items if not isinstance(item, str)]:
+            raise UserError(f"{label} must be names, not {quoted(wrong_items[0])}")
+        return tuple(dict.fromkeys(items))
 
     return read
 
 
 def budgets(value: Any) -> tuple[str, ...]:
-    parsed = [Budget.parse(v) for v in _items(value, "budgets")]
+    parsed = [Budget.parse(spelling) for spelling in _items(value, "budgets")]
     return tuple(dict.fromkeys(str(budget) for budget in parsed))
 
 
@@ -155,37 +167,39 @@ def moments(value: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(timing) for timing in parsed))
 
 
-def integer(what: str, low: int, high: int = _INT32) -> Callable[[Any], int]:
+def integer(label: str, minimum: int, maximum: int = _INT32) -> Callable[[Any], int]:
     def read(value: Any) -> int:
         if isinstance(value, str) and value.strip().isdecimal() and len(value) < _DIGITS:
             value = int(value)
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            raise UserError(f"{what} must be an integer from {low} to {high}, not {quoted(value)}")
+        if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
+            raise UserError(
+                f"{label} must be an integer from {minimum} to {maximum}, not {quoted(value)}"
+            )
         return value
 
     return read
 
 
 def lengths(value: Any) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(integer("length", 1)(v) for v in _items(value, "lengths")))
+    return tuple(dict.fromkeys(integer("length", 1)(length) for length in _items(value, "lengths")))
 
 
-def batch(what: str) -> Callable[[Any], int | str]:
-    return lambda value: "auto" if value == "auto" else integer(what, 1)(value)
+def batch(label: str) -> Callable[[Any], int | str]:
+    return lambda value: "auto" if value == "auto" else integer(label, 1)(value)
 
 
 def memory(value: Any) -> int:
-    found = _MEMORY.fullmatch(str(value).strip()) if not isinstance(value, bool) else None
-    size = float(found[1]) * _UNITS[found[2].upper()] if found else 0
-    if not 1 <= size <= INT64:
+    match = _MEMORY.fullmatch(str(value).strip()) if not isinstance(value, bool) else None
+    byte_count = float(match[1]) * _UNITS[match[2].upper()] if match else 0
+    if not 1 <= byte_count <= INT64:
         raise UserError(f"cache_memory must be a size such as 40GB or 512MB, not {quoted(value)}")
-    return int(size)
+    return int(byte_count)
 
 
-def text(what: str) -> Callable[[Any], str]:
+def text(label: str) -> Callable[[Any], str]:
     def read(value: Any) -> str:
         if not isinstance(value, str) or not value.strip():
-            raise UserError(f"{what} must be a name, not {quoted(value)}")
+            raise UserError(f"{label} must be a name, not {quoted(value)}")
         return value.strip()
 
     return read
@@ -205,7 +219,10 @@ def dtype(value: Any) -> str:
 
 def device_map(value: Any) -> str | dict[str, str | int]:
     if isinstance(value, Mapping) and value:
-        if all(isinstance(k, str) and isinstance(v, str | int) for k, v in value.items()):
+        if all(
+            isinstance(module, str) and isinstance(device, str | int)
+            for module, device in value.items()
+        ):
             return dict(value)
     elif value in _DEVICE_MAPS:
         return str(value)
@@ -222,30 +239,30 @@ def executor(value: Any) -> str:
 
 
 def gpus(value: Any) -> float:
-    wanted = "a fraction of a GPU or a whole number of GPUs"
-    count = _number("gpus_per_cell", _TINY, _INT32, wanted)(value)
-    if count > 1 and count != int(count):
-        raise UserError(f"gpus_per_cell must be {wanted}, not {quoted(value)}")
-    return count
+    expected = "a fraction of a GPU or a whole number of GPUs"
+    gpu_count = _number("gpus_per_cell", _TINY, _INT32, expected)(value)
+    if gpu_count > 1 and gpu_count != int(gpu_count):
+        raise UserError(f"gpus_per_cell must be {expected}, not {quoted(value)}")
+    return gpu_count
 
 
-def truth(what: str) -> Callable[[Any], bool]:
+def truth(label: str) -> Callable[[Any], bool]:
     def read(value: Any) -> bool:
         if not isinstance(value, bool):
-            raise UserError(f"{what} must be true or false, not {quoted(value)}")
+            raise UserError(f"{label} must be true or false, not {quoted(value)}")
         return value
 
     return read
 
 
-def _number(what: str, low: float, high: float, wanted: str) -> Callable[[Any], float]:
+def _number(label: str, minimum: float, maximum: float, expected: str) -> Callable[[Any], float]:
     def read(value: Any) -> float:
         try:
             number = math.nan if isinstance(value, bool) else float(value)
         except (TypeError, ValueError, OverflowError):
             number = math.nan
-        if not low <= number <= high:
-            raise UserError(f"{what} must be {wanted}, not {quoted(value)}")
+        if not minimum <= number <= maximum:
+            raise UserError(f"{label} must be {expected}, not {quoted(value)}")
         return number
 
     return read
@@ -255,8 +272,8 @@ def temperature(value: Any) -> float:
     return _number("temperature", 0, _HOT, f"a number from 0 (greedy) to {_HOT}")(value)
 
 
-def probability(what: str) -> Callable[[Any], float]:
-    return _number(what, _TINY, 1, "a number above 0 and at most 1")
+def probability(label: str) -> Callable[[Any], float]:
+    return _number(label, _TINY, 1, "a number above 0 and at most 1")
 
 
 def truncation(value: Any) -> str:
@@ -271,15 +288,15 @@ def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | list | tuple):
-        inside = value.items() if isinstance(value, Mapping) else value
-        for item in inside:
+        contents = value.items() if isinstance(value, Mapping) else value
+        for item in contents:
             yield from _texts(item)
 
 
-def check_texts(what: str, value: Any) -> None:
+def check_texts(label: str, value: Any) -> None:
     """Refuse texts that no file can be named after, and that no table can hold."""
-    for written in _texts(value):
-        if "\0" in written:
-            raise UserError(f"{what} contains a NUL character: {quoted(written)}")
-        if re.search("[\ud800-\udfff]", written):
-            raise UserError(f"{what} contains a character that is not UTF-8: {quoted(written)}")
+    for contained in _texts(value):
+        if "\0" in contained:
+            raise UserError(f"{label} contains a NUL character: {quoted(contained)}")
+        if re.search("[\ud800-\udfff]", contained):
+            raise UserError(f"{label} contains a character that is not UTF-8: {quoted(contained)}")

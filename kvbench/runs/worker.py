@@ -62,15 +62,15 @@ class Prefilled:
 
     def __init__(
         self,
-        make: Callable[[], tuple[Prefix, Tensor]],
-        made: tuple[Prefix, Tensor] | None = None,
+        prefill: Callable[[], tuple[Prefix, Tensor]],
+        first_result: tuple[Prefix, Tensor] | None = None,
     ) -> None:
-        self._make = make
-        self.prefix, self.logits = make() if made is None else made
+        self._make = prefill
+        self.prefix, self.logits = prefill() if first_result is None else first_result
 
     def intact(self) -> Prefix:
         """The prefix as no policy has changed it."""
-        if self.prefix.spoiled:
+        if self.prefix.modified_in_place:
             self.prefix, self.logits = self._make()
         return self.prefix
 
@@ -112,13 +112,13 @@ class Worker:
         self._thinking = Thinking.of(self.tokenizer)
         self._weights = Weights(self.model, self.reload)
 
-    def tensor(self, ids: Sequence[int]) -> Tensor:
+    def tensor(self, token_ids: Sequence[int]) -> Tensor:
         """Token ids on the device, `[1, n]`."""
-        return torch.tensor([list(ids)], device=self.device)
+        return torch.tensor([list(token_ids)], device=self.device)
 
     def prefill(
         self,
-        ids: Sequence[int],
+        token_ids: Sequence[int],
         needs: Iterable[Need],
         media: Sequence[Medium] = (),
         pruning: Pruning | None = None,
@@ -126,13 +126,13 @@ class Worker:
         """Prefill tokens with the needed observations; return the logits after them as well.
 
         Args:
-            ids: The tokens.
+            token_ids: The tokens.
             needs: What the policies need.
             media: Images and videos among the tokens.
             pruning: Visual tokens to prune.
         """
-        shown = self.pixels(media)
-        extend = partial(Prefix.extend, ids=self.tensor(ids), pixels=shown)
+        pixel_values = self.pixels(media)
+        extend = partial(Prefix.extend, token_ids=self.tensor(token_ids), pixels=pixel_values)
         return self._observed(frozenset(needs), extend, pruning)
 
     def prefill_together(
@@ -151,18 +151,20 @@ class Worker:
         prefix = Prefix(self.model, needs - self.harmful.keys())
         if not prefix.separable:
             return None
-        width = max(map(len, contexts))
-        ids, mask = left_padded(contexts, width)
-        some = None if bool(mask.all()) else mask.to(self.device)
-        extend = partial(Prefix.extend, ids=ids.to(self.device), mask=some)
-        return self._observed(needs, extend, fresh=prefix)
+        max_length = max(map(len, contexts))
+        token_ids, token_mask = left_padded(contexts, max_length)
+        attention_mask = None if bool(token_mask.all()) else token_mask.to(self.device)
+        extend = partial(
+            Prefix.extend, token_ids=token_ids.to(self.device), token_mask=attention_mask
+        )
+        return self._observed(needs, extend, fresh_prefix=prefix)
 
     def _observed(
         self,
         needs: frozenset[Need],
         extend: Callable[[Prefix], Tensor],
         pruning: Pruning | None = None,
-        fresh: Prefix | None = None,
+        fresh_prefix: Prefix | None = None,
     ) -> tuple[Prefix, Tensor]:
         """Prefill with observers, without those that change the model's parameters.
 
@@ -170,25 +172,29 @@ class Worker:
             needs: What is observed.
             extend: Prefills a prefix and returns the logits.
             pruning: Visual tokens to prune.
-            fresh: An empty prefix with these observers, if there is one already.
+            fresh_prefix: An empty prefix with these observers, if there is one already.
         """
 
-        def prefilled(some: frozenset[Need], fresh: Prefix | None = None) -> tuple[Prefix, Tensor]:
-            prefix = fresh or Prefix(self.model, some, pruning)
+        def prefilled(
+            safe_needs: frozenset[Need], fresh_prefix: Prefix | None = None
+        ) -> tuple[Prefix, Tensor]:
+            prefix = fresh_prefix or Prefix(self.model, safe_needs, pruning)
             logits = extend(prefix)
-            prefix.cache.broken |= {n: self.harmful[n] for n in needs if n in self.harmful}
+            prefix.cache.broken |= {
+                need: self.harmful[need] for need in needs if need in self.harmful
+            }
             return prefix, logits
 
-        made = prefilled(needs - self.harmful.keys(), fresh)
-        foreign = [need for need in needs - self.harmful.keys() if not is_built_in(need)]
-        if not foreign or not (changed := self._weights.changed()):
-            return made
-        self._weights.restore(changed)
-        for need in foreign:  # find out which of them it was
+        result = prefilled(needs - self.harmful.keys(), fresh_prefix)
+        plugin_needs = [need for need in needs - self.harmful.keys() if not is_built_in(need)]
+        if not plugin_needs or not (changed_name := self._weights.changed()):
+            return result
+        self._weights.restore(changed_name)
+        for need in plugin_needs:  # find out which of them it was
             prefilled(frozenset({need}))
-            if changed := self._weights.changed():
-                self._weights.restore(changed)
-                self.harmful[need] = BudgetError(_CHANGED.format(changed))
+            if changed_name := self._weights.changed():
+                self._weights.restore(changed_name)
+                self.harmful[need] = BudgetError(_CHANGED.format(changed_name))
         return prefilled(needs - self.harmful.keys())
 
     @contextmanager
@@ -196,7 +202,7 @@ class Worker:
         """Run a policy; see `plugin_call`. The model's parameters are the same afterwards.
 
         Args:
-            prefix: What the policy is shown; it counts as spoiled if parameters were changed.
+            prefix: What the policy is shown; it counts as modified if parameters were changed.
 
         Raises:
             PluginError: The policy has failed, or changed a parameter of the model.
@@ -207,11 +213,11 @@ class Worker:
                 yield
         except Exception as error:
             failure = error
-        if changed := self._weights.changed():
-            self._weights.restore(changed)
+        if changed_name := self._weights.changed():
+            self._weights.restore(changed_name)
             if prefix is not None:
-                prefix.cache.spoiled = True
-            raise PluginError(_CHANGED.format(changed)) from failure
+                prefix.cache.modified_in_place = True
+            raise PluginError(_CHANGED.format(changed_name)) from failure
         if failure is not None:
             raise failure
 
@@ -222,64 +228,70 @@ class Worker:
         assert self.vision is not None
         return self.vision.pixels(media, self.device)
 
-    def expanded(self, text: str, media: Sequence[Medium]) -> str:
+    def expanded(self, context_text: str, media: Sequence[Medium]) -> str:
         """A text with the tokens of its media in place of their placeholders."""
         if not media:
-            return text
+            return context_text
         assert self.vision is not None
-        return self.vision.expand(text, media)
+        return self.vision.expand(context_text, media)
 
     def compress(
         self,
         prefix: Prefix,
         cell: Cell,
         prompt: Prompt,
-        reserve: int | None = None,
-        whole: int | None = None,
-        tail: int = 0,
+        reserved_tokens: int | None = None,
+        prompt_length: int | None = None,
+        trailing_tokens: int = 0,
     ) -> RaggedCache | None:
         """Compress a prefix for a cell; None if its policy fails.
 
         Args:
-            prefix: The prefilled context. After a failure `prefix.spoiled` tells whether it must
+            prefix: The prefilled context. `prefix.modified_in_place` tells whether it must
                 be prefilled again.
             cell: The cell.
             prompt: A prompt that the failure is recorded for.
-            reserve: Free rows behind every segment.
-            whole, tail: As in `Compression`.
+            reserved_tokens: Free rows behind every segment.
+            prompt_length, trailing_tokens: As in `Compression`.
         """
-        wanted = Compression(cell.policy, cell.budget, cell.moment, cell.seed, whole, tail)
+        compression = Compression(
+            cell.policy, cell.budget, cell.moment, cell.seed, prompt_length, trailing_tokens
+        )
         try:
-            return self._compressed(prefix, [wanted], reserve)[0]
+            return self._compressed(prefix, [compression], reserved_tokens)[0]
         except PluginError as error:
             self.fail(cell, prompt, str(error))
             return None
 
     def compress_all(
-        self, prefix: Prefix, cells: Sequence[Cell], reserve: int
+        self, prefix: Prefix, cells: Sequence[Cell], reserved_tokens: int
     ) -> list[RaggedCache | None]:
         """Compress a prefix for cells of one moment.
 
         Args:
             prefix: The prefilled context; see `compress`.
             cells: The cells.
-            reserve: Free rows behind every segment.
+            reserved_tokens: Free rows behind every segment.
 
         Returns:
             A cache for each; only None if a policy fails, so that each must be compressed alone.
         """
-        wanted = [Compression(c.policy, c.budget, c.moment, c.seed) for c in cells]
+        compressions = [
+            Compression(cell.policy, cell.budget, cell.moment, cell.seed) for cell in cells
+        ]
         try:
-            return [*self._compressed(prefix, wanted, reserve)]
+            return [*self._compressed(prefix, compressions, reserved_tokens)]
         except PluginError:
             return [None] * len(cells)
 
     def _compressed(
-        self, prefix: Prefix, wanted: Sequence[Compression], reserve: int | None
+        self, prefix: Prefix, compressions: Sequence[Compression], reserved_tokens: int | None
     ) -> list[RaggedCache]:
         """Compress a prefix in several ways, at one moment."""
         with self.policy_call(prefix):
-            return prefix.compress(wanted, None if wanted[0].moment in LATER else reserve)
+            return prefix.compress(
+                compressions, None if compressions[0].moment in LATER else reserved_tokens
+            )
 
     def row(self, cell: Cell, prompt: Prompt) -> Row:
         """A response of a cell to a prompt, still to be generated."""
@@ -288,25 +300,25 @@ class Worker:
         draw = None
         if request.sampling is not None:
             # Neither policy nor budget: cells that are compared draw with the same noise.
-            key = (cell.seed, cell.task, request.sample_id, request.question_id, prompt.repeat)
-            draw = Draw(request.sampling, key)
+            draw_key = (cell.seed, cell.task, request.sample_id, request.question_id, prompt.repeat)
+            draw = Draw(request.sampling, draw_key)
         return Row(prompt.limit, stop, draw=draw, given=prompt.given_ids)
 
-    def pool(self, width: int) -> Pool[Response]:
-        """A pool for responses whose questions have at most `width` tokens."""
+    def pool(self, question_width: int) -> Pool[Response]:
+        """A pool for responses whose questions have at most `question_width` tokens."""
         batching = self.batching
 
-        def room(rows: int, held: list[RaggedCache]) -> bool:
-            return batching.has_room(rows - 1, held)
+        def has_room(row_count: int, held_caches: list[RaggedCache]) -> bool:
+            return batching.has_room(row_count - 1, held_caches)
 
-        return Pool(self.model, batching.counts, batching.asking, width, room)
+        return Pool(self.model, batching.counts, batching.asking, question_width, has_room)
 
     def done(self, responses: Sequence[Response], cells: Iterable[Cell]) -> None:
         """Store responses of some cells; a cell whose response has failed is given up."""
-        named = {cell.cell: cell for cell in cells}
+        cells_by_id = {cell.cell: cell for cell in cells}
         for response in responses:
             if response.error:
-                self._give_up(named[response.cell], response.error)
+                self._give_up(cells_by_id[response.cell], response.error)
         self.store.append(responses)
         self.reporter.advance(len(responses))
 
@@ -334,8 +346,8 @@ def model_of(stage: Stage, grid: Grid) -> nn.Module:
 
 
 @contextmanager
-def loaded_model(stage: Stage, grid: Grid, say: Say) -> Iterator[nn.Module]:
+def loaded_model(stage: Stage, grid: Grid, notify: Say) -> Iterator[nn.Module]:
     """The stage's model with kvbench's attention, on a sensible number of threads."""
     model = model_of(stage, grid)
-    with thread_budget(model, say), engine(model):
+    with thread_budget(model, notify), engine(model):
         yield model

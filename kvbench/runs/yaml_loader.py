@@ -28,13 +28,13 @@ class Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """Compose a node and count its values."""
         mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
-        is_alias, before = self.check_event(yaml.AliasEvent), self._count
+        is_alias, earlier_count = self.check_event(yaml.AliasEvent), self._count
         node = super().compose_node(parent, index)
         if node is None:
             return None
         if not is_alias:
             self._count += 1
-            self._sizes[node] = self._count - before
+            self._sizes[node] = self._count - earlier_count
         elif node in self._sizes:
             self._count += self._sizes[node]
         else:
@@ -60,8 +60,8 @@ def read_text(path: Path) -> str:
         OSError: The file cannot be read.
         ValueError: It is larger than 4 MB, or not UTF-8.
     """
-    with path.open("rb") as file:
-        content = file.read(_MOST_BYTES + 1)
+    with path.open("rb") as yaml_file:
+        content = yaml_file.read(_MOST_BYTES + 1)
     if len(content) > _MOST_BYTES:  # a device, such as /dev/zero, has no end
         raise ValueError(f"it is larger than {_MOST_BYTES >> 20} MB")
     return content.decode()

@@ -8,7 +8,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from kvbench.report.style import house_style, looks
+from kvbench.report.style import marker_styles, plot_style
 
 _TITLES = {
     "kl": "KL",
@@ -30,8 +30,8 @@ def draw(log: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
     """
     steps = [record["step"] for record in log]
     names = [name for name in _TITLES if name in log[0]]
-    colour = looks([title])[title][0]
-    with house_style():
+    colour = marker_styles([title])[title][0]
+    with plot_style():
         figure = Figure(figsize=(3.2 * len(names), 2.6), layout="constrained", dpi=120)
         axes = figure.subplots(1, len(names), squeeze=False)[0]
         for axis, name in zip(axes, names, strict=True):

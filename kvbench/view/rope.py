@@ -33,18 +33,20 @@ def angles(model: ModelInfo, layer: int, position: Tensor) -> tuple[Tensor, Tens
     return cos.unflatten(0, position.shape), sin.unflatten(0, position.shape)
 
 
-def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn `x` `[..., d]` by angles `[..., r]`; channels from `r` on stay as they are."""
+def turn(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn `states` `[..., d]` by angles `[..., r]`; channels from `r` on stay as they are."""
     r = cos.shape[-1]
-    return torch.cat([x[..., :r] * cos + _half_turn(x[..., :r]) * sin, x[..., r:]], -1)
+    return torch.cat(
+        [states[..., :r] * cos + _half_turn(states[..., :r]) * sin, states[..., r:]], -1
+    )
 
 
-def turn_back(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def turn_back(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Undo `turn`."""
-    scale = cos.square() + sin.square()
-    return turn(x, cos / scale, -sin / scale)
+    squared_norm = cos.square() + sin.square()
+    return turn(states, cos / squared_norm, -sin / squared_norm)
 
 
-def _half_turn(x: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([-second, first], -1)
+def _half_turn(states: Tensor) -> Tensor:
+    first_half, second_half = states.chunk(2, dim=-1)
+    return torch.cat([-second_half, first_half], -1)

@@ -43,11 +43,11 @@ class Scores:
             self.protect = self.protect.clamp(0, Scores.NEWEST).to(torch.int8)
 
 
-def checked_scores(found: object, v: View) -> Scores:
+def checked_scores(result: object, v: View) -> Scores:
     """Check the type, dtype and shape of what a score has returned.
 
     Args:
-        found: What it returned.
+        result: What it returned.
         v: What it was shown.
 
     Returns:
@@ -57,40 +57,40 @@ def checked_scores(found: object, v: View) -> Scores:
         BudgetError: The scores are not a floating-point tensor `[B, H, n]`, or the protection
             classes are neither bool nor integers.
     """
-    if isinstance(found, Tensor):
-        check_floating("the score", found)
-        found = Scores(found, protect_nothing(v))
-    if not isinstance(found, Scores):
+    if isinstance(result, Tensor):
+        check_floating("the score", result)
+        result = Scores(result, protect_nothing(v))
+    if not isinstance(result, Scores):
         raise BudgetError(
-            f"the score returned {type(found).__name__}; return a float tensor [B, H, n] or Scores"
+            f"the score returned {type(result).__name__}; return a float tensor [B, H, n] or Scores"
         )
-    check_floating("the score", found.value)
-    if found.protect.dtype != torch.int8:
-        raise BudgetError(f"protect is {_kind(found.protect)}; return a bool or integer tensor")
-    for name, x in (("scores", found.value), ("protect", found.protect)):
-        if x.shape != v.shape:
+    check_floating("the score", result.value)
+    if result.protect.dtype != torch.int8:
+        raise BudgetError(f"protect is {_kind(result.protect)}; return a bool or integer tensor")
+    for field_name, tensor in (("scores", result.value), ("protect", result.protect)):
+        if tensor.shape != v.shape:
             raise BudgetError(
-                f"the score returned {name} of shape {list(x.shape)}; return [B, H, n] "
+                f"the score returned {field_name} of shape {list(tensor.shape)}; return [B, H, n] "
                 f"{list(v.shape)}"
             )
-    return found
+    return result
 
 
-def check_floating(what: str, x: Tensor) -> None:
+def check_floating(what: str, data: Tensor) -> None:
     """Refuse numbers that are not floating-point: converting them would hide a mistake.
 
     Raises:
         BudgetError: They are complex, bool or integers.
     """
-    if not x.is_floating_point():
-        how = ".abs()" if x.is_complex() else ".float()"
+    if not data.is_floating_point():
+        how = ".abs()" if data.is_complex() else ".float()"
         raise BudgetError(
-            f"{what} returned {_kind(x)}, not floating-point; convert it, for example with {how}"
+            f"{what} returned {_kind(data)}, not floating-point; convert it, for example with {how}"
         )
 
 
-def _kind(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")
+def _kind(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def protect_nothing(v: View) -> Tensor:
@@ -100,10 +100,10 @@ def protect_nothing(v: View) -> Tensor:
 
 def protect_window(v: View, window: int | Tensor) -> Tensor:
     """Protect the last `window` tokens (an int, or int64 `[B]`); the newest gives way last."""
-    size = window if isinstance(window, int) else window[:, None, None]
-    classes = ((v.age < size) & v.valid).to(torch.int8) * Scores.WINDOW
-    newest = (v.age == 0) & v.valid & (classes > 0)
-    return torch.where(newest, Scores.NEWEST, classes).to(torch.int8)
+    window_size = window if isinstance(window, int) else window[:, None, None]
+    classes = ((v.age < window_size) & v.valid).to(torch.int8) * Scores.WINDOW
+    is_newest = (v.age == 0) & v.valid & (classes > 0)
+    return torch.where(is_newest, Scores.NEWEST, classes).to(torch.int8)
 
 
 def protect_sinks(v: View, sinks: int) -> Tensor:

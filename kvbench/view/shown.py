@@ -117,21 +117,25 @@ class View:
 
         No tensor is copied. The extras are zero, as they are before a score sets them.
         """
-        out = copy.copy(self)
-        for name in _BY_SEQUENCE:
-            setattr(out, name, _repeated(getattr(self, name), len(budget)))
-        out.obs = {need: _repeated(x, len(budget)) for need, x in self.obs.items()}
-        out.extras = {
-            name: torch.zeros(len(budget), *x.shape[1:], dtype=x.dtype, device=x.device)
-            for name, x in self.extras.items()
+        budget_view = copy.copy(self)
+        for field_name in _BY_SEQUENCE:
+            setattr(budget_view, field_name, _repeated(getattr(self, field_name), len(budget)))
+        budget_view.obs = {
+            need: _repeated(tensor, len(budget)) for need, tensor in self.obs.items()
         }
-        out._budget, out.read_budget, out._alone = budget, False, self
-        return out
+        budget_view.extras = {
+            field_name: torch.zeros(
+                len(budget), *tensor.shape[1:], dtype=tensor.dtype, device=tensor.device
+            )
+            for field_name, tensor in self.extras.items()
+        }
+        budget_view._budget, budget_view.read_budget, budget_view._alone = budget, False, self
+        return budget_view
 
     def tensors(self) -> list[tuple[object, Tensor]]:
         """The tensors that nobody may change in place, by name or need: all but the extras."""
-        named = [(name, getattr(self, name)) for name in _BY_SEQUENCE]
-        return [*named, ("budget", self._budget), *self.obs.items()]
+        named_tensors = [(field_name, getattr(self, field_name)) for field_name in _BY_SEQUENCE]
+        return [*named_tensors, ("budget", self._budget), *self.obs.items()]
 
     @property
     def budget(self) -> Tensor:
@@ -150,8 +154,8 @@ class View:
     @property
     def shape(self) -> tuple[int, int, int]:
         """`(B, H, n)`."""
-        b, h, n = self.valid.shape
-        return b, h, n
+        batch_size, kv_heads, entry_count = self.valid.shape
+        return batch_size, kv_heads, entry_count
 
     def grouped(self, per_query_head: Tensor, how: str = "mean") -> Tensor:
         """Reduce a tensor `[B, H_q, ...]` over the query heads of each KV head to `[B, H, ...]`.
@@ -160,10 +164,10 @@ class View:
             per_query_head: One value per query head on axis 1.
             how: `mean`, `max` or `sum` over the group.
         """
-        x: Tensor = per_query_head.unflatten(1, (self.model.kv_heads, self.model.group))
+        grouped_heads: Tensor = per_query_head.unflatten(1, (self.model.kv_heads, self.model.group))
         if how == "max":
-            return x.amax(2)
-        return x.sum(2) if how == "sum" else x.mean(2)
+            return grouped_heads.amax(2)
+        return grouped_heads.sum(2) if how == "sum" else grouped_heads.mean(2)
 
     def window_attention(self, window: int, last: int | None = None) -> Tensor:
         """Attention of the last `window` queries on the entries, causal within the window.
@@ -178,18 +182,18 @@ class View:
         Returns:
             float32 `[B, H_q, last, n]`.
         """
-        q = self.obs[Queries(window)].float()
+        queries = self.obs[Queries(window)].float()
         if last is not None:
-            q, window = q[:, :, -last:], last
-        b, h, n = self.shape
-        q = q.unflatten(1, (h, self.model.group)).flatten(2, 3)
-        logits = (q @ self.key.float().transpose(-1, -2)) * self.scale
-        logits = logits.view(b, h, self.model.group, -1, n)
-        behind = torch.arange(window - 1, -1, -1, device=q.device)
-        seen = (self.age[:, :, None, :] >= behind[:, None]) & self.valid[:, :, None, :]
-        logits = logits.masked_fill(~seen[:, :, None], float("-inf"))
-        real = (behind < self.length[:, None])[:, None, None, :, None]
-        attention = torch.softmax(logits, -1).nan_to_num(0.0) * real
+            queries, window = queries[:, :, -last:], last
+        batch_size, kv_heads, entry_count = self.shape
+        queries = queries.unflatten(1, (kv_heads, self.model.group)).flatten(2, 3)
+        logits = (queries @ self.key.float().transpose(-1, -2)) * self.scale
+        logits = logits.view(batch_size, kv_heads, self.model.group, -1, entry_count)
+        distances = torch.arange(window - 1, -1, -1, device=queries.device)
+        is_visible = (self.age[:, :, None, :] >= distances[:, None]) & self.valid[:, :, None, :]
+        logits = logits.masked_fill(~is_visible[:, :, None], float("-inf"))
+        is_query = (distances < self.length[:, None])[:, None, None, :, None]
+        attention = torch.softmax(logits, -1).nan_to_num(0.0) * is_query
         return attention.flatten(1, 2)
 
     def noise(self, stream: int = 0) -> Tensor:
@@ -198,9 +202,13 @@ class View:
         The noise is a hash of (seed, context, layer, head, position), not the output of a
         generator, so it depends neither on the batch nor on the order in which cells run.
         """
-        head = torch.arange(self.valid.shape[1], device=self.col.device)[None, :, None]
-        x = self.seed[:, None, None] + 0x9E3779B1 * (self.layer * 1024 + head) + self.position
-        return (hashed(x + 0x51ED2705 * stream) >> 8).to(torch.float32) / float(1 << 24)
+        head_indices = torch.arange(self.valid.shape[1], device=self.col.device)[None, :, None]
+        noise_keys = (
+            self.seed[:, None, None]
+            + 0x9E3779B1 * (self.layer * 1024 + head_indices)
+            + self.position
+        )
+        return (hashed(noise_keys + 0x51ED2705 * stream) >> 8).to(torch.float32) / float(1 << 24)
 
 
 def hashed(x: Tensor) -> Tensor:
@@ -218,6 +226,6 @@ _BY_SEQUENCE = (
 )
 
 
-def _repeated(x: Tensor, times: int) -> Tensor:
+def _repeated(tensor: Tensor, repeat_count: int) -> Tensor:
     """A tensor of one sequence `[1, ...]` as that of several, without a copy."""
-    return x.expand(times, *x.shape[1:])
+    return tensor.expand(repeat_count, *tensor.shape[1:])

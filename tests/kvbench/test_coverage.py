@@ -90,7 +90,7 @@ def test_an_unchanged_program_rarely_fails_however_many_cells_it_has() -> None:
             before, after = (
                 dict(zip(keys, x.ravel(), strict=True)) for x in changes(rng, 0.1, 0.1, 20)
             )
-            p.append(paired_p(after, before, by_key, n=400))
+            p.append(paired_p(after, before, by_key, draws=400))
         plain += min(p) < 0.05
         corrected += min(holm(p)) < 0.05
     assert plain / 100 > 0.2  # without a correction

@@ -9,7 +9,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from kvbench.analysis.common import Bench, contexts, held, loaded, stages
+from kvbench.analysis.common import Bench, analysis_model, contexts, kept_masks, stages
 from kvbench.engine.models import full_layer_ids
 from kvbench.progress import Reporter
 from kvbench.runs.answers import Prompt
@@ -37,91 +37,107 @@ def analyze(grid: Grid, reporter: Reporter) -> Allocation:
     Raises:
         UserError: Something in the grid is unknown or out of range.
     """
-    rows: list[dict[str, Any]] = []
-    failed: dict[str, str] = {}
+    table_rows: list[dict[str, Any]] = []
+    failures: dict[str, str] = {}
     for stage in stages(grid, reporter.message):
-        with loaded(stage, grid, reporter.message) as model:
-            bench = Bench(model, reporter, failed, stage.vision)
+        with analysis_model(stage, grid, reporter.message) as model:
+            bench = Bench(model, reporter, failures, stage.vision)
             layers = full_layer_ids(model)
             reporter.start(
                 sum(len(job.prompts) * len(job.cells) for job in stage.jobs), stage.model
             )
             try:
                 for job in stage.jobs:
-                    counts: dict[str, list[Tensor]] = {cell.cell: [] for cell in job.cells}
-                    sizes: dict[str, list[int]] = {cell.cell: [] for cell in job.cells}
+                    entry_counts: dict[str, list[Tensor]] = {cell.cell: [] for cell in job.cells}
+                    context_lengths: dict[str, list[int]] = {cell.cell: [] for cell in job.cells}
                     for prompts in contexts(job):
-                        _count(bench, prompts, job.cells, counts, sizes)
+                        _count(bench, prompts, job.cells, entry_counts, context_lengths)
                         reporter.advance(len(prompts) * len(job.cells))
                     for cell in job.cells:
-                        if cell.cell not in failed:
-                            size = sizes[cell.cell]
-                            found = torch.stack(counts[cell.cell]).double()
-                            rows += _rows(cell, layers, found, size)
+                        if cell.cell not in failures:
+                            cell_lengths = context_lengths[cell.cell]
+                            cell_counts = torch.stack(entry_counts[cell.cell]).double()
+                            table_rows += _rows(cell, layers, cell_counts, cell_lengths)
             finally:
                 reporter.stop()
-    return Allocation(pd.DataFrame(rows), failed)
+    return Allocation(pd.DataFrame(table_rows), failures)
 
 
 def _count(
     bench: Bench,
     prompts: list[Prompt],
     cells: list[Cell],
-    counts: dict[str, list[Tensor]],
-    sizes: dict[str, list[int]],
+    entry_counts: dict[str, list[Tensor]],
+    context_lengths: dict[str, list[int]],
 ) -> None:
     """Compress one context for all cells, once per question for those of moment `question`."""
     needs = frozenset(need for cell in cells for need in cell.policy.needs)
-    first = prompts[0]
-    prefix = bench.prefill(first.context_ids, needs, first.media)
-    asked: list[tuple[int, ...]] = [()]
-    asked += dict.fromkeys(p.question_ids for p in prompts)
-    for question in asked:
-        due = [c for c in cells if (c.moment == "question") == bool(question)]
-        due = [c for c in due if c.cell not in bench.failed]
-        if not due:
+    first_prompt = prompts[0]
+    prefix = bench.prefill(first_prompt.context_ids, needs, first_prompt.media)
+    questions: list[tuple[int, ...]] = [()]
+    questions += dict.fromkeys(prompt.question_ids for prompt in prompts)
+    for question in questions:
+        due_cells = [
+            candidate for candidate in cells if (candidate.moment == "question") == bool(question)
+        ]
+        due_cells = [candidate for candidate in due_cells if candidate.cell not in bench.failed]
+        if not due_cells:
             continue
 
-        def taken(question: tuple[int, ...] = question, fresh: bool = False) -> Any:
-            base = bench.prefill(first.context_ids, needs, first.media) if fresh else prefix
+        def prefill_question(question: tuple[int, ...] = question, fresh: bool = False) -> Any:
+            context_prefix = (
+                bench.prefill(first_prompt.context_ids, needs, first_prompt.media)
+                if fresh
+                else prefix
+            )
             if not question:
-                return base
-            longer = base.fork()
-            longer.extend(bench.tensor(question))
-            return longer
+                return context_prefix
+            extended = context_prefix.fork()
+            extended.extend(bench.tensor(question))
+            return extended
 
-        whole = taken()
-        for cell in due:
-            cache = bench.compress(whole, cell, cell.policy, 1)
+        extended = prefill_question()
+        for cell in due_cells:
+            cache = bench.compress(extended, cell, cell.policy, 1)
             if cache is None:
-                if whole.spoiled:
-                    whole = taken(fresh=True)
+                if extended.modified_in_place:
+                    extended = prefill_question(fresh=True)
                 continue
-            kept = torch.stack([layer.sum(-1) for layer in held(cache)])
-            counts[cell.cell].append(kept.cpu())
-            sizes[cell.cell].append(len(first.context_ids) + len(question))
+            kept_counts = torch.stack([layer_mask.sum(-1) for layer_mask in kept_masks(cache)])
+            entry_counts[cell.cell].append(kept_counts.cpu())
+            context_lengths[cell.cell].append(len(first_prompt.context_ids) + len(question))
 
 
-def _rows(cell: Cell, layers: list[int], counts: Tensor, sizes: list[int]) -> list[dict[str, Any]]:
+def _rows(
+    cell: Cell, layers: list[int], entry_counts: Tensor, context_lengths: list[int]
+) -> list[dict[str, Any]]:
     """Rows of one cell from its counts `[compressions, L, H]`."""
-    even = counts.mean((1, 2), keepdim=True)
-    share = (counts / even).mean(0).tolist()
-    spread = counts.std(0, correction=1) if len(counts) > 1 else torch.zeros_like(counts[0])
-    mean, least, most = counts.mean(0), counts.amin(0), counts.amax(0)
+    even_share = entry_counts.mean((1, 2), keepdim=True)
+    relative_share = (entry_counts / even_share).mean(0).tolist()
+    deviations = (
+        entry_counts.std(0, correction=1)
+        if len(entry_counts) > 1
+        else torch.zeros_like(entry_counts[0])
+    )
+    mean_counts, min_counts, max_counts = (
+        entry_counts.mean(0),
+        entry_counts.amin(0),
+        entry_counts.amax(0),
+    )
     return [
         {
             "cell": cell.cell,
-            **{name: cell.labels[name] for name in _LABELS},
+            **{label: cell.labels[label] for label in _LABELS},
             "layer": layer,
             "kv_head": head,
-            "entries": float(mean[i, head]),
-            "entries_sd": float(spread[i, head]),
-            "entries_min": int(least[i, head]),
-            "entries_max": int(most[i, head]),
-            "share": share[i][head],
-            "tokens": sum(sizes) / len(sizes),
-            "compressions": len(counts),
+            "entries": float(mean_counts[layer_index, head]),
+            "entries_sd": float(deviations[layer_index, head]),
+            "entries_min": int(min_counts[layer_index, head]),
+            "entries_max": int(max_counts[layer_index, head]),
+            "share": relative_share[layer_index][head],
+            "tokens": sum(context_lengths) / len(context_lengths),
+            "compressions": len(entry_counts),
         }
-        for i, layer in enumerate(layers)
-        for head in range(counts.shape[2])
+        for layer_index, layer in enumerate(layers)
+        for head in range(entry_counts.shape[2])
     ]

@@ -7,43 +7,49 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from kvbench.analysis.maps import MOST_ACROSS, Colours, head_maps, naming, picture
-from kvbench.analysis.scopes import budgets, names, scopes
-from kvbench.report.style import house_style
+from kvbench.analysis.maps import MOST_ACROSS, Colours, figure_suffixes, head_maps, layer_head_map
+from kvbench.analysis.scopes import distinct_values, ordered_budgets, scopes
+from kvbench.report.style import plot_style
 from kvbench.report.text import counted, short, slug
 
 
-def draw_allocation(table: pd.DataFrame, folder: Path) -> list[Path]:
+def draw_allocation(allocation_frame: pd.DataFrame, folder: Path) -> list[Path]:
     """Draw a map of entries per layer and KV head for every policy, a panel per budget.
 
     Args:
-        table: The table of an allocation analysis.
+        allocation_frame: The table of an allocation analysis.
         folder: Where to; it exists.
 
     Returns:
         The files written.
     """
     paths: list[Path] = []
-    with house_style():
-        for scope, part in scopes(table):
-            end, where = naming(table, scope)
-            for policy in names(part, "policy"):
-                here = part[part["policy"] == policy].sort_values(["layer", "kv_head"])
-                title = f"{short(policy)}, entries per KV head · {where}"
-                paths += _map(here, title, folder / f"allocation-{slug(policy)}-{end}")
+    with plot_style():
+        for scope, scope_rows in scopes(allocation_frame):
+            suffix, subtitle = figure_suffixes(allocation_frame, scope)
+            for policy in distinct_values(scope_rows, "policy"):
+                policy_rows = scope_rows[scope_rows["policy"] == policy].sort_values(
+                    ["layer", "kv_head"]
+                )
+                title = f"{short(policy)}, entries per KV head · {subtitle}"
+                paths += _map(policy_rows, title, folder / f"allocation-{slug(policy)}-{suffix}")
     return paths
 
 
-def _map(part: pd.DataFrame, title: str, stem: Path) -> list[Path]:
+def _map(policy_rows: pd.DataFrame, title: str, stem: Path) -> list[Path]:
     panels = []
-    for budget in budgets(part):
-        here = part[part["budget"] == budget]
-        share = picture(part, here["share"].to_numpy(np.float64), "kv_head")
-        panels.append((f"{budget}: mean {here['entries'].mean():.0f}", share))
-    limit = max(0.05, *(float(np.abs(share - 1).max()) for _, share in panels))
-    lines = [panels[i : i + MOST_ACROSS] for i in range(0, len(panels), MOST_ACROSS)]
+    for budget in ordered_budgets(policy_rows):
+        budget_rows = policy_rows[policy_rows["budget"] == budget]
+        share_map = layer_head_map(
+            policy_rows, budget_rows["share"].to_numpy(np.float64), "kv_head"
+        )
+        panels.append((f"{budget}: mean {budget_rows['entries'].mean():.0f}", share_map))
+    limit = max(0.05, *(float(np.abs(share_map - 1).max()) for _, share_map in panels))
+    panel_rows = [
+        panels[start : start + MOST_ACROSS] for start in range(0, len(panels), MOST_ACROSS)
+    ]
     colours = [Colours("RdBu_r", 1 - limit, 1 + limit, "entries over\nan even share")]
     # Every cell of a task compresses the same contexts, or at `question` the same questions.
-    noun = "question" if (part["moment"] == "question").all() else "context"
-    title += f", n = {counted(int(part['compressions'].iloc[0]), noun)} per KV head"
-    return head_maps(lines, colours, title, "KV head", sorted(set(part["layer"])), stem)
+    noun = "question" if (policy_rows["moment"] == "question").all() else "context"
+    title += f", n = {counted(int(policy_rows['compressions'].iloc[0]), noun)} per KV head"
+    return head_maps(panel_rows, colours, title, "KV head", sorted(set(policy_rows["layer"])), stem)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pandas as pd
 
-from kvbench.analysis.scopes import budgets, names, scopes, title_of
+from kvbench.analysis.scopes import distinct_values, ordered_budgets, scope_heading, scopes
 from kvbench.report.numbers import Kind
 from kvbench.report.table import Cell, Column, Name, Row, Table
 
@@ -14,25 +14,31 @@ _MOST_LAYERS = 12
 """A model with more layers is shown by those that get least and most."""
 
 
-def allocation_tables(table: pd.DataFrame) -> Iterator[Table]:
+def allocation_tables(allocation_frame: pd.DataFrame) -> Iterator[Table]:
     """The table of an allocation analysis for each model, task, length and moment."""
-    for scope, part in scopes(table):
-        layers = list(dict.fromkeys(part["layer"]))
-        each = len(layers) <= _MOST_LAYERS
-        titles = [f"layer {i}" for i in layers] if each else ["least layer", "most layer"]
+    for scope, scope_rows in scopes(allocation_frame):
+        layers = list(dict.fromkeys(scope_rows["layer"]))
+        shows_all = len(layers) <= _MOST_LAYERS
+        titles = (
+            [f"layer {layer}" for layer in layers] if shows_all else ["least layer", "most layer"]
+        )
         columns = [Column("policy"), Column("budget")]
-        counts = ("mean", "least KV head", "most KV head", *titles)
-        columns += [Column(title, Kind.COUNT) for title in counts]
-        rows = []
-        for policy in names(part, "policy"):
-            for budget in budgets(part):
-                here = part[(part["policy"] == policy) & (part["budget"] == budget)]
-                if not len(here):
+        count_titles = ("mean", "least KV head", "most KV head", *titles)
+        columns += [Column(heading, Kind.COUNT) for heading in count_titles]
+        table_rows = []
+        for policy in distinct_values(scope_rows, "policy"):
+            for budget in ordered_budgets(scope_rows):
+                cell_rows = scope_rows[
+                    (scope_rows["policy"] == policy) & (scope_rows["budget"] == budget)
+                ]
+                if not len(cell_rows):
                     continue
-                entries = here["entries"]
-                means = here.groupby("layer", observed=True)["entries"].mean()
-                shown: list[Cell] = [*means[layers]] if each else [means.min(), means.max()]
+                entries = cell_rows["entries"]
+                layer_means = cell_rows.groupby("layer", observed=True)["entries"].mean()
+                layer_cells: list[Cell] = (
+                    [*layer_means[layers]] if shows_all else [layer_means.min(), layer_means.max()]
+                )
                 numbers = (entries.mean(), entries.min(), entries.max())
-                rows.append(Row((Name(policy), Name(budget), *numbers, *shown)))
-        title = (*title_of(scope), ": entries per layer and KV head, mean over contexts")
-        yield Table(title, tuple(columns), tuple(rows))
+                table_rows.append(Row((Name(policy), Name(budget), *numbers, *layer_cells)))
+        heading = (*scope_heading(scope), ": entries per layer and KV head, mean over contexts")
+        yield Table(heading, tuple(columns), tuple(table_rows))

@@ -10,38 +10,38 @@ from kvbench.analysis.allocation.figures import draw_allocation
 from kvbench.analysis.allocation.tables import allocation_tables
 from kvbench.analysis.common import make_grid
 from kvbench.analysis.summary import notes
-from kvbench.analysis.write import Done, check_any, folder_of, write_all
+from kvbench.analysis.write import AnalysisOutput, make_output_folder, require_results, write_all
 from kvbench.progress import Reporter
 
 
 def write_allocation(
-    given: Mapping[str, Any],
+    grid_options: Mapping[str, Any],
     reporter: Reporter,
     *,
     command: str = "kvbench analyze allocation",
-) -> Done:
+) -> AnalysisOutput:
     """Count what allocators give and write `allocation.parquet`.
 
     Args:
-        given: The grid, as `Grid.from_dict` takes it.
+        grid_options: The grid, as `Grid.from_dict` takes it.
         reporter: Told of the progress.
         command: What the summary says that made it.
 
     Raises:
         UserError: Something in the grid is unknown, out of range, or cannot be written to.
     """
-    grid = make_grid(given)
-    path = folder_of(grid, "allocation")
-    found = analyze(grid, reporter)
-    check_any(found.table, found.failed)
+    grid = make_grid(grid_options)
+    folder = make_output_folder(grid, "allocation")
+    allocation = analyze(grid, reporter)
+    require_results(allocation.table, allocation.failed)
     return write_all(
-        path,
+        folder,
         grid,
         {"analysis": "allocation"},
-        {"allocation": found.table},
-        list(allocation_tables(found.table)),
-        notes(found.table, found.failed),
-        draw_allocation(found.table, path / "figures"),
+        {"allocation": allocation.table},
+        list(allocation_tables(allocation.table)),
+        notes(allocation.table, allocation.failed),
+        draw_allocation(allocation.table, folder / "figures"),
         command,
-        found.failed,
+        allocation.failed,
     )

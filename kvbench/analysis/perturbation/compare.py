@@ -15,28 +15,32 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from kvbench.analysis.scopes import Row, names, scopes
+from kvbench.analysis.scopes import Row, distinct_values, scopes
 from kvbench.stats import FEW, Floats, resampled, summary, wilson
 
 TOLERANCE = 1e-5
 """Relative excess of l1 over a bound that counts as rounding, not as a violation."""
 
 
-def matrix(part: pd.DataFrame, column: str = "l1") -> tuple[Floats, list[str]]:
+def matrix(cell_rows: pd.DataFrame, column: str = "l1") -> tuple[Floats, list[str]]:
     """A column of one cell by question and head.
 
     Args:
-        part: The rows of one cell in the table of heads.
+        cell_rows: The rows of one cell in the table of heads.
         column: Which numbers.
 
     Returns:
         `[questions, layers * heads]`, questions sorted by id, and the context of each question.
     """
-    index = ["sample_id", "question_id", "context_id"]
-    wide = part.assign(**{k: part[k].astype(str) for k in ("sample_id", "context_id")})
-    table = wide.pivot(index=index, columns=["layer", "head"], values=column).sort_index()
-    table = table.sort_index(axis=1)
-    return table.to_numpy(dtype=np.float64), [str(c) for _, _, c in table.index]
+    index_columns = ["sample_id", "question_id", "context_id"]
+    labelled = cell_rows.assign(
+        **{id_column: cell_rows[id_column].astype(str) for id_column in ("sample_id", "context_id")}
+    )
+    pivoted = labelled.pivot(
+        index=index_columns, columns=["layer", "head"], values=column
+    ).sort_index()
+    pivoted = pivoted.sort_index(axis=1)
+    return pivoted.to_numpy(dtype=np.float64), [str(context) for _, _, context in pivoted.index]
 
 
 def pairs(heads: pd.DataFrame) -> pd.DataFrame:
@@ -52,45 +56,59 @@ def pairs(heads: pd.DataFrame) -> pd.DataFrame:
         ties count half. `change` is the relative change of the mean l1 from `against` to `policy`.
         Each has `_lo` and `_hi`.
     """
-    rows: list[Row] = []
-    for where, part in scopes(heads):
-        for budget in names(part, "budget"):
-            here = part[part["budget"] == budget]
-            cells = {p: matrix(here[here["policy"] == p]) for p in names(here, "policy")}
-            for against, policy in combinations(cells, 2):
-                (a, contexts), (b, _) = cells[policy], cells[against]
-                pair = {"budget": budget, "policy": policy, "against": against}
-                rows.append({**where, **pair, **compared(a, b, contexts)})
-    return pd.DataFrame(rows)
+    pair_rows: list[Row] = []
+    for scope, scope_rows in scopes(heads):
+        for budget in distinct_values(scope_rows, "budget"):
+            budget_rows = scope_rows[scope_rows["budget"] == budget]
+            matrices = {
+                policy_name: matrix(budget_rows[budget_rows["policy"] == policy_name])
+                for policy_name in distinct_values(budget_rows, "policy")
+            }
+            for against, policy in combinations(matrices, 2):
+                (policy_l1, contexts), (against_l1, _) = matrices[policy], matrices[against]
+                pair_labels = {"budget": budget, "policy": policy, "against": against}
+                pair_rows.append(
+                    {**scope, **pair_labels, **compare_policies(policy_l1, against_l1, contexts)}
+                )
+    return pd.DataFrame(pair_rows)
 
 
-def compared(a: Floats, b: Floats, contexts: list[str]) -> Row:
+def compare_policies(policy_l1: Floats, against_l1: Floats, contexts: list[str]) -> Row:
     """Compare two policies' l1, `[questions, heads]` each, over the same questions."""
-    of_queries = summary(_wins(a, b).mean(1), contexts)
-    ids, index = np.unique(np.asarray(contexts), return_inverse=True)
-    sums = np.zeros((2, len(ids), a.shape[1]))
-    np.add.at(sums[0], index, a)
-    np.add.at(sums[1], index, b)
-    won = float(_wins(a.mean(0), b.mean(0)).mean())
-    change = _ratio(a.mean(), b.mean())
-    lo, hi, low, high = 0.0, 1.0, -math.inf, math.inf
-    if len(ids) < FEW:
-        lo, hi = wilson(won, len(ids))
+    query_wins = summary(_wins(policy_l1, against_l1).mean(1), contexts)
+    context_ids, context_index = np.unique(np.asarray(contexts), return_inverse=True)
+    context_sums = np.zeros((2, len(context_ids), policy_l1.shape[1]))
+    np.add.at(context_sums[0], context_index, policy_l1)
+    np.add.at(context_sums[1], context_index, against_l1)
+    head_wins = float(_wins(policy_l1.mean(0), against_l1.mean(0)).mean())
+    change = _ratio(policy_l1.mean(), against_l1.mean())
+    wins_low, wins_high, change_low, change_high = 0.0, 1.0, -math.inf, math.inf
+    if len(context_ids) < FEW:
+        wins_low, wins_high = wilson(head_wins, len(context_ids))
     else:
-        drawn = resampled(lambda w: np.array([_wins(*(one @ sums)).mean() for one in w]), len(ids))
+        resampled_wins = resampled(
+            lambda weights: np.array([_wins(*(draw @ context_sums)).mean() for draw in weights]),
+            len(context_ids),
+        )
         # The share over heads is not a mean over contexts: near ties its draws lie to one side.
-        lo, hi = np.quantile(drawn, [0.025, 0.975])
-        lo, hi = min(float(lo), won), max(float(hi), won)
-        totals = resampled(lambda w: w @ sums.sum(2).T, len(ids))
-        ratios = [_ratio(x, y) for x, y in totals]
-        if np.isfinite(ratios).all():
-            low, high = (float(q) for q in np.quantile(ratios, [0.025, 0.975]))
+        wins_low, wins_high = np.quantile(resampled_wins, [0.025, 0.975])
+        wins_low, wins_high = min(float(wins_low), head_wins), max(float(wins_high), head_wins)
+        resampled_totals = resampled(
+            lambda weights: weights @ context_sums.sum(2).T, len(context_ids)
+        )
+        changes = [
+            _ratio(policy_total, against_total) for policy_total, against_total in resampled_totals
+        ]
+        if np.isfinite(changes).all():
+            change_low, change_high = (
+                float(quantile) for quantile in np.quantile(changes, [0.025, 0.975])
+            )
     return {
-        "heads_won": won, "heads_won_lo": lo, "heads_won_hi": hi,
-        "queries_won": of_queries.mean,
-        "queries_won_lo": of_queries.lo, "queries_won_hi": of_queries.hi,
-        "change": change, "change_lo": low, "change_hi": high,
-        "heads": a.shape[1], "questions": len(a), "contexts": len(ids),
+        "heads_won": head_wins, "heads_won_lo": wins_low, "heads_won_hi": wins_high,
+        "queries_won": query_wins.mean,
+        "queries_won_lo": query_wins.lo, "queries_won_hi": query_wins.hi,
+        "change": change, "change_lo": change_low, "change_hi": change_high,
+        "heads": policy_l1.shape[1], "questions": len(policy_l1), "contexts": len(context_ids),
     }  # fmt: skip
 
 
@@ -120,46 +138,64 @@ def cells(heads: pd.DataFrame) -> pd.DataFrame:
         1 is unknown) and `violations` (rows with l1 above it: of all rows for bound 1, of those
         where the assumption holds for bounds 2 and 3). Unknown numbers are NaN.
     """
-    rows: list[Row] = []
-    for where, part in scopes(heads):
-        for policy in names(part, "policy"):
-            for budget in names(part, "budget"):
-                here = part[(part["policy"] == policy) & (part["budget"] == budget)]
-                if len(here):
-                    rows.append({**where, "policy": policy, "budget": budget, **_cell(here)})
-    return pd.DataFrame(rows)
+    table_rows: list[Row] = []
+    for scope, scope_rows in scopes(heads):
+        for policy in distinct_values(scope_rows, "policy"):
+            for budget in distinct_values(scope_rows, "budget"):
+                cell_rows = scope_rows[
+                    (scope_rows["policy"] == policy) & (scope_rows["budget"] == budget)
+                ]
+                if len(cell_rows):
+                    table_rows.append(
+                        {**scope, "policy": policy, "budget": budget, **_cell(cell_rows)}
+                    )
+    return pd.DataFrame(table_rows)
 
 
-def _cell(here: pd.DataFrame) -> Row:
-    l1, contexts = matrix(here)
-    mean = _estimate(l1.mean(1), contexts)
-    row: Row = {"l1": mean[0], "l1_lo": mean[1], "l1_hi": mean[2]}
-    row["relative"] = float(here["l1"].mean() / here["output"].mean())
-    row["mass"] = float(here["mass"].mean())
-    known = here["stage1_mass"].notna().to_numpy()
-    holds = (here["stage1_mass"] > 0.5).to_numpy()
-    row |= {"assumption": math.nan, "assumption_lo": math.nan, "assumption_hi": math.nan}
-    row["assumption_top"] = math.nan
-    if known.all():
-        shares = matrix(here.assign(holds=holds), "holds")[0].mean(1)
-        found = summary(shares, contexts)
-        row |= {"assumption": found.mean, "assumption_lo": found.lo, "assumption_hi": found.hi}
-        row["assumption_top"] = float((here["top_mass"] > 0.5).mean())
-    for i in (1, 2, 3):
+def _cell(cell_rows: pd.DataFrame) -> Row:
+    l1_matrix, contexts = matrix(cell_rows)
+    l1_estimate = _estimate(l1_matrix.mean(1), contexts)
+    measures: Row = {"l1": l1_estimate[0], "l1_lo": l1_estimate[1], "l1_hi": l1_estimate[2]}
+    measures["relative"] = float(cell_rows["l1"].mean() / cell_rows["output"].mean())
+    measures["mass"] = float(cell_rows["mass"].mean())
+    stage1_known = cell_rows["stage1_mass"].notna().to_numpy()
+    assumption_holds = (cell_rows["stage1_mass"] > 0.5).to_numpy()
+    measures |= {"assumption": math.nan, "assumption_lo": math.nan, "assumption_hi": math.nan}
+    measures["assumption_top"] = math.nan
+    if stage1_known.all():
+        holding_shares = matrix(cell_rows.assign(holds=assumption_holds), "holds")[0].mean(1)
+        assumption = summary(holding_shares, contexts)
+        measures |= {
+            "assumption": assumption.mean,
+            "assumption_lo": assumption.lo,
+            "assumption_hi": assumption.hi,
+        }
+        measures["assumption_top"] = float((cell_rows["top_mass"] > 0.5).mean())
+    for bound_index in (1, 2, 3):
         # Bound 1 needs no assumption, but bounds can only be compared on the same rows.
-        mine = here[holds] if known.all() or i > 1 else here
-        bound, true = mine[f"bound{i}"], mine["l1"]
-        row[f"tightness{i}"] = float(bound.mean() / true.mean()) if true.sum() > 0 else math.nan
-        mine = here if i == 1 else mine
-        row[f"violations{i}"] = int(violated(mine["l1"], mine[f"bound{i}"]).sum())
-    row |= {"rows": len(here), "questions": len(l1), "contexts": len(set(contexts))}
-    return row
+        bound_rows = (
+            cell_rows[assumption_holds] if stage1_known.all() or bound_index > 1 else cell_rows
+        )
+        bound_values, true_l1 = bound_rows[f"bound{bound_index}"], bound_rows["l1"]
+        measures[f"tightness{bound_index}"] = (
+            float(bound_values.mean() / true_l1.mean()) if true_l1.sum() > 0 else math.nan
+        )
+        bound_rows = cell_rows if bound_index == 1 else bound_rows
+        measures[f"violations{bound_index}"] = int(
+            violated(bound_rows["l1"], bound_rows[f"bound{bound_index}"]).sum()
+        )
+    measures |= {
+        "rows": len(cell_rows),
+        "questions": len(l1_matrix),
+        "contexts": len(set(contexts)),
+    }
+    return measures
 
 
 def violated(l1: npt.ArrayLike, bound: npt.ArrayLike) -> npt.NDArray[np.bool_]:
     """Where l1 exceeds a bound by more than rounding; a NaN bound is never violated."""
-    true, limit = np.asarray(l1, dtype=np.float64), np.asarray(bound, dtype=np.float64)
-    return np.asarray(true > limit + TOLERANCE * np.abs(limit) + 1e-12)
+    true_l1, limits = np.asarray(l1, dtype=np.float64), np.asarray(bound, dtype=np.float64)
+    return np.asarray(true_l1 > limits + TOLERANCE * np.abs(limits) + 1e-12)
 
 
 def curve(layers: pd.DataFrame, column: str) -> pd.DataFrame:
@@ -168,16 +204,20 @@ def curve(layers: pd.DataFrame, column: str) -> pd.DataFrame:
     Returns:
         A row per model, task, length, moment, policy, budget and layer with `mean`, `lo`, `hi`.
     """
-    rows: list[Row] = []
-    keys = ["policy", "budget", "layer"]
-    for where, part in scopes(layers):
-        for values, here in part.groupby(keys, sort=False, observed=True):
-            if here[column].isna().any():
+    curve_rows: list[Row] = []
+    key_columns = ["policy", "budget", "layer"]
+    for scope, scope_rows in scopes(layers):
+        for key_values, layer_rows in scope_rows.groupby(key_columns, sort=False, observed=True):
+            if layer_rows[column].isna().any():
                 continue
-            found = _estimate(here[column].to_numpy(), list(here["context_id"].astype(str)))
-            estimate = dict(zip(("mean", "lo", "hi"), found, strict=True))
-            rows.append({**where, **dict(zip(keys, values, strict=True)), **estimate})
-    return pd.DataFrame(rows)
+            interval = _estimate(
+                layer_rows[column].to_numpy(), list(layer_rows["context_id"].astype(str))
+            )
+            estimate = dict(zip(("mean", "lo", "hi"), interval, strict=True))
+            curve_rows.append(
+                {**scope, **dict(zip(key_columns, key_values, strict=True)), **estimate}
+            )
+    return pd.DataFrame(curve_rows)
 
 
 def _estimate(values: Floats, contexts: list[str]) -> tuple[float, float, float]:
@@ -185,5 +225,5 @@ def _estimate(values: Floats, contexts: list[str]) -> tuple[float, float, float]
     if len(set(contexts)) < FEW:
         return float(values.mean()), -math.inf, math.inf
     # Shifted above 1, where kvbench.stats does not take numbers for shares, and back.
-    found = summary(values + 2.0, contexts)
-    return found.mean - 2.0, found.lo - 2.0, found.hi - 2.0
+    estimate = summary(values + 2.0, contexts)
+    return estimate.mean - 2.0, estimate.lo - 2.0, estimate.hi - 2.0

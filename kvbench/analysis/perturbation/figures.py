@@ -11,19 +11,19 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from kvbench.analysis.maps import MOST_ACROSS, Colours, head_maps, naming, picture
+from kvbench.analysis.maps import MOST_ACROSS, Colours, figure_suffixes, head_maps, layer_head_map
 from kvbench.analysis.perturbation.compare import curve, matrix
-from kvbench.analysis.scopes import budgets, names, scopes, within
+from kvbench.analysis.scopes import distinct_values, ordered_budgets, rows_in_scope, scopes
 from kvbench.report.style import (
     COLUMN,
     PAGE,
-    Sheet,
-    handle,
-    house_style,
-    looks,
-    marked,
+    FigureLayout,
+    lay_out_figure,
+    legend_handle,
+    marker_options,
+    marker_styles,
+    plot_style,
     save,
-    sheet,
 )
 from kvbench.report.text import counted, short, slug
 from kvbench.stats import Floats
@@ -35,10 +35,10 @@ def shown_pairs(pairs: pd.DataFrame) -> list[tuple[str, str]]:
     """The pairs that tables and figures show: all, or of many those against the first policy."""
     if not len(pairs):
         return []
-    found = list(dict.fromkeys(zip(pairs["policy"], pairs["against"], strict=True)))
-    if len(found) <= MOST_PAIRS:
-        return found
-    return [pair for pair in found if pair[1] == found[0][1]]
+    all_pairs = list(dict.fromkeys(zip(pairs["policy"], pairs["against"], strict=True)))
+    if len(all_pairs) <= MOST_PAIRS:
+        return all_pairs
+    return [pair for pair in all_pairs if pair[1] == all_pairs[0][1]]
 
 
 def draw_perturbation(
@@ -59,60 +59,75 @@ def draw_perturbation(
         The files written.
     """
     paths: list[Path] = []
-    curves = _Curves(names(heads, "policy"))
-    with house_style():
-        for scope, part in scopes(heads):
-            end, where = naming(heads, scope)
+    curves = _Curves(distinct_values(heads, "policy"))
+    with plot_style():
+        for scope, scope_rows in scopes(heads):
+            suffix, subtitle = figure_suffixes(heads, scope)
             for pair in shown_pairs(pairs):
-                here = part[part["policy"].isin(pair)]
-                name = f"heads-{slug(pair[0])}-vs-{slug(pair[1])}-{end}"
-                paths += _maps(here, pair, where, folder / name)
-            mine = within(layers, scope)
-            for column, name, on in (
+                pair_rows = scope_rows[scope_rows["policy"].isin(pair)]
+                file_name = f"heads-{slug(pair[0])}-vs-{slug(pair[1])}-{suffix}"
+                paths += _maps(pair_rows, pair, subtitle, folder / file_name)
+            layer_rows = rows_in_scope(layers, scope)
+            for column, file_name, condition in (
                 ("l1", "layers", ""),
                 ("l1_forward", "layers-forward", " in a forward on the kept cache"),
             ):
-                found = curve(mine, column)
-                if len(found) and found["layer"].nunique() > 1:
-                    title = f"L1 change of the attention output{on} · {where}"
-                    paths += curves.over_layers(found, title, folder / f"{name}-{end}")
-            rows = within(cells, scope)
-            if rows["budget"].nunique() > 1:
-                title = f"L1 change of a head's output, mean over heads and layers · {where}"
-                paths += curves.over_budgets(rows, title, folder / f"budgets-{end}")
+                layer_curve = curve(layer_rows, column)
+                if len(layer_curve) and layer_curve["layer"].nunique() > 1:
+                    title = f"L1 change of the attention output{condition} · {subtitle}"
+                    paths += curves.over_layers(
+                        layer_curve, title, folder / f"{file_name}-{suffix}"
+                    )
+            scope_cells = rows_in_scope(cells, scope)
+            if scope_cells["budget"].nunique() > 1:
+                title = f"L1 change of a head's output, mean over heads and layers · {subtitle}"
+                paths += curves.over_budgets(scope_cells, title, folder / f"budgets-{suffix}")
     return paths
 
 
-def _maps(part: pd.DataFrame, pair: tuple[str, str], where: str, stem: Path) -> list[Path]:
+def _maps(pair_rows: pd.DataFrame, pair: tuple[str, str], subtitle: str, stem: Path) -> list[Path]:
     """Above: share of questions where the policy perturbs less; below: its change of mean l1."""
-    columns: list[tuple[str, Floats, Floats]] = []
+    budget_maps: list[tuple[str, Floats, Floats]] = []
     questions = 0
-    for budget in budgets(part):
-        both = [part[(part["policy"] == p) & (part["budget"] == budget)] for p in pair]
-        if not all(len(x) for x in both):
+    for budget in ordered_budgets(pair_rows):
+        policy_frames = [
+            pair_rows[(pair_rows["policy"] == policy) & (pair_rows["budget"] == budget)]
+            for policy in pair
+        ]
+        if not all(len(policy_frame) for policy_frame in policy_frames):
             continue
-        (a, _), (b, _) = (matrix(x) for x in both)
-        questions = len(a)
-        share = 100 * ((a < b) + 0.5 * (a == b)).mean(0)
-        old = b.mean(0)
-        change = 100 * (a.mean(0) - old) / np.where(old > 0, old, 1.0)
-        columns.append((budget, picture(part, share, "head"), picture(part, change, "head")))
-    if not columns:
+        (policy_l1, _), (against_l1, _) = (matrix(policy_frame) for policy_frame in policy_frames)
+        questions = len(policy_l1)
+        win_share = 100 * ((policy_l1 < against_l1) + 0.5 * (policy_l1 == against_l1)).mean(0)
+        against_mean = against_l1.mean(0)
+        mean_change = (
+            100 * (policy_l1.mean(0) - against_mean) / np.where(against_mean > 0, against_mean, 1.0)
+        )
+        budget_maps.append(
+            (
+                budget,
+                layer_head_map(pair_rows, win_share, "head"),
+                layer_head_map(pair_rows, mean_change, "head"),
+            )
+        )
+    if not budget_maps:
         return []
-    widest = max(float(np.abs(c).max()) for _, _, c in columns)
+    widest = max(float(np.abs(change_map).max()) for _, _, change_map in budget_maps)
     limit = min(100.0, max(1.0, math.ceil(widest)))
-    lines: list[list[tuple[str, Floats]]] = []
-    for start in range(0, len(columns), MOST_ACROSS):
-        chunk = columns[start : start + MOST_ACROSS]
-        lines.append([(f"budget {b}", share) for b, share, _ in chunk])
-        lines.append([("", change) for _, _, change in chunk])
+    panel_rows: list[list[tuple[str, Floats]]] = []
+    for start in range(0, len(budget_maps), MOST_ACROSS):
+        chunk = budget_maps[start : start + MOST_ACROSS]
+        panel_rows.append([(f"budget {budget}", win_share) for budget, win_share, _ in chunk])
+        panel_rows.append([("", mean_change) for _, _, mean_change in chunk])
     colours = [
         Colours("RdBu", 0.0, 100.0, "smaller l1,\n% of questions"),
         Colours("RdBu_r", -limit, limit, "change of\nmean l1, %"),
     ]
-    title = f"{short(pair[0])} against {short(pair[1])}, l1 of a head's output · {where}"
+    title = f"{short(pair[0])} against {short(pair[1])}, l1 of a head's output · {subtitle}"
     title += f", n = {counted(questions, 'question')} per head"
-    return head_maps(lines, colours, title, "query head", sorted(set(part["layer"])), stem)
+    return head_maps(
+        panel_rows, colours, title, "query head", sorted(set(pair_rows["layer"])), stem
+    )
 
 
 class _Curves:
@@ -123,70 +138,88 @@ class _Curves:
     """
 
     def __init__(self, policies: list[str]) -> None:
-        self.looks_of = looks(policies)
+        self.styles = marker_styles(policies)
 
-    def over_layers(self, found: pd.DataFrame, title: str, stem: Path) -> list[Path]:
+    def over_layers(self, curve_frame: pd.DataFrame, title: str, stem: Path) -> list[Path]:
         """Draw the mean of every layer, a panel per budget."""
-        shown = budgets(found)
-        across = min(len(shown), 3)
-        page = self._page(found, title, math.ceil(len(shown) / across), across, "layer")
-        for ax, budget in zip(page.used(len(shown)), shown, strict=True):
-            here = found[found["budget"] == budget]
-            ax.set_title(f"budget {budget}", loc="left", y=1.0, pad=3)
-            self._lines(ax, here, lambda rows: rows["layer"].to_numpy(np.float64))
-            ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-        page.axes[0, 0].set_ylim(bottom=0)  # after all panels: they share the axis
-        return save(page.figure, stem)
+        budget_names = ordered_budgets(curve_frame)
+        across = min(len(budget_names), 3)
+        layout = self._page(
+            curve_frame, title, math.ceil(len(budget_names) / across), across, "layer"
+        )
+        for axes, budget in zip(layout.used(len(budget_names)), budget_names, strict=True):
+            budget_rows = curve_frame[curve_frame["budget"] == budget]
+            axes.set_title(f"budget {budget}", loc="left", y=1.0, pad=3)
+            self._lines(
+                axes, budget_rows, lambda policy_rows: policy_rows["layer"].to_numpy(np.float64)
+            )
+            axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        layout.axes[0, 0].set_ylim(bottom=0)  # after all panels: they share the axis
+        return save(layout.figure, stem)
 
-    def over_budgets(self, rows: pd.DataFrame, title: str, stem: Path) -> list[Path]:
+    def over_budgets(self, cell_rows: pd.DataFrame, title: str, stem: Path) -> list[Path]:
         """Draw the mean over heads and layers by budget, a panel for shares and one for tokens."""
-        found = rows.rename(columns={"l1": "mean", "l1_lo": "lo", "l1_hi": "hi"})
-        kinds = [k for k in (False, True) if (found["budget"].str.isdigit() == k).any()]
-        page = self._page(found, title, 1, len(kinds), "budget, log scale")
-        for ax, absolute in zip(page.used(len(kinds)), kinds, strict=True):
-            here = found[found["budget"].str.isdigit() == absolute]
-            here = here.assign(at=here["budget"].astype(float) * (1 if absolute else 100))
-            here = here.sort_values("at")
-            self._lines(ax, here, lambda part: part["at"].to_numpy(np.float64))
-            ax.set_xscale("log")
-            ticks = sorted(set(here["at"]))
-            ax.set_xticks(ticks, [f"{t:g}" + "%" * (not absolute) for t in ticks])
-            ax.minorticks_off()
-            ax.set_title("tokens kept" if absolute else "share kept", loc="left", y=1.0, pad=3)
-        page.axes[0, 0].set_ylim(bottom=0)
-        return save(page.figure, stem)
+        curve_frame = cell_rows.rename(columns={"l1": "mean", "l1_lo": "lo", "l1_hi": "hi"})
+        scale_kinds = [
+            digits_only
+            for digits_only in (False, True)
+            if (curve_frame["budget"].str.isdigit() == digits_only).any()
+        ]
+        layout = self._page(curve_frame, title, 1, len(scale_kinds), "budget, log scale")
+        for axes, is_absolute in zip(layout.used(len(scale_kinds)), scale_kinds, strict=True):
+            scale_rows = curve_frame[curve_frame["budget"].str.isdigit() == is_absolute]
+            scale_rows = scale_rows.assign(
+                at=scale_rows["budget"].astype(float) * (1 if is_absolute else 100)
+            )
+            scale_rows = scale_rows.sort_values("at")
+            self._lines(
+                axes, scale_rows, lambda policy_rows: policy_rows["at"].to_numpy(np.float64)
+            )
+            axes.set_xscale("log")
+            ticks = sorted(set(scale_rows["at"]))
+            axes.set_xticks(ticks, [f"{tick:g}" + "%" * (not is_absolute) for tick in ticks])
+            axes.minorticks_off()
+            axes.set_title("tokens kept" if is_absolute else "share kept", loc="left", y=1.0, pad=3)
+        layout.axes[0, 0].set_ylim(bottom=0)
+        return save(layout.figure, stem)
 
     def _page(
-        self, found: pd.DataFrame, title: str, lines: int, across: int, x_label: str
-    ) -> Sheet:
-        known = np.isfinite(found[["lo", "hi"]].to_numpy(dtype=np.float64)).all()
-        shown = [policy for policy in self.looks_of if (found["policy"] == policy).any()]
-        return sheet(
-            lines,
+        self, curve_frame: pd.DataFrame, title: str, row_count: int, across: int, x_label: str
+    ) -> FigureLayout:
+        has_intervals = np.isfinite(curve_frame[["lo", "hi"]].to_numpy(dtype=np.float64)).all()
+        policies = [policy for policy in self.styles if (curve_frame["policy"] == policy).any()]
+        return lay_out_figure(
+            row_count,
             across,
-            title=title + ("; bands: 95% intervals" if known else ""),
+            title=title + ("; bands: 95% intervals" if has_intervals else ""),
             width=COLUMN if across == 1 else PAGE,
-            panel=2.0 if across == 1 else 1.6,
+            panel_height=2.0 if across == 1 else 1.6,
             x_label=x_label,
             y_label="L1 change",
-            labels=shown,
-            handles=[handle(self.looks_of[policy]) for policy in shown],
-            left=0.62,
-            top=0.22,
-            gap=(0.2, 0.35),
+            labels=policies,
+            handles=[legend_handle(self.styles[policy]) for policy in policies],
+            left_margin=0.62,
+            top_margin=0.22,
+            panel_gap=(0.2, 0.35),
             sharey=True,
         )
 
-    def _lines(self, ax: Axes, here: pd.DataFrame, at: Callable[[pd.DataFrame], Floats]) -> None:
-        for policy, look in self.looks_of.items():
-            rows = here[here["policy"] == policy]
-            if not len(rows):
+    def _lines(
+        self, axes: Axes, curve_rows: pd.DataFrame, x_values_of: Callable[[pd.DataFrame], Floats]
+    ) -> None:
+        for policy, style in self.styles.items():
+            policy_rows = curve_rows[curve_rows["policy"] == policy]
+            if not len(policy_rows):
                 continue
-            x = at(rows)
-            low, high = (rows[end].to_numpy(np.float64) for end in ("lo", "hi"))
-            if np.isfinite([low, high]).all():
-                ax.fill_between(x, low, high, color=look[0], alpha=0.12, lw=0)
+            x_values = x_values_of(policy_rows)
+            lower_bounds, upper_bounds = (
+                policy_rows[band_edge].to_numpy(np.float64) for band_edge in ("lo", "hi")
+            )
+            if np.isfinite([lower_bounds, upper_bounds]).all():
+                axes.fill_between(
+                    x_values, lower_bounds, upper_bounds, color=style[0], alpha=0.12, lw=0
+                )
                 # Edges tell apart bands that cover each other.
-                for end in (low, high):
-                    ax.plot(x, end, color=look[0], lw=0.4, alpha=0.7)
-            ax.plot(x, rows["mean"], **marked(look))
+                for band_edge in (lower_bounds, upper_bounds):
+                    axes.plot(x_values, band_edge, color=style[0], lw=0.4, alpha=0.7)
+            axes.plot(x_values, policy_rows["mean"], **marker_options(style))

@@ -38,16 +38,18 @@ def value_norms(value: Tensor, weight: Tensor) -> Tensor:
     Returns:
         float64 `[H_q, n]`; products in float32, `2 H_q n d d_model` flops.
     """
-    heads, n, _ = value.shape
-    slices = weight.float().unflatten(0, (heads, -1))
-    group, width = slices.shape[1], slices.shape[-1]
-    out = torch.empty(heads, group, n, dtype=torch.float64, device=value.device)
-    block = max(1, _BLOCK // (heads * width))
-    for start in range(0, n, block):
-        part = value[:, start : start + block].float()
-        for g in range(group):
-            out[:, g, start : start + block] = (part @ slices[:, g]).abs_().sum(-1)
-    return out.flatten(0, 1)
+    heads, length, _ = value.shape
+    weight_slices = weight.float().unflatten(0, (heads, -1))
+    group_size, model_width = weight_slices.shape[1], weight_slices.shape[-1]
+    norms = torch.empty(heads, group_size, length, dtype=torch.float64, device=value.device)
+    block_size = max(1, _BLOCK // (heads * model_width))
+    for start in range(0, length, block_size):
+        value_block = value[:, start : start + block_size].float()
+        for group_index in range(group_size):
+            norms[:, group_index, start : start + block_size] = (
+                (value_block @ weight_slices[:, group_index]).abs_().sum(-1)
+            )
+    return norms.flatten(0, 1)
 
 
 class Perturbed(NamedTuple):
@@ -64,7 +66,7 @@ class Perturbed(NamedTuple):
 
 
 @dataclass
-class Seen:
+class FullCacheQuery:
     """Everything that one query of one sequence sees in one layer with the full cache.
 
     Args:
@@ -90,8 +92,8 @@ class Seen:
         """Attention over all entries, float64 `[H_q, n]`."""
         self._sorted = self.attention.sort(-1, descending=True).values.cumsum(-1)
         self._total = (self.attention * self.norm).sum(-1)
-        out = self._mix(self.attention, self._values)
-        projected = self._project(out)
+        head_outputs = self._mix(self.attention, self._values)
+        projected = self._project(head_outputs)
         self.head_output = projected.abs().sum(-1)
         """L1 norm of every head's own output, float64 `[H_q]`."""
         self.output = projected.sum(0)
@@ -102,78 +104,85 @@ class Seen:
         """Query heads per KV head."""
         return self.query.shape[0] // self.key.shape[0]
 
-    def evict(self, kept: Tensor, first: Tensor | None) -> Perturbed:
+    def evict(self, kept_mask: Tensor, stage1_mask: Tensor | None) -> Perturbed:
         """Measure an eviction.
 
         Args:
-            kept: What is kept, `N`, bool `[H, n]`.
-            first: What stage 1 keeps, `N'`, bool `[H, n]`, part of `kept`. If it is None, whatever
-                depends on it is NaN.
+            kept_mask: What is kept, `N`, bool `[H, n]`.
+            stage1_mask: What stage 1 keeps, `N'`, bool `[H, n]`, part of `kept_mask`. If it is
+                None, whatever depends on it is NaN.
 
         Returns:
             `l1`, `mass`, `stage1_mass`, `top_mass`, `stage1`, `entries`, `bound1`, `bound2`,
             `bound3`. A head that keeps nothing has output 0.
         """
-        own = kept.repeat_interleave(self.group, 0)
-        left = self._softmax(self._logits, own)
-        moved = self.attention - left
-        change = self._project(self._mix(moved, self._values))
-        heads = {"l1": change.abs().sum(-1), **self._masses(own, first)}
+        query_mask = kept_mask.repeat_interleave(self.group, 0)
+        kept_attention = self._softmax(self._logits, query_mask)
+        attention_change = self.attention - kept_attention
+        change = self._project(self._mix(attention_change, self._values))
+        heads = {"l1": change.abs().sum(-1), **self._masses(query_mask, stage1_mask)}
         # Equation 14: theta without a division by a mass that may be tiny.
-        gained = ((left - 2 * self.attention * own) * self.norm).sum(-1)
-        heads["bound1"] = self._total + gained
-        heads |= self._stage_bounds(own, first, heads["stage1_mass"])
+        bound_terms = ((kept_attention - 2 * self.attention * query_mask) * self.norm).sum(-1)
+        heads["bound1"] = self._total + bound_terms
+        heads |= self._stage_bounds(query_mask, stage1_mask, heads["stage1_mass"])
         return Perturbed(heads, change.sum(0))
 
-    def replace(self, kept: Tensor, key: Tensor, value: Tensor) -> Perturbed:
+    def replace(self, kept_mask: Tensor, key: Tensor, value: Tensor) -> Perturbed:
         """Measure an eviction that also changes keys and values in the cache, by merging.
 
         Args:
-            kept: What is kept, bool `[H, n]`.
-            key, value: The changed keys and values, `[H, n, d]`; only rows in `kept` are read.
+            kept_mask: What is kept, bool `[H, n]`.
+            key, value: The changed keys and values, `[H, n, d]`; only rows in `kept_mask` are read.
 
         Returns:
             As `evict`, but bounds and stage 1 are NaN, because they assume that entries are only
             dropped.
         """
-        own = kept.repeat_interleave(self.group, 0)
-        held = torch.where(kept[..., None], value.double(), 0.0)
-        known = torch.where(kept[..., None], key.double(), 0.0)
-        left = self._softmax(self._logits_of(known), own)
-        change = self._mix(self.attention, self._values) - self._mix(left, held)
+        query_mask = kept_mask.repeat_interleave(self.group, 0)
+        kept_values = torch.where(kept_mask[..., None], value.double(), 0.0)
+        kept_keys = torch.where(kept_mask[..., None], key.double(), 0.0)
+        kept_attention = self._softmax(self._logits_of(kept_keys), query_mask)
+        change = self._mix(self.attention, self._values) - self._mix(kept_attention, kept_values)
         change = self._project(change)
-        heads = {"l1": change.abs().sum(-1), **self._masses(own, None)}
-        heads |= {name: self._unknown() for name in ("bound1", "bound2", "bound3")}
+        heads = {"l1": change.abs().sum(-1), **self._masses(query_mask, None)}
+        heads |= {bound_name: self._unknown() for bound_name in ("bound1", "bound2", "bound3")}
         return Perturbed(heads, change.sum(0))
 
-    def _masses(self, own: Tensor, first: Tensor | None) -> dict[str, Tensor]:
-        found = {"mass": (self.attention * own).sum(-1), "entries": own.sum(-1).double()}
-        if first is None:
-            return found | {n: self._unknown() for n in ("stage1_mass", "top_mass", "stage1")}
-        stage1 = first.repeat_interleave(self.group, 0) & own
-        count = stage1.sum(-1)
-        top = self._sorted.gather(-1, (count - 1).clamp(min=0)[:, None])[:, 0]
-        return found | {
-            "stage1_mass": (self.attention * stage1).sum(-1),
-            "top_mass": torch.where(count > 0, top, 0.0),
-            "stage1": count.double(),
+    def _masses(self, query_mask: Tensor, stage1_mask: Tensor | None) -> dict[str, Tensor]:
+        masses = {
+            "mass": (self.attention * query_mask).sum(-1),
+            "entries": query_mask.sum(-1).double(),
+        }
+        if stage1_mask is None:
+            return masses | {
+                measure: self._unknown() for measure in ("stage1_mass", "top_mass", "stage1")
+            }
+        query_stage1 = stage1_mask.repeat_interleave(self.group, 0) & query_mask
+        stage1_count = query_stage1.sum(-1)
+        top_mass = self._sorted.gather(-1, (stage1_count - 1).clamp(min=0)[:, None])[:, 0]
+        return masses | {
+            "stage1_mass": (self.attention * query_stage1).sum(-1),
+            "top_mass": torch.where(stage1_count > 0, top_mass, 0.0),
+            "stage1": stage1_count.double(),
         }
 
-    def _stage_bounds(self, own: Tensor, first: Tensor | None, mass: Tensor) -> dict[str, Tensor]:
-        if first is None:
+    def _stage_bounds(
+        self, query_mask: Tensor, stage1_mask: Tensor | None, stage1_mass: Tensor
+    ) -> dict[str, Tensor]:
+        if stage1_mask is None:
             return {"bound2": self._unknown(), "bound3": self._unknown()}
-        stage1 = first.repeat_interleave(self.group, 0) & own
-        factor = 2 - 1 / mass
-        weighed = self.attention * self.norm
-        rest = self._total - factor * (weighed * stage1).sum(-1)
-        second = own & ~stage1
-        bound2 = rest - factor * (weighed * second).sum(-1)
-        least = self.norm.amin(-1)
-        bound3 = rest - least * factor * (self.attention * second).sum(-1)
-        none = mass <= 0
+        query_stage1 = stage1_mask.repeat_interleave(self.group, 0) & query_mask
+        factor = 2 - 1 / stage1_mass
+        weighted_norms = self.attention * self.norm
+        remainder = self._total - factor * (weighted_norms * query_stage1).sum(-1)
+        query_stage2 = query_mask & ~query_stage1
+        bound2 = remainder - factor * (weighted_norms * query_stage2).sum(-1)
+        min_norms = self.norm.amin(-1)
+        bound3 = remainder - min_norms * factor * (self.attention * query_stage2).sum(-1)
+        lacks_mass = stage1_mass <= 0
         return {
-            "bound2": bound2.masked_fill(none, torch.inf),
-            "bound3": bound3.masked_fill(none, torch.inf),
+            "bound2": bound2.masked_fill(lacks_mass, torch.inf),
+            "bound3": bound3.masked_fill(lacks_mass, torch.inf),
         }
 
     def _logits_of(self, key: Tensor) -> Tensor:
@@ -182,15 +191,15 @@ class Seen:
         return logits.flatten(0, 1) * self.scale
 
     @staticmethod
-    def _softmax(logits: Tensor, own: Tensor) -> Tensor:
-        return torch.softmax(logits.masked_fill(~own, -torch.inf), -1).nan_to_num(0.0)
+    def _softmax(logits: Tensor, query_mask: Tensor) -> Tensor:
+        return torch.softmax(logits.masked_fill(~query_mask, -torch.inf), -1).nan_to_num(0.0)
 
     def _mix(self, weights: Tensor, values: Tensor) -> Tensor:
-        out: Tensor = weights.unflatten(0, (values.shape[0], -1)) @ values
-        return out.flatten(0, 1)
+        mixed: Tensor = weights.unflatten(0, (values.shape[0], -1)) @ values
+        return mixed.flatten(0, 1)
 
-    def _project(self, out: Tensor) -> Tensor:
-        return (out[:, None] @ self._projection)[:, 0]
+    def _project(self, head_outputs: Tensor) -> Tensor:
+        return (head_outputs[:, None] @ self._projection)[:, 0]
 
     def _unknown(self) -> Tensor:
         return torch.full_like(self._total, torch.nan)

@@ -17,10 +17,10 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from kvbench.analysis.common import Bench, contexts, held, loaded, stages
-from kvbench.analysis.perturbation.measure import Perturbed, Seen, value_norms
+from kvbench.analysis.common import Bench, analysis_model, contexts, kept_masks, stages
+from kvbench.analysis.perturbation.measure import FullCacheQuery, Perturbed, value_norms
 from kvbench.analysis.perturbation.rows import Measured, Rows
-from kvbench.analysis.perturbation.stages import noting
+from kvbench.analysis.perturbation.stages import record_stage1
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.decode import NOT_FINITE
 from kvbench.engine.draw import choose
@@ -46,17 +46,18 @@ class Held:
 
     Attributes:
         cell: The cell.
-        kept: By layer bool `[H, columns at the compression]`.
+        kept_masks: By layer bool `[H, columns at the compression]`.
         stage1: The part that stage 1 keeps, by layer; a layer that lost nothing is missing.
         merged: K and V by layer, `[H, columns, d]`, if a merger has changed them.
-        out: Attention blocks' outputs in a forward on the compressed cache, `[L, d_model]`.
+        block_outputs: Attention blocks' outputs in a forward on the compressed cache,
+            `[L, d_model]`.
     """
 
     cell: Cell
-    kept: list[Tensor]
+    kept_masks: list[Tensor]
     stage1: dict[int, Tensor]
     merged: list[tuple[Tensor, Tensor]] | None
-    out: Tensor | None = None
+    block_outputs: Tensor | None = None
 
 
 @dataclass
@@ -67,8 +68,8 @@ class Asked:
         prompt: The question.
         tokens: Columns that the measured query sees.
         query: By layer `[H_q, d]`.
-        late: K and V of the columns after the context, by layer, `[H, m, d]` each.
-        out: Attention blocks' outputs with the full cache, `[L, d_model]`.
+        question_entries: K and V of the columns after the context, by layer, `[H, m, d]` each.
+        block_outputs: Attention blocks' outputs with the full cache, `[L, d_model]`.
         token: The answer's first token.
         cells: What the cells keep for this question.
     """
@@ -76,8 +77,8 @@ class Asked:
     prompt: Prompt
     tokens: int
     query: list[Tensor]
-    late: list[tuple[Tensor, Tensor]]
-    out: Tensor
+    question_entries: list[tuple[Tensor, Tensor]]
+    block_outputs: Tensor
     token: int
     cells: list[Held] = field(default_factory=list)
 
@@ -110,24 +111,29 @@ def analyze(
         UserError: Something in the grid is unknown or out of range.
     """
     check(query, first_stage)
-    rows = Rows()
-    failed: dict[str, str] = {}
+    row_arrays = Rows()
+    failures: dict[str, str] = {}
     for stage in stages(grid, reporter.message):
-        with loaded(stage, grid, reporter.message) as model:
-            bench = Bench(model, reporter, failed, stage.vision)
-            reporter.start(sum(len(j.prompts) * len(j.cells) for j in stage.jobs), stage.model)
+        with analysis_model(stage, grid, reporter.message) as model:
+            bench = Bench(model, reporter, failures, stage.vision)
+            reporter.start(
+                sum(len(planned.prompts) * len(planned.cells) for planned in stage.jobs),
+                stage.model,
+            )
             try:
                 for job in stage.jobs:
                     probe = Probe(bench, job.cells, query, first_stage)
                     for prompts in contexts(job):
-                        rows.add(query, probe.layer_ids, probe.context(prompts, job.cells))
+                        row_arrays.add(query, probe.layer_ids, probe.context(prompts, job.cells))
                         reporter.advance(len(prompts) * len(job.cells))
             finally:
                 reporter.stop()
-    heads, layers = pd.DataFrame(rows.heads()), pd.DataFrame(rows.layers())
+    heads, layers = pd.DataFrame(row_arrays.heads()), pd.DataFrame(row_arrays.layers())
     # A cell that failed on a later context would be compared over other contexts than the rest.
-    heads, layers = (f[~f["cell"].isin(failed)] if len(f) else f for f in (heads, layers))
-    return Perturbation(heads.reset_index(drop=True), layers.reset_index(drop=True), failed)
+    heads, layers = (
+        frame[~frame["cell"].isin(failures)] if len(frame) else frame for frame in (heads, layers)
+    )
+    return Perturbation(heads.reset_index(drop=True), layers.reset_index(drop=True), failures)
 
 
 def check(query: str, first_stage: float) -> Query:
@@ -136,9 +142,9 @@ def check(query: str, first_stage: float) -> Query:
     Raises:
         UserError: One is out of range.
     """
-    for known in QUERIES:
-        if query == known and 0 <= first_stage <= 1:
-            return known
+    for supported in QUERIES:
+        if query == supported and 0 <= first_stage <= 1:
+            return supported
     if query not in QUERIES:
         raise UserError(f"--query {query}: use {' or '.join(QUERIES)}")
     raise UserError(f"--first-stage {first_stage}: use a share in [0, 1]")
@@ -162,7 +168,9 @@ class Probe:
 
     def __post_init__(self) -> None:
         model = self.bench.model
-        self.needs = frozenset({_LAST, *(n for c in self.cells for n in c.policy.needs)})
+        self.needs = frozenset(
+            {_LAST, *(need for cell in self.cells for need in cell.policy.needs)}
+        )
         self.layer_ids = full_layer_ids(model)
 
     def context(self, prompts: Sequence[Prompt], cells: Sequence[Cell]) -> Iterator[Measured]:
@@ -172,124 +180,148 @@ class Probe:
             The numbers of one question in one layer, layer by layer.
         """
         prefix = self._prefill(prompts[0])
-        asked = [self._ask(prefix, prompt, cells) for prompt in prompts]
+        questions = [self._ask(prefix, prompt, cells) for prompt in prompts]
         for cell in cells:
             if cell.moment != "question" and cell.cell not in self.bench.failed:
-                prefix = self._before_question(prefix, cell, asked)
-        order = {cell.cell: i for i, cell in enumerate(cells)}
-        for question in asked:
-            question.cells.sort(key=lambda one: order[one.cell.cell])
-        known = [
+                prefix = self._before_question(prefix, cell, questions)
+        cell_order = {cell.cell: position for position, cell in enumerate(cells)}
+        for question in questions:
+            question.cells.sort(key=lambda retained: cell_order[retained.cell.cell])
+        context_entries = [
             (layer.key[0], layer.value[0], layer.scale)
             for layer in prefix.cache.ragged
             if layer.key is not None and layer.value is not None
         ]
-        for index, (key, value, scale) in enumerate(known):
-            weight = prefix.info.output_weight(index)
-            norm = value_norms(value, weight)
-            for question in asked:
-                late_key, late_value = question.late[index]
-                seen = Seen(
-                    query=question.query[index],
-                    key=torch.cat([key, late_key], 1),
-                    value=torch.cat([value, late_value], 1),
+        for layer_index, (key, value, scale) in enumerate(context_entries):
+            weight = prefix.info.output_weight(layer_index)
+            context_norms = value_norms(value, weight)
+            for question in questions:
+                question_key, question_value = question.question_entries[layer_index]
+                full_query = FullCacheQuery(
+                    query=question.query[layer_index],
+                    key=torch.cat([key, question_key], 1),
+                    value=torch.cat([value, question_value], 1),
                     weight=weight,
                     scale=scale,
-                    norm=torch.cat([norm, value_norms(late_value, weight)], 1),
+                    norm=torch.cat([context_norms, value_norms(question_value, weight)], 1),
                 )
-                found = [(x.cell, _measure(seen, x, index), _out(x, index)) for x in question.cells]
-                out = question.out[index]
-                yield Measured(question.prompt.request, question.tokens, index, seen, out, found)
+                perturbed = [
+                    (
+                        retained.cell,
+                        _measure(full_query, retained, layer_index),
+                        _out(retained, layer_index),
+                    )
+                    for retained in question.cells
+                ]
+                full_output = question.block_outputs[layer_index]
+                yield Measured(
+                    question.prompt.request,
+                    question.tokens,
+                    layer_index,
+                    full_query,
+                    full_output,
+                    perturbed,
+                )
 
     def _prefill(self, prompt: Prompt) -> Prefix:
         return self.bench.prefill(prompt.context_ids, self.needs, prompt.media)
 
     def _ask(self, prefix: Prefix, prompt: Prompt, cells: Sequence[Cell]) -> Asked:
         """Ask a question on the full cache; compress the cells of moment `question`."""
-        size = len(prompt.context_ids)
-        late = [c for c in cells if c.moment == "question" and c.cell not in self.bench.failed]
-        longer, out, token = self._longer(prefix, prompt)
-        found = []
-        for cell in late:
-            policy, stage1 = noting(cell.policy, self.first_stage)
-            cache = self.bench.compress(longer, cell, policy, 1)
+        context_length = len(prompt.context_ids)
+        question_cells = [
+            candidate
+            for candidate in cells
+            if candidate.moment == "question" and candidate.cell not in self.bench.failed
+        ]
+        extended, full_outputs, token = self._longer(prefix, prompt)
+        retained_cells = []
+        for cell in question_cells:
+            policy, stage1 = record_stage1(cell.policy, self.first_stage)
+            cache = self.bench.compress(extended, cell, policy, 1)
             if cache is None:
-                if longer.spoiled:
-                    longer, out, token = self._longer(prefix, prompt)
+                if extended.modified_in_place:
+                    extended, full_outputs, token = self._longer(prefix, prompt)
                 continue
-            one = _hold(cell, policy, cache, stage1)
+            retained = _hold(cell, policy, cache, stage1)
             if self.query == "answer":
                 with self._outputs() as outputs:
                     forward(self.bench.model, cache, self.bench.tensor([token]))
-                one.out = _stacked(outputs)
-            found.append(one)
+                retained.block_outputs = _stacked(outputs)
+            retained_cells.append(retained)
         if self.query == "answer":
             with self._outputs() as outputs:
-                longer.extend(self.bench.tensor([token]))
-            out = _stacked(outputs)
+                extended.extend(self.bench.tensor([token]))
+            full_outputs = _stacked(outputs)
         return Asked(
             prompt=prompt,
-            tokens=size + len(prompt.question_ids) + (self.query == "answer"),
+            tokens=context_length + len(prompt.question_ids) + (self.query == "answer"),
             query=[
-                longer.cache.observers[_LAST].read(i)[0, :, -1] for i in range(prefix.info.layers)
+                extended.cache.observers[_LAST].read(layer_index)[0, :, -1]
+                for layer_index in range(prefix.info.layers)
             ],
-            late=[
-                (layer.key[0, :, size:].clone(), layer.value[0, :, size:].clone())
-                for layer in longer.cache.ragged
+            question_entries=[
+                (
+                    layer.key[0, :, context_length:].clone(),
+                    layer.value[0, :, context_length:].clone(),
+                )
+                for layer in extended.cache.ragged
                 if layer.key is not None and layer.value is not None
             ],
-            out=out,
+            block_outputs=full_outputs,
             token=token,
-            cells=found,
+            cells=retained_cells,
         )
 
     def _longer(self, prefix: Prefix, prompt: Prompt) -> tuple[Prefix, Tensor, int]:
         """Extend the context by a question; also give the outputs at its end and the next token."""
-        longer = prefix.fork()
+        extended = prefix.fork()
         with self._outputs() as outputs:
-            logits = longer.extend(self.bench.tensor(prompt.question_ids))
+            logits = extended.extend(self.bench.tensor(prompt.question_ids))
         (token,) = choose(logits, [None], [0])
         if token < 0:
             raise UserError(NOT_FINITE)
-        return longer, _stacked(outputs), token
+        return extended, _stacked(outputs), token
 
-    def _before_question(self, prefix: Prefix, cell: Cell, asked: Sequence[Asked]) -> Prefix:
+    def _before_question(self, prefix: Prefix, cell: Cell, questions: Sequence[Asked]) -> Prefix:
         """Compress a context for a cell and ask its questions; give a prefill that is whole."""
-        policy, stage1 = noting(cell.policy, self.first_stage)
-        room = max(len(a.prompt.question_ids) for a in asked) + 1
-        cache = self.bench.compress(prefix, cell, policy, room)
+        policy, stage1 = record_stage1(cell.policy, self.first_stage)
+        reserve = max(len(candidate.prompt.question_ids) for candidate in questions) + 1
+        cache = self.bench.compress(prefix, cell, policy, reserve)
         if cache is None:
-            return self._prefill(asked[0].prompt) if prefix.spoiled else prefix
-        for i, question in enumerate(asked):
-            own = cache.fork() if i + 1 < len(asked) else cache
-            one = _hold(cell, policy, own, stage1)
+            return self._prefill(questions[0].prompt) if prefix.modified_in_place else prefix
+        for position, question in enumerate(questions):
+            forked = cache.fork() if position + 1 < len(questions) else cache
+            retained = _hold(cell, policy, forked, stage1)
             with self._outputs() as outputs:
-                forward(self.bench.model, own, self.bench.tensor(question.prompt.question_ids))
+                forward(self.bench.model, forked, self.bench.tensor(question.prompt.question_ids))
                 if self.query == "answer":
-                    forward(self.bench.model, own, self.bench.tensor([question.token]))
-            one.out = _stacked(outputs)
-            question.cells.append(one)
+                    forward(self.bench.model, forked, self.bench.tensor([question.token]))
+            retained.block_outputs = _stacked(outputs)
+            question.cells.append(retained)
         return prefix
 
     @contextmanager
     def _outputs(self) -> Iterator[dict[int, Tensor]]:
         """Capture the attention blocks' outputs at the last column, `[d_model]` by layer."""
-        found: dict[int, Tensor] = {}
+        outputs: dict[int, Tensor] = {}
         handles = [
             module.register_forward_hook(
-                lambda m, a, out, i=i: found.__setitem__(i, out[0][0, -1].detach().double())
+                lambda hooked, inputs, result, layer_index=layer_index: outputs.__setitem__(
+                    layer_index, result[0][0, -1].detach().double()
+                )
             )
-            for i, module in attention_modules(self.bench.model)
+            for layer_index, module in attention_modules(self.bench.model)
         ]
         try:
-            yield found
+            yield outputs
         finally:
             for handle in handles:
                 handle.remove()
 
 
 def _stacked(outputs: dict[int, Tensor]) -> Tensor:
-    return torch.stack([outputs[i] for i in sorted(outputs)])
+    return torch.stack([outputs[layer_index] for layer_index in sorted(outputs)])
 
 
 def _hold(cell: Cell, policy: Policy, cache: RaggedCache, stage1: dict[int, Tensor]) -> Held:
@@ -297,40 +329,50 @@ def _hold(cell: Cell, policy: Policy, cache: RaggedCache, stage1: dict[int, Tens
     merged = None
     if policy.merge is not None:
         merged = [_spread(layer) for layer in cache.ragged]
-    return Held(cell, held(cache), {i: x[0] for i, x in stage1.items()}, merged)
+    return Held(
+        cell,
+        kept_masks(cache),
+        {layer_index: stage1_mask[0] for layer_index, stage1_mask in stage1.items()},
+        merged,
+    )
 
 
 def _spread(layer: RaggedLayer) -> tuple[Tensor, Tensor]:
     """K and V of a packed layer at their columns, `[H, columns, d]`, zero where nothing is held."""
-    rows, live = layer.padded_rows()
-    index = layer.col[rows].long()[0].masked_fill(~live[0], layer.seen)[..., None]
-    out = []
-    for (own,) in layer.read(rows):
-        dense = own.new_zeros(layer.heads, layer.seen + 1, layer.dim)
-        dense.scatter_(1, index.expand(-1, -1, layer.dim), own)
-        out.append(dense[:, :-1])
-    return out[0], out[1]
+    row_indices, live_mask = layer.padded_rows()
+    column = layer.col[row_indices].long()[0].masked_fill(~live_mask[0], layer.seen)[..., None]
+    dense_tensors = []
+    for (packed,) in layer.read(row_indices):
+        dense = packed.new_zeros(layer.heads, layer.seen + 1, layer.dim)
+        dense.scatter_(1, column.expand(-1, -1, layer.dim), packed)
+        dense_tensors.append(dense[:, :-1])
+    return dense_tensors[0], dense_tensors[1]
 
 
-def _measure(seen: Seen, one: Held, index: int) -> Perturbed:
+def _measure(full_query: FullCacheQuery, retained: Held, layer_index: int) -> Perturbed:
     """Measure a cell in a layer; columns after the compressed part are kept, as part of stage 1."""
-    more = seen.key.shape[1] - one.kept[index].shape[1]
+    later_columns = full_query.key.shape[1] - retained.kept_masks[layer_index].shape[1]
 
-    def all_behind(mask: Tensor) -> Tensor:
-        return torch.nn.functional.pad(mask, (0, more), value=True)
+    def keep_later(mask: Tensor) -> Tensor:
+        return torch.nn.functional.pad(mask, (0, later_columns), value=True)
 
-    kept = all_behind(one.kept[index])
-    if one.merged is not None:
+    kept_mask = keep_later(retained.kept_masks[layer_index])
+    if retained.merged is not None:
         key, value = (
-            torch.cat([own.to(full.dtype), full[:, own.shape[1] :]], 1)
-            for own, full in zip(one.merged[index], (seen.key, seen.value), strict=True)
+            torch.cat(
+                [merged_entries.to(full_entries.dtype), full_entries[:, merged_entries.shape[1] :]],
+                1,
+            )
+            for merged_entries, full_entries in zip(
+                retained.merged[layer_index], (full_query.key, full_query.value), strict=True
+            )
         )
-        return seen.replace(kept, key, value)
-    first = one.stage1.get(index)
-    return seen.evict(kept, None if first is None else all_behind(first))
+        return full_query.replace(kept_mask, key, value)
+    stage1_mask = retained.stage1.get(layer_index)
+    return full_query.evict(kept_mask, None if stage1_mask is None else keep_later(stage1_mask))
 
 
-def _out(one: Held, index: int) -> Tensor:
-    if one.out is None:
+def _out(retained: Held, layer_index: int) -> Tensor:
+    if retained.block_outputs is None:
         return torch.tensor(torch.nan)
-    return one.out[index]
+    return retained.block_outputs[layer_index]

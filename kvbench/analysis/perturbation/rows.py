@@ -10,7 +10,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from kvbench.analysis.perturbation.measure import Perturbed, Seen
+from kvbench.analysis.perturbation.measure import FullCacheQuery, Perturbed
 from kvbench.harness.protocol import Request
 from kvbench.runs.cell import Cell
 
@@ -22,16 +22,16 @@ class Measured(NamedTuple):
         question: The question.
         tokens: Entries that its query sees with the full cache.
         layer: The layer's index among the full-attention layers.
-        seen: What the query sees there.
-        full: The attention block's output with the full cache, `[d_model]`.
+        full_query: What the query sees there.
+        full_output: The attention block's output with the full cache, `[d_model]`.
         cells: For every cell, what it perturbs and the block's output in a forward on its cache.
     """
 
     question: Request
     tokens: int
     layer: int
-    seen: Seen
-    full: Tensor
+    full_query: FullCacheQuery
+    full_output: Tensor
     cells: list[tuple[Cell, Perturbed, Tensor]]
 
 
@@ -50,45 +50,62 @@ class Rows:
             layer_ids: The model's own index of each full-attention layer.
             measured: The numbers.
         """
-        for question, tokens, layer, seen, full, cells in measured:
-            for cell, found, forwarded in cells:
-                where = {
+        for question, tokens, layer_index, full_query, full_output, cells in measured:
+            for cell, perturbed, cell_output in cells:
+                labels = {
                     "cell": cell.cell,
-                    **{name: cell.labels[name] for name in ("model", "task", "length", "moment")},
+                    **{
+                        column: cell.labels[column]
+                        for column in ("model", "task", "length", "moment")
+                    },
                     "query": query,
-                    **{name: cell.labels[name] for name in ("policy", "budget")},
+                    **{column: cell.labels[column] for column in ("policy", "budget")},
                     "sample_id": question.sample_id,
                     "question_id": question.question_id,
                     "context_id": question.context_id,
-                    "layer": layer_ids[layer],
+                    "layer": layer_ids[layer_index],
                     "tokens": tokens,
                 }
-                numbers = {name: x.cpu().numpy() for name, x in found.heads.items()}
-                numbers["output"] = seen.head_output.cpu().numpy()
-                self._heads.append({**where, "group": seen.group, **numbers})
-                moved = (full - forwarded.to(full.device)).abs().sum()
-                norms = [found.change.abs().sum(), seen.output.abs().sum(), moved, full.abs().sum()]
-                names = ("l1", "output", "l1_forward", "output_forward")
+                head_row = {
+                    column: tensor.cpu().numpy() for column, tensor in perturbed.heads.items()
+                }
+                head_row["output"] = full_query.head_output.cpu().numpy()
+                self._heads.append({**labels, "group": full_query.group, **head_row})
+                output_change = (full_output - cell_output.to(full_output.device)).abs().sum()
+                norms = [
+                    perturbed.change.abs().sum(),
+                    full_query.output.abs().sum(),
+                    output_change,
+                    full_output.abs().sum(),
+                ]
+                norm_names = ("l1", "output", "l1_forward", "output_forward")
                 self._layers.append(
-                    where | dict(zip(names, torch.stack(norms).tolist(), strict=True))
+                    labels | dict(zip(norm_names, torch.stack(norms).tolist(), strict=True))
                 )
 
     def heads(self) -> dict[str, Any]:
         """The columns of the table of heads."""
         if not self._heads:
             return {}
-        sizes = [len(block["l1"]) for block in self._heads]
-        head = [np.arange(n, dtype=np.int32) for n in sizes]
-        kv_head = [h // b["group"] for h, b in zip(head, self._heads, strict=True)]
+        block_sizes = [len(block["l1"]) for block in self._heads]
+        head_indices = [np.arange(block_size, dtype=np.int32) for block_size in block_sizes]
+        kv_head_indices = [
+            head_index // layer_block["group"]
+            for head_index, layer_block in zip(head_indices, self._heads, strict=True)
+        ]
         columns: dict[str, Any] = {}
-        for name, example in self._heads[0].items():
+        for column, example in self._heads[0].items():
             if isinstance(example, np.ndarray):
-                columns[name] = np.concatenate([b[name] for b in self._heads])
-            elif name != "group":
-                columns[name] = _repeated([b[name] for b in self._heads], sizes)
-            if name == "layer":
-                columns["head"] = np.concatenate(head)
-                columns["kv_head"] = np.concatenate(kv_head).astype(np.int32)
+                columns[column] = np.concatenate(
+                    [layer_block[column] for layer_block in self._heads]
+                )
+            elif column != "group":
+                columns[column] = _repeated(
+                    [layer_block[column] for layer_block in self._heads], block_sizes
+                )
+            if column == "layer":
+                columns["head"] = np.concatenate(head_indices)
+                columns["kv_head"] = np.concatenate(kv_head_indices).astype(np.int32)
         columns["entries"] = columns["entries"].astype(np.int32)
         return columns
 
@@ -96,12 +113,12 @@ class Rows:
         """The columns of the table of layers."""
         if not self._layers:
             return {}
-        return {name: [row[name] for row in self._layers] for name in self._layers[0]}
+        return {column: [record[column] for record in self._layers] for column in self._layers[0]}
 
 
 def _repeated(values: list[Any], sizes: list[int]) -> Any:
     """Repeat each block's value for its rows; text becomes categories, which save memory."""
     if not isinstance(values[0], str):
         return np.repeat(np.array(values, dtype=np.int32), sizes)
-    codes, names = pd.factorize(np.array(values, dtype=object))
-    return pd.Categorical.from_codes(np.repeat(codes, sizes), categories=pd.Index(names))
+    codes, categories = pd.factorize(np.array(values, dtype=object))
+    return pd.Categorical.from_codes(np.repeat(codes, sizes), categories=pd.Index(categories))

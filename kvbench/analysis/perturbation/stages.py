@@ -18,7 +18,7 @@ from kvbench.plugin import Need, Policy, Scores, Selector, View
 
 
 @dataclass(frozen=True)
-class Noting(Selector):
+class RecordingSelector(Selector):
     """A selector that selects as another does and records what stage 1 keeps.
 
     With `n` the head's share and `w` its protected entries, stage 1 is those of the best
@@ -45,15 +45,15 @@ class Noting(Selector):
 
     def select(self, v: View, scores: Scores, share: Tensor) -> Tensor:
         """Select as the policy does, bool `[B, H, n]`, and record stage 1."""
-        keep = self.inner.select(v, scores, share)
+        kept_mask = self.inner.select(v, scores, share)
         alpha = float(getattr(self.inner, "first_stage", self.alpha))
         protected = (v.valid & (scores.protect > 0)).sum(-1)
-        first = torch.minimum(torch.maximum(portion(share, alpha), protected), share)
-        self.stage1[v.layer] = (rank_entries(scores, v.valid) < first[..., None]) & keep
-        return keep
+        stage1_size = torch.minimum(torch.maximum(portion(share, alpha), protected), share)
+        self.stage1[v.layer] = (rank_entries(scores, v.valid) < stage1_size[..., None]) & kept_mask
+        return kept_mask
 
 
-def noting(policy: Policy, alpha: float) -> tuple[Policy, dict[int, Tensor]]:
+def record_stage1(policy: Policy, alpha: float) -> tuple[Policy, dict[int, Tensor]]:
     """Give a policy that selects the same entries and records its stage 1.
 
     Args:
@@ -64,5 +64,5 @@ def noting(policy: Policy, alpha: float) -> tuple[Policy, dict[int, Tensor]]:
         The policy, and stage 1 by layer, filled at every compression. Nothing is selected from a
         layer that loses no entries, so it is missing there.
     """
-    selector = Noting(policy.select, alpha)
+    selector = RecordingSelector(policy.select, alpha)
     return dataclasses.replace(policy, select=selector), selector.stage1

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import pandas as pd
 
-from kvbench.analysis.scopes import Row, by_budget, scopes, title_of, within
+from kvbench.analysis.scopes import Row, rows_by_budget, rows_in_scope, scope_heading, scopes
 from kvbench.report.numbers import Kind
 from kvbench.report.table import Cell, Column, Interval, Name, Table, beside
 
@@ -27,70 +27,82 @@ _BOUNDS = (1, 2, 3)
 
 
 def perturbation_tables(
-    cells: pd.DataFrame, pairs: pd.DataFrame, shown: Sequence[tuple[str, str]]
+    cells: pd.DataFrame, pairs: pd.DataFrame, shown_pairs: Sequence[tuple[str, str]]
 ) -> Iterator[Table]:
     """The tables of a perturbation analysis, three for each model, task, length and moment.
 
     Args:
         cells, pairs: What `compare` makes.
-        shown: The pairs to show.
+        shown_pairs: The pairs to show.
     """
-    for scope, part in scopes(cells):
-        title, rows = title_of(scope), by_budget(part)
+    for scope, scope_rows in scopes(cells):
+        title, records = scope_heading(scope), rows_by_budget(scope_rows)
         yield beside(
             (*title, ": output perturbation"),
             [
-                *_names(rows, "policy", "budget"),
-                (Column("mean l1", Kind.NUMBER), _intervals(rows, "l1")),
-                (Column("of output", Kind.PERCENT), [row["relative"] for row in rows]),
-                (Column("mass kept", Kind.PERCENT), [row["mass"] for row in rows]),
+                *_names(records, "policy", "budget"),
+                (Column("mean l1", Kind.NUMBER), _intervals(records, "l1")),
+                (Column("of output", Kind.PERCENT), [record["relative"] for record in records]),
+                (Column("mass kept", Kind.PERCENT), [record["mass"] for record in records]),
             ],
         )
         yield beside(
             (*title, ": Assumption 3.4 and bounds"),
             [
-                *_names(rows, "policy", "budget"),
-                (Column("A3.4 holds", Kind.PERCENT), _intervals(rows, "assumption")),
-                (Column("best possible", Kind.PERCENT), [row["assumption_top"] for row in rows]),
-                *_of_bounds(rows, "tightness", "ratio", Kind.TIMES),
-                *_of_bounds(rows, "violations", "violations", Kind.COUNT),
+                *_names(records, "policy", "budget"),
+                (Column("A3.4 holds", Kind.PERCENT), _intervals(records, "assumption")),
+                (
+                    Column("best possible", Kind.PERCENT),
+                    [record["assumption_top"] for record in records],
+                ),
+                *_of_bounds(records, "tightness", "ratio", Kind.TIMES),
+                *_of_bounds(records, "violations", "violations", Kind.COUNT),
             ],
         )
-        rows = by_budget(within(pairs, scope))
-        rows = [row for row in rows if (row["policy"], row["against"]) in shown]
-        if rows:
+        records = rows_by_budget(rows_in_scope(pairs, scope))
+        records = [
+            record for record in records if (record["policy"], record["against"]) in shown_pairs
+        ]
+        if records:
             change = Column("change of l1", Kind.PERCENT, better="lower", signed=True)
             yield beside(
                 (*title, ": who perturbs less"),
                 [
-                    *_names(rows, "budget", "policy", "against"),
+                    *_names(records, "budget", "policy", "against"),
                     *(
-                        (Column(name.replace("_", " "), Kind.PERCENT), _intervals(rows, name))
-                        for name in ("heads_won", "queries_won")
+                        (
+                            Column(measure.replace("_", " "), Kind.PERCENT),
+                            _intervals(records, measure),
+                        )
+                        for measure in ("heads_won", "queries_won")
                     ),
-                    (change, _intervals(rows, "change")),
+                    (change, _intervals(records, "change")),
                 ],
             )
 
 
-def _names(rows: Sequence[Row], *columns: str) -> list[tuple[Column, list[Cell]]]:
-    return [(Column(name), [Name(row[name]) for row in rows]) for name in columns]
+def _names(records: Sequence[Row], *columns: str) -> list[tuple[Column, list[Cell]]]:
+    return [(Column(column), [Name(record[column]) for record in records]) for column in columns]
 
 
 def _of_bounds(
-    rows: Sequence[Row], name: str, group: str, kind: Kind
+    records: Sequence[Row], measure: str, group: str, column_format: Kind
 ) -> list[tuple[Column, list[Cell]]]:
     """A column for each bound."""
     return [
-        (Column(f"bound {i}", kind, group), [row[f"{name}{i}"] for row in rows]) for i in _BOUNDS
+        (
+            Column(f"bound {bound_index}", column_format, group),
+            [record[f"{measure}{bound_index}"] for record in records],
+        )
+        for bound_index in _BOUNDS
     ]
 
 
-def _intervals(rows: Sequence[Row], name: str) -> list[Cell]:
+def _intervals(records: Sequence[Row], measure: str) -> list[Cell]:
     """Means with their intervals, where those say anything."""
     return [
-        Interval(row[name], *(row[f"{name}{end}"] for end in ("_lo", "_hi")))
-        if math.isfinite(row[f"{name}_lo"])
-        else row[name]
-        for row in rows
+        Interval(record[measure], *(record[f"{measure}{suffix}"] for suffix in ("_lo", "_hi")))
+        if math.isfinite(record[f"{measure}_lo"])
+        else record[measure]
+        for record in records
     ]

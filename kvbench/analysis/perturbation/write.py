@@ -10,22 +10,22 @@ from kvbench.analysis.perturbation import compare, probe
 from kvbench.analysis.perturbation.figures import draw_perturbation, shown_pairs
 from kvbench.analysis.perturbation.tables import READING, perturbation_tables
 from kvbench.analysis.summary import notes
-from kvbench.analysis.write import Done, check_any, folder_of, write_all
+from kvbench.analysis.write import AnalysisOutput, make_output_folder, require_results, write_all
 from kvbench.progress import Reporter
 
 
 def write_perturbation(
-    given: Mapping[str, Any],
+    grid_options: Mapping[str, Any],
     reporter: Reporter,
     *,
     query: str = "answer",
     first_stage: float = 0.5,
     command: str = "kvbench analyze perturbation",
-) -> Done:
+) -> AnalysisOutput:
     """Measure output perturbation and write `heads`, `layers`, `pairs` and `cells.parquet`.
 
     Args:
-        given: The grid, as `Grid.from_dict` takes it.
+        grid_options: The grid, as `Grid.from_dict` takes it.
         reporter: Told of the progress.
         query: Which query is measured.
         first_stage: Share of stage 1 for policies that have no parameter of that name.
@@ -34,21 +34,28 @@ def write_perturbation(
     Raises:
         UserError: Something in the grid is unknown, out of range, or cannot be written to.
     """
-    grid = make_grid(given)
-    wanted = probe.check(query, first_stage)
-    path = folder_of(grid, "perturbation", query, first_stage)
-    found = probe.analyze(grid, reporter, query=wanted, first_stage=first_stage)
-    check_any(found.heads, found.failed)
-    pairs, cells = compare.pairs(found.heads), compare.cells(found.heads)
-    frames = {"heads": found.heads, "layers": found.layers, "pairs": pairs, "cells": cells}
+    grid = make_grid(grid_options)
+    query_kind = probe.check(query, first_stage)
+    folder = make_output_folder(grid, "perturbation", query, first_stage)
+    perturbation = probe.analyze(grid, reporter, query=query_kind, first_stage=first_stage)
+    require_results(perturbation.heads, perturbation.failed)
+    pairs, cells = compare.pairs(perturbation.heads), compare.cells(perturbation.heads)
+    frames = {
+        "heads": perturbation.heads,
+        "layers": perturbation.layers,
+        "pairs": pairs,
+        "cells": cells,
+    }
     return write_all(
-        path,
+        folder,
         grid,
         {"analysis": "perturbation", "query": query, "first_stage": first_stage},
         frames,
         list(perturbation_tables(cells, pairs, shown_pairs(pairs))),
-        notes(cells, found.failed, READING),
-        draw_perturbation(found.heads, found.layers, pairs, cells, path / "figures"),
+        notes(cells, perturbation.failed, READING),
+        draw_perturbation(
+            perturbation.heads, perturbation.layers, pairs, cells, folder / "figures"
+        ),
         command,
-        found.failed,
+        perturbation.failed,
     )

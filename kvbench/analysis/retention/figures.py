@@ -16,9 +16,9 @@ from matplotlib.lines import Line2D
 from kvbench.analysis.maps import MOST_ACROSS, Colours, head_maps, step_maps
 from kvbench.analysis.retention.matrices import binned, retention, steps_shown
 from kvbench.analysis.retention.measure import Found, OfTask, Shown
-from kvbench.analysis.retention.steps import held_at
+from kvbench.analysis.retention.steps import held_at_steps
 from kvbench.analysis.retention.tables import criterion
-from kvbench.report.style import PAGE, house_style, looks, save, sheet
+from kvbench.report.style import PAGE, lay_out_figure, marker_styles, plot_style, save
 from kvbench.report.text import counted, short, slug
 from kvbench.stats import Floats
 
@@ -43,59 +43,71 @@ class Drawn:
     task: int
 
 
-def draw(found: Found, folder: Path) -> list[Drawn]:
+def draw(result: Found, folder: Path) -> list[Drawn]:
     """Draw everything.
 
     Args:
-        found: What was found.
+        result: What was found.
         folder: Where to; it exists.
     """
-    with house_style():
+    with plot_style():
         return [
-            Drawn(paths, title, number)
-            for number, task in enumerate(found.tasks)
-            for paths, title in _task(task, found, folder)
+            Drawn(paths, title, task_number)
+            for task_number, task in enumerate(result.tasks)
+            for paths, title in _task(task, result, folder)
         ]
 
 
-def _task(task: OfTask, found: Found, folder: Path) -> Iterator[tuple[list[Path], str]]:
-    where = task.where
-    end, name = slug(where["task"]), f"{short(where['task'])} · {short(where['model'])}"
+def _task(task: OfTask, result: Found, folder: Path) -> Iterator[tuple[list[Path], str]]:
+    labels = task.where
+    suffix, subtitle = slug(labels["task"]), f"{short(labels['task'])} · {short(labels['model'])}"
     for column in ("model", "length"):
-        if len({other.where[column] for other in found.tasks}) > 1:
-            end += f"-{slug(where[column])}"
-            name += f", {where[column]} tokens" * (column == "length")
-    n = f"n = {counted(task.count, 'text')}"
+        if len({other_task.where[column] for other_task in result.tasks}) > 1:
+            suffix += f"-{slug(labels[column])}"
+            subtitle += f", {labels[column]} tokens" * (column == "length")
+    text_count = f"n = {counted(task.count, 'text')}"
     if task.sparsity:
-        title = f"Sparsity of the retention matrices · {name}, {n}"
-        panels = [(short(p, 24), (sum_ / task.count).numpy()) for p, sum_ in task.sparsity.items()]
-        yield _maps(task, panels, "sparsity", "KV head", title, folder / f"sparsity-{end}"), title
-    title = f"Survival with the full cache · {name}, {n}"
-    yield _survival(task, title, folder / f"survival-{end}"), title
-    title = f"Survival by query head at L = {task.survival.at[-1]} · {name}, {n}"
-    shares = zip(task.criteria, task.survival.shares()[..., -1], strict=True)
-    panels = [(criterion(*which), share.numpy()) for which, share in shares]
-    stem = folder / f"survival-heads-{end}"
+        title = f"Sparsity of the retention matrices · {subtitle}, {text_count}"
+        panels = [
+            (short(gated_policy, 24), (total / task.count).numpy())
+            for gated_policy, total in task.sparsity.items()
+        ]
+        yield (
+            _maps(task, panels, "sparsity", "KV head", title, folder / f"sparsity-{suffix}"),
+            title,
+        )
+    title = f"Survival with the full cache · {subtitle}, {text_count}"
+    yield _survival(task, title, folder / f"survival-{suffix}"), title
+    title = f"Survival by query head at L = {task.survival.horizons[-1]} · {subtitle}, {text_count}"
+    criteria_shares = zip(task.criteria, task.survival.shares()[..., -1], strict=True)
+    panels = [(criterion(*in_use), share.numpy()) for in_use, share in criteria_shares]
+    stem = folder / f"survival-heads-{suffix}"
     yield _maps(task, panels, "tokens alive", "query head", title, stem), title
-    for shown in task.shown:
-        last = f"{end}-{slug(shown.sample_id)}" if len(task.shown) > 1 else end
-        text = f"{name}, sample {short(shown.sample_id)}"
-        rows = steps_shown(len(shown.ids), _PIXELS)
-        for policy, log_beta in shown.log_beta.items():
-            title = f"Retention, {short(policy)} · {text}"
-            stem = folder / f"retention-{slug(policy)}-{last}"
-            chosen = log_beta[task.draw_layers][:, task.draw_heads]
-            values = [[retention(x, rows).numpy() for x in line] for line in chosen]
-            yield _matrices(task, values, rows.numpy(), title, "retention", stem), title
-        for (policy, budget), trace in shown.traces.items():
-            title = f"Held entries, {short(policy)} at {budget} · {text}"
-            stem = folder / f"evictions-{slug(policy)}-{slug(budget)}-{last}"
-            gone = trace.gone[task.draw_layers][:, task.draw_heads]
-            values = [[held_at(x, rows).double().numpy() for x in line] for line in gone]
-            yield _matrices(task, values, rows.numpy(), title, "held", stem), title
-        if shown.traces:
-            title = f"Entries per KV head over steps · {text}"
-            yield _entries(task, shown, title, folder / f"entries-{last}"), title
+    for sample in task.samples:
+        sample_suffix = f"{suffix}-{slug(sample.sample_id)}" if len(task.samples) > 1 else suffix
+        caption = f"{subtitle}, sample {short(sample.sample_id)}"
+        drawn_steps = steps_shown(len(sample.token_ids), _PIXELS)
+        for policy, log_beta in sample.log_beta.items():
+            title = f"Retention, {short(policy)} · {caption}"
+            stem = folder / f"retention-{slug(policy)}-{sample_suffix}"
+            log_betas = log_beta[task.draw_layers][:, task.draw_heads]
+            matrices = [
+                [retention(head_row, drawn_steps).numpy() for head_row in layer_heads]
+                for layer_heads in log_betas
+            ]
+            yield _matrices(task, matrices, drawn_steps.numpy(), title, "retention", stem), title
+        for (policy, budget), trace in sample.traces.items():
+            title = f"Held entries, {short(policy)} at {budget} · {caption}"
+            stem = folder / f"evictions-{slug(policy)}-{slug(budget)}-{sample_suffix}"
+            evictions = trace.eviction_steps[task.draw_layers][:, task.draw_heads]
+            matrices = [
+                [held_at_steps(head_row, drawn_steps).double().numpy() for head_row in layer_heads]
+                for layer_heads in evictions
+            ]
+            yield _matrices(task, matrices, drawn_steps.numpy(), title, "held", stem), title
+        if sample.traces:
+            title = f"Entries per KV head over steps · {caption}"
+            yield _entries(task, sample, title, folder / f"entries-{sample_suffix}"), title
 
 
 def _maps(
@@ -107,115 +119,133 @@ def _maps(
     stem: Path,
 ) -> list[Path]:
     """Maps of shares, layers by heads."""
-    lines = [panels[i : i + MOST_ACROSS] for i in range(0, len(panels), MOST_ACROSS)]
-    return head_maps(lines, [Colours(*_SHARE, label)], title, x_label, task.layers, stem)
+    panel_rows = [
+        panels[start : start + MOST_ACROSS] for start in range(0, len(panels), MOST_ACROSS)
+    ]
+    return head_maps(panel_rows, [Colours(*_SHARE, label)], title, x_label, task.layers, stem)
 
 
 def _matrices(
-    task: OfTask, values: list[list[Floats]], rows: Floats, title: str, label: str, stem: Path
+    task: OfTask,
+    matrices: list[list[Floats]],
+    drawn_steps: Floats,
+    title: str,
+    label: str,
+    stem: Path,
 ) -> list[Path]:
     """Small multiples, layers down and KV heads across; above the diagonal there is nothing."""
-    across, tokens = len(task.draw_heads), values[0][0].shape[1]
-    width = min(PAGE, 0.5 + 1.5 * across + 0.7)
-    panel = (width - 0.48 - 0.65 - 0.1 * (across - 1)) / across
-    page = sheet(
-        len(values),
-        across,
+    head_count, length = len(task.draw_heads), matrices[0][0].shape[1]
+    figure_width = min(PAGE, 0.5 + 1.5 * head_count + 0.7)
+    panel_size = (figure_width - 0.48 - 0.65 - 0.1 * (head_count - 1)) / head_count
+    layout = lay_out_figure(
+        len(matrices),
+        head_count,
         title=title,
-        width=width,
-        panel=min(panel, 1.5),
+        width=figure_width,
+        panel_height=min(panel_size, 1.5),
         x_label="entry i",
         y_label="step t",
-        top=0.2,
-        gap=(0.1, 0.24),
-        right=0.65,
+        top_margin=0.2,
+        panel_gap=(0.1, 0.24),
+        right_margin=0.65,
         sharex=True,
         sharey=True,
     )
-    future = np.arange(tokens) > rows[:, None]
-    for y, line in enumerate(values):
-        for x, picture in enumerate(line):
-            shown = binned(np.where(future, np.nan, picture), _PIXELS)
-            image = _image(page.axes[y, x], shown, _SHARE, tokens, tokens)
-            layer, head = task.layers[task.draw_layers[y]], task.draw_heads[x]
-            page.axes[y, x].set_title(
+    future = np.arange(length) > drawn_steps[:, None]
+    for line_index, layer_matrices in enumerate(matrices):
+        for column, head_matrix in enumerate(layer_matrices):
+            panel_pixels = binned(np.where(future, np.nan, head_matrix), _PIXELS)
+            image = _image(layout.axes[line_index, column], panel_pixels, _SHARE, length, length)
+            layer, head = task.layers[task.draw_layers[line_index]], task.draw_heads[column]
+            layout.axes[line_index, column].set_title(
                 f"layer {layer}, KV head {head}", loc="left", fontsize=7, y=1.0, pad=2
             )
-            page.axes[y, x].locator_params(nbins=3, integer=True)
-    page.colour_bar(image, values[0], label)
-    return save(page.figure, stem)
+            layout.axes[line_index, column].locator_params(nbins=3, integer=True)
+    layout.colour_bar(image, matrices[0], label)
+    return save(layout.figure, stem)
 
 
 def _survival(task: OfTask, title: str, stem: Path) -> list[Path]:
     """Left: mean over layers and query heads for every criterion; then the layers, by criterion."""
-    shares, at = task.survival.shares(), task.survival.at
-    labels = [criterion(*which) for which in task.criteria]
-    marks = looks(labels)
-    count = len(task.layers)
-    colours = [colormaps["viridis"](i / max(1, count - 1)) for i in range(count)]
-    named = range(count) if count <= 4 else sorted({0, count // 2, count - 1})
-    handles = [Line2D([], [], color=marks[label][0]) for label in labels]
-    handles += [Line2D([], [], color=colours[i], lw=0.7) for i in named]
-    columns = min(3, 1 + len(labels))
-    page = sheet(
-        -(-(1 + len(labels)) // columns),
-        columns,
+    shares, horizons = task.survival.shares(), task.survival.horizons
+    labels = [criterion(*in_use) for in_use in task.criteria]
+    styles = marker_styles(labels)
+    layer_count = len(task.layers)
+    colours = [
+        colormaps["viridis"](layer_index / max(1, layer_count - 1))
+        for layer_index in range(layer_count)
+    ]
+    labelled_layers = (
+        range(layer_count) if layer_count <= 4 else sorted({0, layer_count // 2, layer_count - 1})
+    )
+    handles = [Line2D([], [], color=styles[label][0]) for label in labels]
+    handles += [
+        Line2D([], [], color=colours[layer_index], lw=0.7) for layer_index in labelled_layers
+    ]
+    column_count = min(3, 1 + len(labels))
+    layout = lay_out_figure(
+        -(-(1 + len(labels)) // column_count),
+        column_count,
         title=title,
         width=PAGE,
-        panel=1.5,
+        panel_height=1.5,
         x_label="horizon L, tokens, log scale from 1 on",
         y_label="tokens alive, %",
-        labels=[*labels, *(f"layer {task.layers[i]}" for i in named)],
+        labels=[*labels, *(f"layer {task.layers[layer_index]}" for layer_index in labelled_layers)],
         handles=handles,
-        top=0.22,
-        gap=(0.15, 0.3),
+        top_margin=0.22,
+        panel_gap=(0.15, 0.3),
         sharex=True,
         sharey=True,
     )
-    mean, *axes = page.used(1 + len(labels))
-    mean.set_title("mean over layers and query heads", loc="left", y=1.0, pad=3)
+    mean_axes, *axes = layout.used(1 + len(labels))
+    mean_axes.set_title("mean over layers and query heads", loc="left", y=1.0, pad=3)
     for label, share in zip(labels, shares, strict=True):
-        _curve(mean, at, share.mean((0, 1)).numpy(), marks[label][0], 1.0)
-    for ax, label, share in zip(axes, labels, shares, strict=True):
-        ax.set_title(label, loc="left", y=1.0, pad=3)
-        for i in range(count):
-            _curve(ax, at, share[i].mean(0).numpy(), colours[i], 0.7)
-    mean.set_ylim(0, 102)
-    return save(page.figure, stem)
+        _curve(mean_axes, horizons, share.mean((0, 1)).numpy(), styles[label][0], 1.0)
+    for panel_axes, label, share in zip(axes, labels, shares, strict=True):
+        panel_axes.set_title(label, loc="left", y=1.0, pad=3)
+        for layer_index in range(layer_count):
+            _curve(
+                panel_axes, horizons, share[layer_index].mean(0).numpy(), colours[layer_index], 0.7
+            )
+    mean_axes.set_ylim(0, 102)
+    return save(layout.figure, stem)
 
 
-def _curve(ax: Axes, at: Sequence[int], share: Floats, colour: Any, width: float) -> None:
-    ax.plot(at, 100 * share, color=colour, lw=width)
-    ax.set_xscale("symlog", linthresh=1, linscale=0.3)
-    ticks = [0, *(10**k for k in range(6) if 10**k <= at[-1])]
-    ax.set_xticks(ticks, [str(t) for t in ticks])
-    ax.minorticks_off()
+def _curve(
+    axes: Axes, horizons: Sequence[int], share: Floats, colour: Any, line_width: float
+) -> None:
+    axes.plot(horizons, 100 * share, color=colour, lw=line_width)
+    axes.set_xscale("symlog", linthresh=1, linscale=0.3)
+    ticks = [0, *(10**exponent for exponent in range(6) if 10**exponent <= horizons[-1])]
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.minorticks_off()
 
 
-def _entries(task: OfTask, shown: Shown, title: str, stem: Path) -> list[Path]:
+def _entries(task: OfTask, sample: Shown, title: str, stem: Path) -> list[Path]:
     """Entries of every KV head over the steps; a panel per policy and budget."""
     panels = []
-    for (policy, budget), trace in shown.traces.items():
-        picture = binned(trace.entries.flatten(0, 1).double().numpy(), 2 * _PIXELS)
-        panels.append((f"{short(policy, 34)} at {budget}", picture, len(shown.ids)))
-    high = max(float(np.nanmax(picture)) for _, picture, _ in panels)
-    lines = [panels[i : i + 2] for i in range(0, len(panels), 2)]
-    colours = [Colours("viridis", 0.0, high, "entries")]
-    return step_maps(lines, colours, title, "step t", task.layers, stem)
+    for (policy, budget), trace in sample.traces.items():
+        entry_map = binned(trace.entries.flatten(0, 1).double().numpy(), 2 * _PIXELS)
+        panels.append((f"{short(policy, 34)} at {budget}", entry_map, len(sample.token_ids)))
+    max_entries = max(float(np.nanmax(entry_map)) for _, entry_map, _ in panels)
+    panel_rows = [panels[start : start + 2] for start in range(0, len(panels), 2)]
+    colours = [Colours("viridis", 0.0, max_entries, "entries")]
+    return step_maps(panel_rows, colours, title, "step t", task.layers, stem)
 
 
 def _image(
-    ax: Axes, picture: Floats, colours: tuple[str, float, float], tokens: int, rows: int
+    axes: Axes, pixels: Floats, scale: tuple[str, float, float], length: int, row_count: int
 ) -> AxesImage:
     """A picture whose columns are tokens, however many of them share a column."""
-    ax.tick_params(length=0, labelsize=6.5)
-    name, low, high = colours
-    return ax.imshow(
-        np.ma.masked_invalid(picture),
-        cmap=name,
-        vmin=low,
-        vmax=high,
+    axes.tick_params(length=0, labelsize=6.5)
+    colour_map, lowest, highest = scale
+    return axes.imshow(
+        np.ma.masked_invalid(pixels),
+        cmap=colour_map,
+        vmin=lowest,
+        vmax=highest,
         aspect="auto",
         interpolation="nearest",
-        extent=(-0.5, tokens - 0.5, rows - 0.5, -0.5),
+        extent=(-0.5, length - 0.5, row_count - 0.5, -0.5),
     )

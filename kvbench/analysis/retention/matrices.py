@@ -19,19 +19,19 @@ from torch import Tensor
 from kvbench.stats import Floats
 
 
-def retention(log_beta: Tensor, rows: Tensor) -> Tensor:
+def retention(log_beta: Tensor, steps: Tensor) -> Tensor:
     """Rows of retention matrices, `beta_i^(t-i)` for `i <= t` and 0 above the diagonal.
 
     Args:
         log_beta: 0 or less, `[..., T]`.
-        rows: Which steps `t`, int64 `[R]`.
+        steps: Which steps `t`, int64 `[R]`.
 
     Returns:
         float64 `[..., R, T]`.
     """
-    age = rows[:, None] - torch.arange(log_beta.shape[-1], device=log_beta.device)
-    left = (age.clamp(min=0) * log_beta.double()[..., None, :]).exp()
-    return left.masked_fill(age < 0, 0.0)
+    age = steps[:, None] - torch.arange(log_beta.shape[-1], device=log_beta.device)
+    retained = (age.clamp(min=0) * log_beta.double()[..., None, :]).exp()
+    return retained.masked_fill(age < 0, 0.0)
 
 
 def sparsity(log_beta: Tensor) -> Tensor:
@@ -47,13 +47,17 @@ def sparsity(log_beta: Tensor) -> Tensor:
     Returns:
         float64 `[...]`, in `[0, 1)`.
     """
-    x = log_beta.double()
-    tokens = x.shape[-1]
-    steps = tokens - torch.arange(tokens, device=x.device, dtype=torch.float64)
-    still = x == 0
-    safe = x.masked_fill(still, -1.0)
-    sums = torch.where(still, steps, torch.expm1(steps * safe) / torch.expm1(safe))
-    return 1 - sums.sum(-1) * 2 / (tokens * (tokens + 1))
+    logarithms = log_beta.double()
+    length = logarithms.shape[-1]
+    remaining_steps = length - torch.arange(length, device=logarithms.device, dtype=torch.float64)
+    never_fades = logarithms == 0
+    safe_logarithms = logarithms.masked_fill(never_fades, -1.0)
+    column_sums = torch.where(
+        never_fades,
+        remaining_steps,
+        torch.expm1(remaining_steps * safe_logarithms) / torch.expm1(safe_logarithms),
+    )
+    return 1 - column_sums.sum(-1) * 2 / (length * (length + 1))
 
 
 @dataclass
@@ -69,26 +73,26 @@ class TokenSums:
     beta: dict[int, float] = field(default_factory=dict)
     log_beta: dict[int, float] = field(default_factory=dict)
 
-    def add(self, ids: Sequence[int], log_beta: Tensor) -> None:
+    def add(self, token_ids: Sequence[int], log_beta: Tensor) -> None:
         """Add one text.
 
         Args:
-            ids: Its tokens.
+            token_ids: Its tokens.
             log_beta: Their log retention, `[L, H, T]`.
         """
-        flat = log_beta.double().flatten(0, 1)
-        means = flat.exp().mean(0).tolist(), flat.mean(0).tolist()
-        for token, beta, logarithm in zip(ids, *means, strict=True):
+        head_row = log_beta.double().flatten(0, 1)
+        token_means = head_row.exp().mean(0).tolist(), head_row.mean(0).tolist()
+        for token, beta, logarithm in zip(token_ids, *token_means, strict=True):
             self.count[token] = self.count.get(token, 0) + 1
             self.beta[token] = self.beta.get(token, 0.0) + beta
             self.log_beta[token] = self.log_beta.get(token, 0.0) + logarithm
 
     def rows(self) -> list[dict[str, Any]]:
         """A row per token, the most retained first, ties in the order of token ids."""
-        rows = []
+        token_rows = []
         for token, count in self.count.items():
             rate = self.log_beta[token] / count
-            rows.append(
+            token_rows.append(
                 {
                     "token_id": token,
                     "count": count,
@@ -97,28 +101,28 @@ class TokenSums:
                     "half_life": math.log(0.5) / rate if rate < 0 else math.inf,
                 }
             )
-        return sorted(rows, key=lambda row: (-row["beta"], row["token_id"]))
+        return sorted(token_rows, key=lambda token_row: (-token_row["beta"], token_row["token_id"]))
 
 
-def binned(picture: Floats, most: int) -> Floats:
-    """Average neighbouring columns until there are `most` at most, ignoring NaN.
+def binned(values: Floats, max_columns: int) -> Floats:
+    """Average neighbouring columns until there are `max_columns` at most, ignoring NaN.
 
     Args:
-        picture: `[..., columns]`.
-        most: The most columns that a figure shows.
+        values: `[..., columns]`.
+        max_columns: The most columns that a figure shows.
     """
-    columns = picture.shape[-1]
-    if columns <= most:
-        return picture
-    edges = np.linspace(0, columns, most + 1).round().astype(np.int64)[:-1]
-    known = np.isfinite(picture)
-    total = np.add.reduceat(np.where(known, picture, 0.0), edges, axis=-1)
-    count = np.add.reduceat(known.astype(np.float64), edges, axis=-1)
-    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+    column_count = values.shape[-1]
+    if column_count <= max_columns:
+        return values
+    bin_edges = np.linspace(0, column_count, max_columns + 1).round().astype(np.int64)[:-1]
+    is_finite = np.isfinite(values)
+    bin_sums = np.add.reduceat(np.where(is_finite, values, 0.0), bin_edges, axis=-1)
+    bin_counts = np.add.reduceat(is_finite.astype(np.float64), bin_edges, axis=-1)
+    return np.where(bin_counts > 0, bin_sums / np.maximum(bin_counts, 1), np.nan)
 
 
-def steps_shown(tokens: int, most: int) -> Tensor:
-    """Steps that a figure shows: all, or `most` of them, evenly spaced and including the last."""
-    if tokens <= most:
-        return torch.arange(tokens)
-    return torch.linspace(0, tokens - 1, most, dtype=torch.float64).round().long()
+def steps_shown(length: int, limit: int) -> Tensor:
+    """Steps that a figure shows: all, or `limit` of them, evenly spaced and including the last."""
+    if length <= limit:
+        return torch.arange(length)
+    return torch.linspace(0, length - 1, limit, dtype=torch.float64).round().long()

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.analysis.choosing import chosen
-from kvbench.analysis.common import Bench, loaded
+from kvbench.analysis.choosing import select_numbers
+from kvbench.analysis.common import Bench, analysis_model
 from kvbench.analysis.retention import steps, texts
 from kvbench.analysis.retention.matrices import TokenSums, sparsity
 from kvbench.analysis.retention.options import MOST_HEADS, MOST_LAYERS, Options
@@ -41,7 +41,7 @@ class Shown:
 
     Attributes:
         sample_id: Its name.
-        ids: Its tokens.
+        token_ids: Its tokens.
         pieces: The text of each token.
         special: Positions of special tokens.
         context, question: Lengths of the first two parts; the rest is the model's answer.
@@ -50,7 +50,7 @@ class Shown:
     """
 
     sample_id: str
-    ids: list[int]
+    token_ids: list[int]
     pieces: list[str]
     special: set[int]
     context: int
@@ -60,8 +60,8 @@ class Shown:
 
     def part(self, position: int) -> str:
         """Which part of the text a position is in."""
-        asked = position >= self.context
-        return texts.PARTS[asked + (position >= self.context + self.question)]
+        after_context = position >= self.context
+        return texts.PARTS[after_context + (position >= self.context + self.question)]
 
 
 @dataclass
@@ -77,8 +77,8 @@ class OfTask:
         count: Number of texts.
         sparsity: Sums over texts by policy, float64 `[L, H]`.
         tokens: Retention of tokens by policy.
-        spelled: Tokens of the vocabulary that occurred, as they are shown.
-        shown: The texts that the policies ran over.
+        token_labels: Tokens of the vocabulary that occurred, as they are shown.
+        samples: The texts that the policies ran over.
     """
 
     where: dict[str, Any]
@@ -90,8 +90,8 @@ class OfTask:
     count: int = 0
     sparsity: dict[str, Tensor] = field(default_factory=dict)
     tokens: dict[str, TokenSums] = field(default_factory=dict)
-    spelled: dict[int, str] = field(default_factory=dict)
-    shown: list[Shown] = field(default_factory=list)
+    token_labels: dict[int, str] = field(default_factory=dict)
+    samples: list[Shown] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Found:
     ungated: list[str]
 
 
-def gated(policy: Policy) -> bool:
+def has_retention_gates(policy: Policy) -> bool:
     """Whether a policy's score knows how fast each token fades."""
     score = policy.score
     return score is not None and type(score).log_retention is not Score.log_retention
@@ -127,27 +127,39 @@ def analyze(grid: Grid, options: Options, reporter: Reporter) -> Found:
         UserError: Something is unknown or out of range.
     """
     sources = texts.sources(grid, options.text, options.new_tokens, reporter)
-    runnable = {model: texts.runnable(grid, model) for model in grid.models}
-    policies = {spec: p for of_model in runnable.values() for spec, p in of_model.items()}
-    found = Found([], {}, [spec for spec, p in policies.items() if not gated(p)])
-    reach = [_horizon(source, options) for source in sources]
-    pairs = zip(sources, reach, strict=True)
-    for _, together in groupby(pairs, key=lambda pair: id(pair[0].stage)):
-        group = list(together)
-        stage = group[0][0].stage
-        with loaded(stage, grid, reporter.message) as model:
-            bench = Bench(model, reporter, found.failed, stage.vision)
-            mine = runnable[stage.model]
-            budgets = {str(b): b for b in grid.parsed_budgets if not b.is_full}
-            cases = [(p, b) for p in mine for b in budgets]
-            probe = _Probe(bench, mine, budgets, cases, options, grid.seed, stage.tokenizer)
-            reporter.start(sum(probe.work(s) for s, _ in group), stage.model)
+    runnable_policies = {model: texts.runnable(grid, model) for model in grid.models}
+    policies = {
+        spelling: policy
+        for by_spelling in runnable_policies.values()
+        for spelling, policy in by_spelling.items()
+    }
+    result = Found(
+        [],
+        {},
+        [spelling for spelling, policy in policies.items() if not has_retention_gates(policy)],
+    )
+    source_horizons = [_horizon(source, options) for source in sources]
+    source_pairs = zip(sources, source_horizons, strict=True)
+    for _, same_stage in groupby(source_pairs, key=lambda pair: id(pair[0].stage)):
+        stage_sources = list(same_stage)
+        stage = stage_sources[0][0].stage
+        with analysis_model(stage, grid, reporter.message) as model:
+            bench = Bench(model, reporter, result.failed, stage.vision)
+            model_policies = runnable_policies[stage.model]
+            budgets = {str(budget): budget for budget in grid.parsed_budgets if not budget.is_full}
+            cases = [(policy, budget) for policy in model_policies for budget in budgets]
+            probe = _Probe(
+                bench, model_policies, budgets, cases, options, grid.seed, stage.tokenizer
+            )
+            reporter.start(
+                sum(probe.work(stage_source) for stage_source, _ in stage_sources), stage.model
+            )
             try:
-                for source, horizon in group:
-                    found.tasks.append(probe.task(source, horizon))
+                for source, horizon in stage_sources:
+                    result.tasks.append(probe.task(source, horizon))
             finally:
                 reporter.stop()
-    return found
+    return result
 
 
 def _horizon(source: texts.Source, options: Options) -> int:
@@ -189,22 +201,26 @@ class _Probe:
         model = self.bench.model
         self.layers = full_layer_ids(model)
         self.use = InUse(self.options.top, self.options.mass)
-        self.gated = {spec: p for spec, p in self.policies.items() if gated(p)}
+        self.gated = {
+            spelling: policy
+            for spelling, policy in self.policies.items()
+            if has_retention_gates(policy)
+        }
         self.ends = end_tokens(model, self.tokenizer)
         self.visual = visual_ids(model)
-        layers = chosen(self.options.layers, self.layers, "layers", MOST_LAYERS)
-        self.draw_layers = [self.layers.index(layer) for layer in layers]
-        heads = range(model_info(model).kv_heads)
-        self.draw_heads = chosen(self.options.heads, heads, "heads", MOST_HEADS)
+        drawn_layers = select_numbers(self.options.layers, self.layers, "layers", MOST_LAYERS)
+        self.draw_layers = [self.layers.index(layer) for layer in drawn_layers]
+        head_range = range(model_info(model).kv_heads)
+        self.draw_heads = select_numbers(self.options.heads, head_range, "heads", MOST_HEADS)
 
     def work(self, source: texts.Source) -> int:
         """Units of work of a source: tokens that pass the model."""
-        sizes = [text.tokens for text in source.texts]
-        return sum(sizes) + len(self.cases) * sum(sizes[: self.options.traces])
+        token_counts = [text.tokens for text in source.texts]
+        return sum(token_counts) + len(self.cases) * sum(token_counts[: self.options.traces])
 
     def task(self, source: texts.Source, horizon: int) -> OfTask:
         """Look at the texts of one source."""
-        found = OfTask(
+        task = OfTask(
             where={
                 "model": source.stage.model,
                 "task": source.task,
@@ -217,122 +233,159 @@ class _Probe:
             survival=Survival(horizons(horizon)),
             criteria=self.options.criteria,
         )
-        for number, text in enumerate(source.texts):
-            ids, log_beta = self._full(text, found)
-            self.bench.reporter.advance(text.tokens)
-            if number < self.options.traces:
-                found.shown.append(self._shown(text, ids, log_beta, found))
-        return found
+        for text_number, source_text in enumerate(source.texts):
+            token_ids, log_beta = self._run_full_cache(source_text, task)
+            self.bench.reporter.advance(source_text.tokens)
+            if text_number < self.options.traces:
+                task.samples.append(self._trace_policies(source_text, token_ids, log_beta, task))
+        return task
 
-    def _full(self, text: texts.Text, found: OfTask) -> tuple[list[int], dict[str, Tensor]]:
+    def _run_full_cache(
+        self, source_text: texts.Text, task: OfTask
+    ) -> tuple[list[int], dict[str, Tensor]]:
         """Pass one text with the full cache; give its tokens, with the answer, and the gates."""
-        needs: set[Need] = {self.use, *(n for p in self.gated.values() for n in p.needs)}
+        needs: set[Need] = {
+            self.use,
+            *(need for gated_policy in self.gated.values() for need in gated_policy.needs),
+        }
         prefix = Prefix(self.bench.model, needs)
-        ids = [*text.context, *text.question]
-        pixels = self.bench.pixels(text.media)
-        logits = prefix.extend(self.bench.tensor(text.context), pixels=pixels)
-        if text.question:
-            logits = prefix.extend(self.bench.tensor(text.question))
-        stop = Stop(self.tokenizer, self.ends, text.until)
-        ids += greedy(prefix, logits, text.limit, stop, feed_last=True)
+        token_ids = [*source_text.context, *source_text.question]
+        pixels = self.bench.pixels(source_text.media)
+        logits = prefix.extend(self.bench.tensor(source_text.context), pixels=pixels)
+        if source_text.question:
+            logits = prefix.extend(self.bench.tensor(source_text.question))
+        stop = Stop(self.tokenizer, self.ends, source_text.until)
+        token_ids += greedy(prefix, logits, source_text.limit, stop, feed_last=True)
         if self.use in prefix.cache.broken:
             raise prefix.cache.broken[self.use]
         observer = prefix.cache.observers[self.use]
-        found.survival.add([observer.read(i)[:, 0] for i in range(len(self.layers))])
-        found.count += 1
+        task.survival.add(
+            [observer.read(layer_index)[:, 0] for layer_index in range(len(self.layers))]
+        )
+        task.count += 1
         log_beta = {}
-        for spec, policy in self.gated.items():
-            said = self._tried(found, f"the gates of {spec}", _said, prefix, policy)
-            if said is None:
-                found.sparsity.pop(spec, None)
-                found.tokens.pop(spec, None)
+        for spelling, policy in self.gated.items():
+            log_retention = self._try_policy(
+                task, f"the gates of {spelling}", _read_log_retention, prefix, policy
+            )
+            if log_retention is None:
+                task.sparsity.pop(spelling, None)
+                task.tokens.pop(spelling, None)
                 continue
-            log_beta[spec] = said
-            mine = sparsity(said)
-            found.sparsity[spec] = found.sparsity.get(spec, torch.zeros_like(mine)) + mine
-            found.tokens.setdefault(spec, TokenSums()).add(ids, said)
-        for token in {*ids} - {*found.spelled}:
-            found.spelled[token] = texts.spelled(self.tokenizer, token)
-        return ids, log_beta
+            log_beta[spelling] = log_retention
+            sparsities = sparsity(log_retention)
+            task.sparsity[spelling] = (
+                task.sparsity.get(spelling, torch.zeros_like(sparsities)) + sparsities
+            )
+            task.tokens.setdefault(spelling, TokenSums()).add(token_ids, log_retention)
+        for token in {*token_ids} - {*task.token_labels}:
+            task.token_labels[token] = texts.token_label(self.tokenizer, token)
+        return token_ids, log_beta
 
-    def _shown(
-        self, text: texts.Text, ids: list[int], log_beta: dict[str, Tensor], found: OfTask
+    def _trace_policies(
+        self,
+        source_text: texts.Text,
+        token_ids: list[int],
+        log_beta: dict[str, Tensor],
+        task: OfTask,
     ) -> Shown:
         """Run the policies over one text."""
-        special = set(getattr(self.tokenizer, "all_special_ids", ()))
-        shown = Shown(
-            text.sample_id,
-            ids,
-            texts.pieces(self.tokenizer, ids),
-            {i for i, token in enumerate(ids) if token in special},
-            len(text.context),
-            len(text.question),
+        special_positions = set(getattr(self.tokenizer, "all_special_ids", ()))
+        sample = Shown(
+            source_text.sample_id,
+            token_ids,
+            texts.pieces(self.tokenizer, token_ids),
+            {position for position, token in enumerate(token_ids) if token in special_positions},
+            len(source_text.context),
+            len(source_text.question),
             log_beta,
         )
         for case in self.cases:
-            left, name = text.tokens, f"{case[0]} at {case[1]}"
+            remaining, case_name = source_text.tokens, f"{case[0]} at {case[1]}"
             policy, budget = self.policies[case[0]], self.budgets[case[1]]
 
-            def advance(tokens: int) -> None:
-                nonlocal left
-                self.bench.reporter.advance(min(tokens, max(0, left)))
-                left -= tokens
+            def advance(length: int) -> None:
+                nonlocal remaining
+                self.bench.reporter.advance(min(length, max(0, remaining)))
+                remaining -= length
 
             if self.options.moment == "decode":
-                visual = [i for i, token in enumerate(text.context) if token in self.visual]
-                allowed = budget.per_head(len(ids), len(visual))
-                if steps.idle(policy, allowed, len(ids)):
-                    self._say_idle(case, policy, allowed, len(ids))
-                start = 1 + max(visual, default=0)
-                arguments = (self.bench, ids, policy, budget, self.seed, advance, text.media, start)
-                trace = self._tried(found, name, steps.passing, *arguments)
+                visual_positions = [
+                    position
+                    for position, token in enumerate(source_text.context)
+                    if token in self.visual
+                ]
+                entry_limit = budget.per_head(len(token_ids), len(visual_positions))
+                if steps.evicts_nothing(policy, entry_limit, len(token_ids)):
+                    self._report_idle(case, policy, entry_limit, len(token_ids))
+                initial_tokens = 1 + max(visual_positions, default=0)
+                arguments = (
+                    self.bench,
+                    token_ids,
+                    policy,
+                    budget,
+                    self.seed,
+                    advance,
+                    source_text.media,
+                    initial_tokens,
+                )
+                trace = self._try_policy(task, case_name, steps.trace_decoding, *arguments)
             else:
-                prefix = self.bench.prefill(text.context, policy.needs, text.media)
-                size = len(text.context), len(ids)
-                trace = self._tried(
-                    found, name, steps.once, prefix, policy, budget, self.seed, *size
+                prefix = self.bench.prefill(source_text.context, policy.needs, source_text.media)
+                lengths = len(source_text.context), len(token_ids)
+                trace = self._try_policy(
+                    task,
+                    case_name,
+                    steps.trace_compression,
+                    prefix,
+                    policy,
+                    budget,
+                    self.seed,
+                    *lengths,
                 )
             if trace is not None:
-                shown.traces[case] = trace
+                sample.traces[case] = trace
             else:
-                for earlier in found.shown:
-                    earlier.traces.pop(case, None)
-            self.bench.reporter.advance(max(0, left))
-        return shown
+                for earlier_text in task.samples:
+                    earlier_text.traces.pop(case, None)
+            self.bench.reporter.advance(max(0, remaining))
+        return sample
 
-    def _say_idle(self, case: Case, policy: Policy, allowed: int, tokens: int) -> None:
+    def _report_idle(self, case: Case, policy: Policy, entry_limit: int, length: int) -> None:
         hint = f"; {policy.name}:buffer=0 evicts at every step" if policy.buffer else ""
         self.bench.reporter.message(
-            f"{case[0]} at {case[1]}: nothing is evicted, because {tokens} tokens do not fill a "
-            f"budget of {allowed} and a buffer of {policy.buffer}{hint}"
+            f"{case[0]} at {case[1]}: nothing is evicted, because {length} tokens do not fill a "
+            f"budget of {entry_limit} and a buffer of {policy.buffer}{hint}"
         )
 
-    def _tried(self, found: OfTask, name: str, work: Callable[..., Any], *args: Any) -> Any:
+    def _try_policy(
+        self, task: OfTask, action: str, function: Callable[..., Any], *args: Any
+    ) -> Any:
         """Call what runs a policy; if it raises, record the failure and give None."""
-        key = f"{found.where['model']}, {found.where['task']}: {name}"
-        if key in self.bench.failed:
+        failure_key = f"{task.where['model']}, {task.where['task']}: {action}"
+        if failure_key in self.bench.failed:
             return None
         try:
             with plugin_call():
-                return work(*args)
+                return function(*args)
         except PluginError as error:
-            self.bench.failed[key] = str(error)
-            self.bench.reporter.message(f"{key} failed: {error}")
+            self.bench.failed[failure_key] = str(error)
+            self.bench.reporter.message(f"{failure_key} failed: {error}")
             return None
 
 
-def _said(prefix: Prefix, policy: Policy) -> Tensor:
+def _read_log_retention(prefix: Prefix, policy: Policy) -> Tensor:
     """Log retention of every token by a policy's gates, float32 `[L, H, T]` on the CPU."""
     cache = prefix.cache
-    every = cache.lengths().tolist()
+    lengths = cache.lengths().tolist()
     seeds = row_seeds(cache, 0)
-    showing = Showing(policy, cache, prefix.info, "context", every, seeds)
+    view_builder = Showing(policy, cache, prefix.info, "context", lengths, seeds)
     assert policy.score is not None
-    layers = []
-    for index, layer in enumerate(cache.ragged):
-        found = policy.score.log_retention(showing.view(layer, index))
-        assert found is not None
-        if bool((found > 0).any()) or not bool(found.isfinite().all()):
+    layer_values = []
+    for layer_index, layer in enumerate(cache.ragged):
+        log_retention = policy.score.log_retention(view_builder.view(layer, layer_index))
+        assert log_retention is not None
+        if bool((log_retention > 0).any()) or not bool(log_retention.isfinite().all()):
             raise UserError(f"{policy}: log retention must be finite and 0 or less")
-        layers.append(found[0].float().cpu())
-    return torch.stack(layers)
+        layer_values.append(log_retention[0].float().cpu())
+    return torch.stack(layer_values)

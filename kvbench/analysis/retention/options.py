@@ -6,7 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvbench.analysis.choosing import check_least, parts, plain_values, whole, whole_or_all
+from kvbench.analysis.choosing import (
+    check_minimums,
+    json_values,
+    parse_integers,
+    parse_integers_or_all,
+    split_commas,
+)
 from kvbench.errors import UserError, nearest
 
 MOMENTS = ("decode", "context")
@@ -54,51 +60,57 @@ class Options:
         if self.moment not in MOMENTS:
             hint = nearest(self.moment, MOMENTS) or f"; use {' or '.join(MOMENTS)}"
             raise UserError(f"--moment {self.moment}{hint}")
-        check_least(self, {"horizon": 1, "traces": 1, "new_tokens": 0})
-        for k in self.top:
-            if k < 1:
-                raise UserError(f"--top {k}: use numbers of entries from 1, such as 64")
-        for p in self.mass:
-            if not 0 < p < 1:
-                raise UserError(f"--mass {p:g}: use shares between 0 and 1, such as 0.9")
+        check_minimums(self, {"horizon": 1, "traces": 1, "new_tokens": 0})
+        for top_count in self.top:
+            if top_count < 1:
+                raise UserError(f"--top {top_count}: use numbers of entries from 1, such as 64")
+        for share in self.mass:
+            if not 0 < share < 1:
+                raise UserError(f"--mass {share:g}: use shares between 0 and 1, such as 0.9")
         if not self.top and not self.mass:
             raise UserError("survival needs a criterion; use --top 64 or --mass 0.9")
 
     @classmethod
-    def read(cls, given: Mapping[str, Any]) -> Options:
+    def read(cls, flags: Mapping[str, Any]) -> Options:
         """Parse flags; a flag that is None was not given.
 
         Args:
-            given: Values by attribute. Lists are texts with commas; layers and heads may be `all`.
+            flags: Values by attribute. Lists are texts with commas; layers and heads may be `all`.
 
         Raises:
             UserError: A value cannot be parsed or is out of range.
         """
-        values = {k: v for k, v in given.items() if v is not None}
-        for name in ("layers", "heads"):
-            if name in values:
-                values[name] = whole_or_all(name, values[name])
-        if "top" in values:
-            values["top"] = whole("top", parts(values["top"]), "16,64")
-        if "mass" in values:
-            values["mass"] = _shares(parts(values["mass"]))
-        return cls(**values)
+        parsed = {
+            attribute: flag_value
+            for attribute, flag_value in flags.items()
+            if flag_value is not None
+        }
+        for flag in ("layers", "heads"):
+            if flag in parsed:
+                parsed[flag] = parse_integers_or_all(flag, parsed[flag])
+        if "top" in parsed:
+            parsed["top"] = parse_integers("top", split_commas(parsed["top"]), "16,64")
+        if "mass" in parsed:
+            parsed["mass"] = _shares(split_commas(parsed["mass"]))
+        return cls(**parsed)
 
     @property
     def criteria(self) -> list[tuple[str, float]]:
         """The criteria of survival, name and value, in the order of its tables."""
-        top: list[tuple[str, float]] = [("top", float(k)) for k in self.top]
-        return top + [("mass", p) for p in self.mass]
+        rank_criteria: list[tuple[str, float]] = [
+            ("top", float(top_count)) for top_count in self.top
+        ]
+        return rank_criteria + [("mass", share) for share in self.mass]
 
     def to_dict(self) -> dict[str, Any]:
         """The options as plain lists and values."""
-        return plain_values(self)
+        return json_values(self)
 
 
-def _shares(listed: list[str]) -> tuple[float, ...]:
+def _shares(share_texts: list[str]) -> tuple[float, ...]:
     try:
-        return tuple(float(one) for one in listed)
+        return tuple(float(share_text) for share_text in share_texts)
     except ValueError:
         raise UserError(
-            f"--mass {','.join(listed)}: use shares with commas, such as 0.9,0.99"
+            f"--mass {','.join(share_texts)}: use shares with commas, such as 0.9,0.99"
         ) from None

@@ -18,7 +18,7 @@ from torch import Tensor
 from kvbench.analysis.retention.figures import Drawn
 from kvbench.analysis.retention.measure import Found, OfTask, Shown
 from kvbench.analysis.retention.steps import Trace
-from kvbench.analysis.scopes import title_of
+from kvbench.analysis.scopes import scope_heading
 from kvbench.report.outputs import html, html_text
 from kvbench.report.table import Table
 from kvbench.report.text import plain
@@ -48,22 +48,22 @@ img { max-width: 100%; height: auto } figure { margin: 1em 0 } figcaption { colo
 
 
 def page(
-    found: Found,
+    result: Found,
     command: str,
     tables: Sequence[Table],
     notes: Sequence[str],
-    drawn: Sequence[Drawn],
+    figures: Sequence[Drawn],
 ) -> str:
     """Write the page.
 
     Args:
-        found: The result of the analysis.
+        result: The result of the analysis.
         command: The command that made it.
         tables: Shown first.
         notes: Lines below them.
-        drawn: Figures, whose files exist; they are embedded.
+        figures: Figures, whose files exist; they are embedded.
     """
-    out = [
+    html_parts = [
         "<!DOCTYPE html>",
         '<html lang="en"><head><meta charset="utf-8">',
         '<meta http-equiv="Content-Security-Policy" '
@@ -72,123 +72,134 @@ def page(
         "<h1>kvbench retention</h1>",
         f'<p class="note">Made by <code>{_text(command)}</code>.</p>',
     ]
-    out += [html(table) for table in tables]
-    out += ["<ul>", *(f"<li>{_text(note)}</li>" for note in notes), "</ul>"]
-    for number, task in enumerate(found.tasks):
-        out.append(f"<h2>{html_text(title_of(task.where))}</h2>")
-        out += [_figure(one) for one in drawn if one.task == number]
-        for shown in task.shown:
-            out += _highlighted(task, shown)
-    return "\n".join([*out, "</body></html>"]) + "\n"
+    html_parts += [html(table) for table in tables]
+    html_parts += ["<ul>", *(f"<li>{_text(note)}</li>" for note in notes), "</ul>"]
+    for task_number, task in enumerate(result.tasks):
+        html_parts.append(f"<h2>{html_text(scope_heading(task.where))}</h2>")
+        html_parts += [_figure(figure) for figure in figures if figure.task == task_number]
+        for sample in task.samples:
+            html_parts += _highlighted(task, sample)
+    return "\n".join([*html_parts, "</body></html>"]) + "\n"
 
 
-def _highlighted(task: OfTask, shown: Shown) -> Iterator[str]:
+def _highlighted(task: OfTask, sample: Shown) -> Iterator[str]:
     """The text, once for each policy with gates and once for each policy and budget."""
-    name = f"sample {_text(shown.sample_id)}"
-    for policy, log_beta in shown.log_beta.items():
-        beta = _beta(log_beta)
-        low, high = float(beta.min()), float(beta.max())
-        scaled = (beta - low) / (high - low) if high > low else np.ones_like(beta)
+    name = f"sample {_text(sample.sample_id)}"
+    for policy, log_beta in sample.log_beta.items():
+        mean_beta = _beta(log_beta)
+        low, high = float(mean_beta.min()), float(mean_beta.max())
+        scaled_beta = (mean_beta - low) / (high - low) if high > low else np.ones_like(mean_beta)
         yield f"<h3>{name}: mean retention, <code>{_text(policy)}</code></h3>"
         yield (
             f'<p class="note">From {low:.4f} (white) to {high:.4f}: the mean of beta over layers '
             "and KV heads.</p>"
         )
-        yield _spans(shown, "b", scaled, [f"mean beta {b:.4f}" for b in beta])
+        yield _spans(
+            sample, "b", scaled_beta, [f"mean beta {beta_value:.4f}" for beta_value in mean_beta]
+        )
         yield '<p class="note">By KV head, from beta 0 (white) to 1:</p>'
-        yield from _by_head(task, shown, partial(_faded, log_beta))
-    for (policy, budget), trace in shown.traces.items():
-        heads = trace.gone.shape[0] * trace.gone.shape[1]
-        count = trace.held.sum((0, 1)).numpy()
-        tips = [f"held by {n} of {heads} KV heads" for n in count]
-        if policy in shown.log_beta:
-            known = _beta(shown.log_beta[policy])
-            tips = [f"{tip}, mean beta {b:.4f}" for tip, b in zip(tips, known, strict=True)]
+        yield from _by_head(task, sample, partial(_faded, log_beta))
+    for (policy, budget), trace in sample.traces.items():
+        heads = trace.eviction_steps.shape[0] * trace.eviction_steps.shape[1]
+        holder_counts = trace.held.sum((0, 1)).numpy()
+        tooltips = [f"held by {holders} of {heads} KV heads" for holders in holder_counts]
+        if policy in sample.log_beta:
+            token_beta = _beta(sample.log_beta[policy])
+            tooltips = [
+                f"{tooltip}, mean beta {beta_value:.4f}"
+                for tooltip, beta_value in zip(tooltips, token_beta, strict=True)
+            ]
         yield f"<h3>{name}: held at the end, <code>{_text(policy)}</code> at {_text(budget)}</h3>"
         yield '<p class="note">Darker tokens are held by more KV heads.</p>'
-        yield _spans(shown, "h", count / heads, tips)
-        yield from _by_head(task, shown, partial(_held, trace))
+        yield _spans(sample, "h", holder_counts / heads, tooltips)
+        yield from _by_head(task, sample, partial(_held, trace))
 
 
 def _beta(log_beta: Tensor) -> Floats:
     """Mean retention of each position over layers and KV heads, from `[L, H, T]`."""
-    found: Floats = log_beta.double().exp().mean((0, 1)).numpy()
-    return found
+    mean_beta: Floats = log_beta.double().exp().mean((0, 1)).numpy()
+    return mean_beta
 
 
-def _spans(shown: Shown, kind: str, levels: Floats, tips: Sequence[str]) -> str:
+def _spans(sample: Shown, style: str, levels: Floats, tooltips: Sequence[str]) -> str:
     """The text, with a background and a tooltip for each token."""
-    out = []
-    for i, piece in enumerate(shown.pieces):
-        level = round(float(levels[i]) * LEVELS)
-        special = " s" * (i in shown.special)
-        tip = escape(f"{i}: {plain(repr(piece))}, {tips[i]}")
-        out.append(f'{_part(shown, i)}<span class="{kind}{level}{special}" title="{tip}">')
-        out.append(f"{_piece(piece)}</span>")
-    return f'<div class="text">{"".join(out)}</div>'
+    html_parts = []
+    for position, piece in enumerate(sample.pieces):
+        level = round(float(levels[position]) * LEVELS)
+        special = " s" * (position in sample.special)
+        tooltip = escape(f"{position}: {plain(repr(piece))}, {tooltips[position]}")
+        html_parts.append(
+            f'{_part(sample, position)}<span class="{style}{level}{special}" title="{tooltip}">'
+        )
+        html_parts.append(f"{_piece(piece)}</span>")
+    return f'<div class="text">{"".join(html_parts)}</div>'
 
 
 def _by_head(
-    task: OfTask, shown: Shown, classes: Callable[[int, int], tuple[list[str], str]]
+    task: OfTask, sample: Shown, styler: Callable[[int, int], tuple[list[str], str]]
 ) -> Iterator[str]:
     """The text, once for each KV head that is drawn, folded away.
 
     Args:
-        task, shown: The text.
-        classes: Gives the style of each token and a summary, for a layer (its position) and a head.
+        task, sample: The text.
+        styler: Gives the style of each token and a summary, for a layer (its position) and a head.
     """
     for layer in task.draw_layers:
         for head in task.draw_heads:
-            styles, what = classes(layer, head)
-            name = f"layer {task.layers[layer]}, KV head {head}: {what}"
-            text = _runs(shown, styles)
-            yield f'<details><summary>{name}</summary><div class="text">{text}</div></details>'
+            styles, summary = styler(layer, head)
+            heading = f"layer {task.layers[layer]}, KV head {head}: {summary}"
+            markup = _runs(sample, styles)
+            yield f'<details><summary>{heading}</summary><div class="text">{markup}</div></details>'
 
 
-def _runs(shown: Shown, styles: Sequence[str]) -> str:
+def _runs(sample: Shown, styles: Sequence[str]) -> str:
     """The text with a style for each token; neighbours with the same style share a span."""
-    runs: list[str] = []
-    for i, piece in enumerate(shown.pieces):
-        part = _part(shown, i)
-        if i and styles[i] == styles[i - 1] and not part:
-            runs[-1] += _piece(piece)
+    spans: list[str] = []
+    for position, piece in enumerate(sample.pieces):
+        part_mark = _part(sample, position)
+        if position and styles[position] == styles[position - 1] and not part_mark:
+            spans[-1] += _piece(piece)
         else:
-            runs.append(f'{part}<span class="{styles[i]}">{_piece(piece)}')
-    return "</span>".join(runs) + "</span>"
+            spans.append(f'{part_mark}<span class="{styles[position]}">{_piece(piece)}')
+    return "</span>".join(spans) + "</span>"
 
 
 def _held(trace: Trace, layer: int, head: int) -> tuple[list[str], str]:
-    own = trace.held[layer, head].tolist()
-    return ["k" if held else "g" for held in own], f"{sum(own)} of {len(own)} tokens"
+    held_mask = trace.held[layer, head].tolist()
+    return [
+        "k" if is_held else "g" for is_held in held_mask
+    ], f"{sum(held_mask)} of {len(held_mask)} tokens"
 
 
 def _faded(log_beta: Tensor, layer: int, head: int) -> tuple[list[str], str]:
-    own = log_beta[layer, head].double().exp()
-    levels = (own * LEVELS).round().int().tolist()
-    return [f"b{level}" for level in levels], f"beta from {own.min():.4f} to {own.max():.4f}"
+    head_beta = log_beta[layer, head].double().exp()
+    levels = (head_beta * LEVELS).round().int().tolist()
+    return [
+        f"b{level}" for level in levels
+    ], f"beta from {head_beta.min():.4f} to {head_beta.max():.4f}"
 
 
-def _part(shown: Shown, i: int) -> str:
+def _part(sample: Shown, position: int) -> str:
     """A mark at the beginning of each part of the text."""
-    new = shown.part(i)
-    if i and new == shown.part(i - 1):
+    part_name = sample.part(position)
+    if position and part_name == sample.part(position - 1):
         return ""
-    return f'<span class="part">[{new}] </span>'
+    return f'<span class="part">[{part_name}] </span>'
 
 
 def _piece(piece: str) -> str:
     """A token's text, with unprintable characters spelled out; a line break also starts a line."""
-    shown = "".join(plain(c) + "\n" * (c == "\n") for c in piece)
-    return escape(shown)
+    printable = "".join(plain(character) + "\n" * (character == "\n") for character in piece)
+    return escape(printable)
 
 
-def _text(text: object) -> str:
-    return escape(plain(text))
+def _text(content: object) -> str:
+    return escape(plain(content))
 
 
-def _figure(drawn: Drawn) -> str:
-    path: Path = next(p for p in drawn.paths if p.suffix == ".png")
-    data = base64.b64encode(path.read_bytes()).decode("ascii")
-    caption = _text(drawn.title)
-    image = f'<img alt="{caption}" src="data:image/png;base64,{data}">'
+def _figure(figure: Drawn) -> str:
+    path: Path = next(candidate for candidate in figure.paths if candidate.suffix == ".png")
+    encoded = base64.b64encode(path.read_bytes()).decode("ascii")
+    caption = _text(figure.title)
+    image = f'<img alt="{caption}" src="data:image/png;base64,{encoded}">'
     return f"<figure>{image}<figcaption>{caption}</figcaption></figure>"

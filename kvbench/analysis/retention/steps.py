@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.analysis.common import Bench, held
+from kvbench.analysis.common import Bench, kept_masks
 from kvbench.benchmark import Medium
 from kvbench.budget import Budget
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.driver import forward
 from kvbench.engine.prefix import Compression, Prefix
-from kvbench.engine.upkeep import spare
+from kvbench.engine.upkeep import spare_entries
 from kvbench.errors import BudgetError
 from kvbench.plugin import Policy
 
@@ -28,97 +28,100 @@ class Trace:
     """What one policy held of one text.
 
     Attributes:
-        gone: Step after which an entry is no longer held, int32 `[L, H, T]`; `T` if it is held to
-            the end. Step `t` ends when token `t` has passed the model and the cache has been cut.
+        eviction_steps: Step after which an entry is no longer held, int32 `[L, H, T]`; `T` if it is
+            held to the end. Step `t` ends when token `t` has passed the model and the cache has
+            been cut.
         budget: Entries per layer and KV head, on average, that a cut leaves.
-        cuts: How often the cache was cut.
+        eviction_count: How often the cache was cut.
     """
 
-    gone: Tensor
+    eviction_steps: Tensor
     budget: int
-    cuts: int
+    eviction_count: int
 
     @property
     def entries(self) -> Tensor:
         """Entries of every KV head at the end of every step, int64 `[L, H, T]`."""
-        return entries(self.gone)
+        return entries(self.eviction_steps)
 
     @property
     def held(self) -> Tensor:
         """What is held at the end, bool `[L, H, T]`."""
-        return self.gone == self.gone.shape[-1]
+        return self.eviction_steps == self.eviction_steps.shape[-1]
 
 
-def entries(gone: Tensor, counted: Tensor | None = None) -> Tensor:
+def entries(eviction_steps: Tensor, counted_mask: Tensor | None = None) -> Tensor:
     """Entries held at the end of every step.
 
     Args:
-        gone: As in `Trace`, `[..., T]`.
-        counted: Positions to count, bool `[T]`; None: all.
+        eviction_steps: As in `Trace`, `[..., T]`.
+        counted_mask: Positions to count, bool `[T]`; None: all.
 
     Returns:
         Counts, int64 `[..., T]`.
     """
-    tokens = gone.shape[-1]
-    if counted is None:
-        counted = torch.ones(tokens, dtype=torch.bool, device=gone.device)
-    shape = (*gone.shape[:-1], tokens + 1)
-    left = torch.zeros(shape, dtype=torch.int64, device=gone.device)
-    left.scatter_add_(-1, gone.long(), counted.long().expand_as(gone))
-    return counted.cumsum(-1) - left[..., :tokens].cumsum(-1)
+    length = eviction_steps.shape[-1]
+    if counted_mask is None:
+        counted_mask = torch.ones(length, dtype=torch.bool, device=eviction_steps.device)
+    count_shape = (*eviction_steps.shape[:-1], length + 1)
+    evicted_counts = torch.zeros(count_shape, dtype=torch.int64, device=eviction_steps.device)
+    evicted_counts.scatter_add_(
+        -1, eviction_steps.long(), counted_mask.long().expand_as(eviction_steps)
+    )
+    return counted_mask.cumsum(-1) - evicted_counts[..., :length].cumsum(-1)
 
 
-def held_at(gone: Tensor, rows: Tensor) -> Tensor:
+def held_at_steps(eviction_steps: Tensor, steps: Tensor) -> Tensor:
     """Rows of eviction maps, `alpha_ti`.
 
     Args:
-        gone: As in `Trace`, `[..., T]`.
-        rows: Which steps `t`, int64 `[R]`.
+        eviction_steps: As in `Trace`, `[..., T]`.
+        steps: Which steps `t`, int64 `[R]`.
 
     Returns:
         Whether entry `i` is held at the end of step `t`, bool `[..., R, T]`.
     """
-    at = torch.arange(gone.shape[-1], device=gone.device)
-    return (at <= rows[:, None]) & (rows[:, None] < gone[..., None, :])
+    positions = torch.arange(eviction_steps.shape[-1], device=eviction_steps.device)
+    return (positions <= steps[:, None]) & (steps[:, None] < eviction_steps[..., None, :])
 
 
-def passing(
+def trace_decoding(
     bench: Bench,
-    ids: Sequence[int],
+    token_ids: Sequence[int],
     policy: Policy,
     budget: Budget,
     seed: int,
     advance: Callable[[int], None] = lambda tokens: None,
     media: Sequence[Medium] = (),
-    start: int = 1,
+    initial: int = 1,
 ) -> Trace:
     """Let a text pass token by token, as if the model were writing it (moment `decode`).
 
     Args:
         bench: The model.
-        ids: The text.
+        token_ids: The text.
         policy: The policy, which evicts when the budget and its buffer are full, as in any run.
         budget: The budget; a share is a share of this text's tokens.
         seed: Noise seed.
         advance: Told how many tokens have passed.
         media: Images and videos of the text.
-        start: Tokens that pass at once, in the beginning: an image cannot pass token by token.
+        initial: Tokens that pass at once, in the beginning: an image cannot pass token by token.
     """
-    prefix = bench.prefill(ids[:start], policy.needs, media)
-    allowed = budget.per_head(len(ids), prefix.cache.visual_tokens()[0])
-    wish = Compression(policy, Budget(tokens=allowed), "decode", seed)
-    cache = prefix.compress([wish])[0]
-    watch = Watch(cache, len(ids))
-    advance(start)
-    for token in ids[start:]:
+    prefix = bench.prefill(token_ids[:initial], policy.needs, media)
+    entry_limit = budget.per_head(len(token_ids), prefix.cache.visual_tokens()[0])
+    compression = Compression(policy, Budget(tokens=entry_limit), "decode", seed)
+    cache = prefix.compress([compression])[0]
+    watch = Watch(cache, len(token_ids))
+    advance(initial)
+    for token in token_ids[initial:]:
         forward(bench.model, cache, bench.tensor([token]))
         watch.step()
         advance(1)
-    return watch.trace(allowed)
+    return watch.trace(entry_limit)
 
 
-def once(
-    prefix: Prefix, policy: Policy, budget: Budget, seed: int, context: int, tokens: int
+def trace_compression(
+    prefix: Prefix, policy: Policy, budget: Budget, seed: int, context: int, length: int
 ) -> Trace:
     """Compress a context once (moment `context`); all that comes later is kept.
 
@@ -128,16 +131,16 @@ def once(
         budget: The budget; a share is a share of the context's tokens.
         seed: Noise seed.
         context: Tokens of the context.
-        tokens: Tokens of the whole text.
+        length: Tokens of the whole text.
     """
     cache = prefix.compress([Compression(policy, budget, "context", seed)], 1)[0]
-    watch = Watch(cache, tokens)
-    return watch.trace(budget.per_head(context, cache.visual_tokens()[0]), tokens)
+    watch = Watch(cache, length)
+    return watch.trace(budget.per_head(context, cache.visual_tokens()[0]), length)
 
 
-def idle(policy: Policy, allowed: int, tokens: int) -> bool:
+def evicts_nothing(policy: Policy, entry_limit: int, length: int) -> bool:
     """Whether a text is too short for anything to be evicted while it passes."""
-    return tokens < allowed + spare(policy, "decode")
+    return length < entry_limit + spare_entries(policy, "decode")
 
 
 class Watch:
@@ -148,44 +151,50 @@ class Watch:
         tokens: The most tokens that it will see.
 
     Attributes:
-        cuts: How often it was cut.
+        eviction_count: How often it was cut.
     """
 
-    def __init__(self, cache: RaggedCache, tokens: int) -> None:
-        layers = cache.ragged
-        shape = (len(layers), layers[0].heads, tokens)
+    def __init__(self, cache: RaggedCache, max_tokens: int) -> None:
+        ragged_layers = cache.ragged
+        record_shape = (len(ragged_layers), ragged_layers[0].heads, max_tokens)
         assert cache.valid is not None
         device = cache.valid.device
-        self.cache, self.cuts = cache, 0
-        self.heads = shape[0] * shape[1]
-        self._gone = torch.full(shape, tokens, dtype=torch.int32, device=device)
-        self._before = 0
-        self._seen = 0
+        self.cache, self.eviction_count = cache, 0
+        self.heads = record_shape[0] * record_shape[1]
+        self._eviction_steps = torch.full(
+            record_shape, max_tokens, dtype=torch.int32, device=device
+        )
+        self._live_entries = 0
+        self._seen_tokens = 0
         self.step()
 
     def step(self) -> None:
         """Record what the newest step has evicted."""
-        seen, now = self.cache.get_seq_length(), self.cache.live_entries()
+        seen_tokens, live_entries = self.cache.get_seq_length(), self.cache.live_entries()
         # Where every head grew by the new tokens nothing went, and the kept sets need no look.
-        if now == self._before + self.heads * (seen - self._seen):
-            self._before, self._seen = now, seen
+        if live_entries == self._live_entries + self.heads * (seen_tokens - self._seen_tokens):
+            self._live_entries, self._seen_tokens = live_entries, seen_tokens
             return
-        tokens = self._gone.shape[-1]
-        kept = torch.stack(held(self.cache))
-        known = self._gone[..., :seen]
-        if bool((kept & (known < tokens)).any()):
+        max_tokens = self._eviction_steps.shape[-1]
+        kept_mask = torch.stack(kept_masks(self.cache))
+        known_steps = self._eviction_steps[..., :seen_tokens]
+        if bool((kept_mask & (known_steps < max_tokens)).any()):
             raise BudgetError("an entry that was evicted is held again")
-        known[~kept & (known == tokens)] = seen - 1
-        self.cuts += 1
-        self._before, self._seen = now, seen
+        known_steps[~kept_mask & (known_steps == max_tokens)] = seen_tokens - 1
+        self.eviction_count += 1
+        self._live_entries, self._seen_tokens = live_entries, seen_tokens
 
-    def trace(self, budget: int, tokens: int | None = None) -> Trace:
+    def trace(self, budget: int, length: int | None = None) -> Trace:
         """What was held of the tokens up to now.
 
         Args:
             budget: As in `Trace`.
-            tokens: Count as many tokens as seen; later ones are kept. None: those that the cache
+            length: Count as many tokens as seen; later ones are kept. None: those that the cache
                 has seen.
         """
-        count = self._seen if tokens is None else tokens
-        return Trace(self._gone[..., :count].clamp(max=count).cpu(), budget, self.cuts)
+        traced_tokens = self._seen_tokens if length is None else length
+        return Trace(
+            self._eviction_steps[..., :traced_tokens].clamp(max=traced_tokens).cpu(),
+            budget,
+            self.eviction_count,
+        )

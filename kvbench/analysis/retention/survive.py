@@ -68,45 +68,56 @@ class InUseObserver(LayerObserver):
         scale: float,
     ) -> None:
         """Process one forward of one layer (see `kvbench.plugin.Observer`)."""
-        batch, heads, n, _ = q.shape
-        columns = k.shape[2]
-        first = columns - n
-        shape = (len(self.top) + len(self.mass), batch, heads, columns)
-        last = torch.full(shape, -1, dtype=torch.int64, device=q.device)
-        before = self._held.get(layer)
-        if before is not None:
-            last[..., : before.shape[-1]] = before
-        size = max(1, _BLOCK // (batch * heads * columns))
+        batch_size, heads, query_count, _ = q.shape
+        column_count = k.shape[2]
+        first_position = column_count - query_count
+        record_shape = (len(self.top) + len(self.mass), batch_size, heads, column_count)
+        latest_query = torch.full(record_shape, -1, dtype=torch.int64, device=q.device)
+        previous = self._held.get(layer)
+        if previous is not None:
+            latest_query[..., : previous.shape[-1]] = previous
+        block_size = max(1, _BLOCK // (batch_size * heads * column_count))
         key = k.float().transpose(-1, -2)[:, :, None]
         query = q.float().unflatten(1, (k.shape[1], -1))
-        for start in range(0, n, size):
-            part = query[:, :, :, start : start + size]
-            at = torch.arange(first + start, first + start + part.shape[3], device=q.device)
-            seen = int(at[-1]) + 1
-            logits = (part @ key[..., :seen]).flatten(1, 2) * scale
-            future = torch.arange(seen, device=q.device) > at[:, None]
-            rank, counts = self._ranked(logits.masked_fill(future, -torch.inf), at)
-            for criterion, count in enumerate(counts):
-                newest = torch.where(rank < count[..., None], at[:, None], -1).amax(-2)
-                last[criterion, ..., :seen] = torch.maximum(last[criterion, ..., :seen], newest)
-        self._held[layer] = last
+        for start in range(0, query_count, block_size):
+            query_block = query[:, :, :, start : start + block_size]
+            positions = torch.arange(
+                first_position + start,
+                first_position + start + query_block.shape[3],
+                device=q.device,
+            )
+            visible_count = int(positions[-1]) + 1
+            logits = (query_block @ key[..., :visible_count]).flatten(1, 2) * scale
+            future = torch.arange(visible_count, device=q.device) > positions[:, None]
+            ranks, selected_counts = self._ranked(logits.masked_fill(future, -torch.inf), positions)
+            for criterion, selected in enumerate(selected_counts):
+                newest = torch.where(ranks < selected[..., None], positions[:, None], -1).amax(-2)
+                latest_query[criterion, ..., :visible_count] = torch.maximum(
+                    latest_query[criterion, ..., :visible_count], newest
+                )
+        self._held[layer] = latest_query
 
-    def _ranked(self, logits: Tensor, at: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def _ranked(self, logits: Tensor, positions: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Rank every token for every query `[B, H_q, m, S]`, and count what each criterion selects.
 
         Both kinds of criteria select the first tokens in the order of the logits.
         """
-        found = logits.flip(-1).sort(dim=-1, descending=True, stable=True)
-        order = logits.shape[-1] - 1 - found.indices
-        places = torch.arange(logits.shape[-1], device=logits.device)
-        rank = torch.empty_like(order).scatter_(-1, order, places.expand(order.shape))
-        visible = (at + 1).expand(logits.shape[:-1])
-        counts = [visible.clamp(max=k) for k in self.top]
+        sorted_logits = logits.flip(-1).sort(dim=-1, descending=True, stable=True)
+        token_order = logits.shape[-1] - 1 - sorted_logits.indices
+        rank_values = torch.arange(logits.shape[-1], device=logits.device)
+        ranks = torch.empty_like(token_order).scatter_(
+            -1, token_order, rank_values.expand(token_order.shape)
+        )
+        visible = (positions + 1).expand(logits.shape[:-1])
+        selected_counts = [visible.clamp(max=top_count) for top_count in self.top]
         if self.mass:
-            weight = torch.softmax(found.values.double(), -1)
-            before = weight.cumsum(-1) - weight
-            counts += [torch.minimum((before < p).sum(-1), visible) for p in self.mass]
-        return rank, counts
+            weights = torch.softmax(sorted_logits.values.double(), -1)
+            preceding_mass = weights.cumsum(-1) - weights
+            selected_counts += [
+                torch.minimum((preceding_mass < threshold).sum(-1), visible)
+                for threshold in self.mass
+            ]
+        return ranks, selected_counts
 
     def read(self, layer: int) -> Tensor:
         """The newest query that has selected each token of a layer, as `InUse` describes it."""
@@ -115,15 +126,18 @@ class InUseObserver(LayerObserver):
     @classmethod
     def stack(cls, parts: Sequence[Any]) -> Self:
         """Join the sequences of several observers into one batch; they must be equally long."""
-        out = cls(parts[0].top, parts[0].mass)
-        out._held = {i: torch.cat([p._held[i] for p in parts], 1) for i in parts[0]._held}
-        return out
+        joined = cls(parts[0].top, parts[0].mass)
+        joined._held = {
+            layer: torch.cat([observer._held[layer] for observer in parts], 1)
+            for layer in parts[0]._held
+        }
+        return joined
 
 
-def horizons(most: int) -> list[int]:
-    """Horizons of the curves: 0, 1, `most`, and about 30 between them, spaced logarithmically."""
-    points = torch.logspace(0, torch.log10(torch.tensor(float(most))).item(), _POINTS).round()
-    return sorted({0, most, *(int(p) for p in points if p <= most)})
+def horizons(limit: int) -> list[int]:
+    """Horizons of the curves: 0, 1, `limit`, and about 30 between them, spaced logarithmically."""
+    points = torch.logspace(0, torch.log10(torch.tensor(float(limit))).item(), _POINTS).round()
+    return sorted({0, limit, *(int(point) for point in points if point <= limit)})
 
 
 @dataclass
@@ -134,28 +148,33 @@ class Survival:
     not counted at that horizon.
 
     Attributes:
-        at: Horizons.
+        horizons: Horizons.
         alive: Tokens alive, int64 `[criteria, L, H_q, horizons]`; None before the first text.
         tokens: Tokens that could be alive at each horizon.
     """
 
-    at: list[int]
+    horizons: list[int]
     alive: Tensor | None = None
     tokens: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.tokens = [0] * len(self.at)
+        self.tokens = [0] * len(self.horizons)
 
-    def add(self, last: Sequence[Tensor]) -> None:
+    def add(self, latest_queries: Sequence[Tensor]) -> None:
         """Add one text.
 
         Args:
-            last: The record of `InUse` for each layer, int64 `[criteria, H_q, T]`.
+            latest_queries: The record of `InUse` for each layer, int64 `[criteria, H_q, T]`.
         """
-        counts = torch.stack([alive_at(one, self.at).cpu() for one in last], 1)
-        self.alive = counts if self.alive is None else self.alive + counts
-        length = last[0].shape[-1]
-        self.tokens = [n + max(0, length - h) for n, h in zip(self.tokens, self.at, strict=True)]
+        alive_counts = torch.stack(
+            [alive_at(layer_queries, self.horizons).cpu() for layer_queries in latest_queries], 1
+        )
+        self.alive = alive_counts if self.alive is None else self.alive + alive_counts
+        length = latest_queries[0].shape[-1]
+        self.tokens = [
+            countable + max(0, length - horizon)
+            for countable, horizon in zip(self.tokens, self.horizons, strict=True)
+        ]
 
     def shares(self) -> Tensor:
         """Share of tokens alive, float64 `[criteria, L, H_q, horizons]`; NaN if there is none."""
@@ -163,16 +182,16 @@ class Survival:
         return self.alive.double() / torch.tensor(self.tokens, dtype=torch.float64)
 
 
-def alive_at(last: Tensor, at: Sequence[int]) -> Tensor:
+def alive_at(latest_query: Tensor, horizon_steps: Sequence[int]) -> Tensor:
     """How many tokens are alive at each horizon.
 
     Args:
-        last: The newest query that selected each token, -1 if none, int64 `[..., T]`.
-        at: Horizons.
+        latest_query: The newest query that selected each token, -1 if none, int64 `[..., T]`.
+        horizon_steps: Horizons.
 
     Returns:
         int64 `[..., horizons]`.
     """
-    life = last - torch.arange(last.shape[-1], device=last.device)
-    life = life.masked_fill(last < 0, -1)
-    return torch.stack([(life >= h).sum(-1) for h in at], -1)
+    lifetimes = latest_query - torch.arange(latest_query.shape[-1], device=latest_query.device)
+    lifetimes = lifetimes.masked_fill(latest_query < 0, -1)
+    return torch.stack([(lifetimes >= horizon).sum(-1) for horizon in horizon_steps], -1)

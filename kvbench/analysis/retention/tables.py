@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvbench.analysis.retention.measure import Found, OfTask, Shown
-from kvbench.analysis.scopes import title_of
+from kvbench.analysis.scopes import scope_heading
 from kvbench.report.numbers import Kind
 from kvbench.report.table import Cell, Column, Name, Phrase, Row, Table, beside
 from kvbench.report.text import counted
@@ -40,33 +40,38 @@ READING = {
 """How to read each table, by its name."""
 
 
-def frames(found: Found) -> dict[str, pd.DataFrame]:
+def frames(result: Found) -> dict[str, pd.DataFrame]:
     """All tables by name (columns: docs/analysis.md); one that would be empty is left out."""
     makers: dict[str, Callable[[OfTask], Iterator[pd.DataFrame]]] = {
         "sparsity": _sparsity,
         "tokens": _tokens,
         "survival": _survival,
-        "retention": lambda task: _of_shown(task, _retention),
-        "evictions": lambda task: _of_shown(task, _evictions),
-        "entries": lambda task: _of_shown(task, _entries),
-        "positions": lambda task: _of_shown(task, _positions),
+        "retention": lambda task: _per_text(task, _retention),
+        "evictions": lambda task: _per_text(task, _evictions),
+        "entries": lambda task: _per_text(task, _entries),
+        "positions": lambda task: _per_text(task, _positions),
     }
-    made = {}
-    for name, make in makers.items():
-        parts = [part for task in found.tasks for part in make(task) if len(part)]
-        if parts:
-            made[name] = pd.concat(parts, ignore_index=True)
-    return made
+    frames_by_name = {}
+    for table_name, make_frames in makers.items():
+        task_frames = [
+            task_frame
+            for task in result.tasks
+            for task_frame in make_frames(task)
+            if len(task_frame)
+        ]
+        if task_frames:
+            frames_by_name[table_name] = pd.concat(task_frames, ignore_index=True)
+    return frames_by_name
 
 
 def _sparsity(task: OfTask) -> Iterator[pd.DataFrame]:
     for policy, total in task.sparsity.items():
-        index = _heads(task, total.shape[1])
+        head_columns = _heads(task, total.shape[1])
         yield pd.DataFrame(
             {
                 **task.where,
                 "policy": policy,
-                **index,
+                **head_columns,
                 "sparsity": (total / task.count).flatten().numpy(),
                 "texts": task.count,
             }
@@ -74,41 +79,51 @@ def _sparsity(task: OfTask) -> Iterator[pd.DataFrame]:
 
 
 def _tokens(task: OfTask) -> Iterator[pd.DataFrame]:
-    for policy, sums in task.tokens.items():
-        rows = pd.DataFrame(sums.rows())
-        rows.insert(1, "token", [task.spelled[i] for i in rows["token_id"]])
-        rows = rows.assign(**task.where, policy=policy)
-        yield rows[[*task.where, "policy", *(c for c in rows if c not in (*task.where, "policy"))]]
+    for policy, token_sums in task.tokens.items():
+        token_rows = pd.DataFrame(token_sums.rows())
+        token_rows.insert(
+            1, "token", [task.token_labels[token_id] for token_id in token_rows["token_id"]]
+        )
+        token_rows = token_rows.assign(**task.where, policy=policy)
+        yield token_rows[
+            [
+                *task.where,
+                "policy",
+                *(column for column in token_rows if column not in (*task.where, "policy")),
+            ]
+        ]
 
 
 def _survival(task: OfTask) -> Iterator[pd.DataFrame]:
-    alive = task.survival.alive
-    assert alive is not None
-    where = {k: v for k, v in task.where.items() if k != "moment"}
-    _, layers, heads, points = alive.shape
-    for (name, value), counts in zip(task.criteria, alive, strict=True):
+    alive_counts = task.survival.alive
+    assert alive_counts is not None
+    labels = {label: setting for label, setting in task.where.items() if label != "moment"}
+    _, layer_count, heads, horizon_count = alive_counts.shape
+    for (name, value), counts_by_head in zip(task.criteria, alive_counts, strict=True):
         yield pd.DataFrame(
             {
-                **where,
+                **labels,
                 "criterion": name,
                 "value": value,
-                "layer": np.repeat(np.array(task.layers, np.int32), heads * points),
-                "head": np.tile(np.repeat(np.arange(heads, dtype=np.int32), points), layers),
-                "horizon": np.tile(np.array(task.survival.at, np.int32), layers * heads),
-                "alive": counts.flatten().numpy(),
-                "tokens": np.tile(np.array(task.survival.tokens), layers * heads),
+                "layer": np.repeat(np.array(task.layers, np.int32), heads * horizon_count),
+                "head": np.tile(
+                    np.repeat(np.arange(heads, dtype=np.int32), horizon_count), layer_count
+                ),
+                "horizon": np.tile(np.array(task.survival.horizons, np.int32), layer_count * heads),
+                "alive": counts_by_head.flatten().numpy(),
+                "tokens": np.tile(np.array(task.survival.tokens), layer_count * heads),
             }
         )
 
 
-def _of_shown(task: OfTask, make: Any) -> Iterator[pd.DataFrame]:
-    for shown in task.shown:
-        for columns in make(task, shown):
-            yield pd.DataFrame({**task.where, "sample_id": shown.sample_id, **columns})
+def _per_text(task: OfTask, make_columns: Any) -> Iterator[pd.DataFrame]:
+    for sample in task.samples:
+        for columns in make_columns(task, sample):
+            yield pd.DataFrame({**task.where, "sample_id": sample.sample_id, **columns})
 
 
-def _retention(task: OfTask, shown: Shown) -> Iterator[dict[str, Any]]:
-    for policy, log_beta in shown.log_beta.items():
+def _retention(task: OfTask, sample: Shown) -> Iterator[dict[str, Any]]:
+    for policy, log_beta in sample.log_beta.items():
         yield {
             "policy": policy,
             **_by_entry(task, log_beta),
@@ -116,37 +131,39 @@ def _retention(task: OfTask, shown: Shown) -> Iterator[dict[str, Any]]:
         }
 
 
-def _evictions(task: OfTask, shown: Shown) -> Iterator[dict[str, Any]]:
-    for (policy, budget), trace in shown.traces.items():
-        gone = trace.gone.flatten().numpy()
+def _evictions(task: OfTask, sample: Shown) -> Iterator[dict[str, Any]]:
+    for (policy, budget), trace in sample.traces.items():
+        eviction_steps = trace.eviction_steps.flatten().numpy()
         yield {
             "policy": policy,
             "budget": budget,
-            **_by_entry(task, trace.gone),
-            "evicted": pd.arrays.IntegerArray(gone, gone == len(shown.ids)),
+            **_by_entry(task, trace.eviction_steps),
+            "evicted": pd.arrays.IntegerArray(
+                eviction_steps, eviction_steps == len(sample.token_ids)
+            ),
         }
 
 
-def _entries(task: OfTask, shown: Shown) -> Iterator[dict[str, Any]]:
-    for (policy, budget), trace in shown.traces.items():
-        index = _by_entry(task, trace.gone)
-        index["step"] = index.pop("position")
-        held = trace.entries.flatten().numpy().astype(np.int32)
-        yield {"policy": policy, "budget": budget, **index, "entries": held}
+def _entries(task: OfTask, sample: Shown) -> Iterator[dict[str, Any]]:
+    for (policy, budget), trace in sample.traces.items():
+        columns = _by_entry(task, trace.eviction_steps)
+        columns["step"] = columns.pop("position")
+        entry_counts = trace.entries.flatten().numpy().astype(np.int32)
+        yield {"policy": policy, "budget": budget, **columns, "entries": entry_counts}
 
 
-def _positions(task: OfTask, shown: Shown) -> Iterator[dict[str, Any]]:
-    for (policy, budget), trace in shown.traces.items():
-        said = shown.log_beta.get(policy)
-        beta = math.nan if said is None else said.double().exp().mean((0, 1)).numpy()
+def _positions(task: OfTask, sample: Shown) -> Iterator[dict[str, Any]]:
+    for (policy, budget), trace in sample.traces.items():
+        log_beta = sample.log_beta.get(policy)
+        mean_beta = math.nan if log_beta is None else log_beta.double().exp().mean((0, 1)).numpy()
         yield {
             "policy": policy,
             "budget": budget,
-            "position": np.arange(len(shown.ids), dtype=np.int32),
-            "part": [shown.part(i) for i in range(len(shown.ids))],
-            "token_id": shown.ids,
-            "token": [task.spelled[i] for i in shown.ids],
-            "beta": beta,
+            "position": np.arange(len(sample.token_ids), dtype=np.int32),
+            "part": [sample.part(position) for position in range(len(sample.token_ids))],
+            "token_id": sample.token_ids,
+            "token": [task.token_labels[position] for position in sample.token_ids],
+            "beta": mean_beta,
             "heads_holding": trace.held.sum((0, 1)).numpy().astype(np.int32),
         }
 
@@ -159,82 +176,106 @@ def _heads(task: OfTask, heads: int) -> dict[str, Any]:
     }
 
 
-def _by_entry(task: OfTask, values: Tensor) -> dict[str, Any]:
+def _by_entry(task: OfTask, entry_values: Tensor) -> dict[str, Any]:
     """Layer, KV head and position of the numbers of a tensor `[L, H, T]`."""
-    layers, heads, tokens = values.shape
-    index = {k: np.repeat(v, tokens) for k, v in _heads(task, heads).items()}
-    return {**index, "position": np.tile(np.arange(tokens, dtype=np.int32), layers * heads)}
+    layer_count, heads, length = entry_values.shape
+    columns = {
+        column: np.repeat(head_row, length) for column, head_row in _heads(task, heads).items()
+    }
+    return {**columns, "position": np.tile(np.arange(length, dtype=np.int32), layer_count * heads)}
 
 
 # --- what is shown --------------------------------------------------------------------------------
 
 
-def retention_tables(found: Found) -> Iterator[Table]:
+def retention_tables(result: Found) -> Iterator[Table]:
     """Tables for a terminal, a summary and the page."""
-    for task in found.tasks:
-        title = title_of(task.where)
+    for task in result.tasks:
+        title = scope_heading(task.where)
         if task.sparsity:
             yield _sparsity_table(task, title)
-        for policy, sums in task.tokens.items():
-            yield _tokens_table(task, policy, sums.rows(), title)
+        for policy, token_sums in task.tokens.items():
+            yield _tokens_table(task, policy, token_sums.rows(), title)
         yield _survival_table(task, title)
-        for shown in task.shown:
-            if shown.traces:
-                yield _held_table(shown, title)
+        for sample in task.samples:
+            if sample.traces:
+                yield _held_table(sample, title)
 
 
 def _sparsity_table(task: OfTask, title: Title) -> Table:
-    each = len(task.layers) <= _MOST_LAYERS
-    titles = [f"layer {i}" for i in task.layers] if each else ["least layer", "most layer"]
-    shares = ("mean", "least KV head", "most KV head", *titles)
-    columns = [Column("policy"), *(Column(title, Kind.PERCENT) for title in shares)]
-    rows = []
+    shows_all = len(task.layers) <= _MOST_LAYERS
+    titles = (
+        [f"layer {layer}" for layer in task.layers] if shows_all else ["least layer", "most layer"]
+    )
+    share_titles = ("mean", "least KV head", "most KV head", *titles)
+    columns = [Column("policy"), *(Column(title, Kind.PERCENT) for title in share_titles)]
+    table_rows = []
     for policy, total in task.sparsity.items():
-        values = total / task.count
-        layers = values.mean(1)
-        own = layers if each else torch.stack([layers.min(), layers.max()])
-        numbers = torch.stack([values.mean(), values.min(), values.max(), *own]).tolist()
-        rows.append(Row((Name(policy), *numbers)))
-    what = f": sparsity, mean over {counted(task.count, 'text')}"
-    return Table((*title, what), tuple(columns), tuple(rows))
+        sparsities = total / task.count
+        by_layer = sparsities.mean(1)
+        selected = by_layer if shows_all else torch.stack([by_layer.min(), by_layer.max()])
+        numbers = torch.stack(
+            [sparsities.mean(), sparsities.min(), sparsities.max(), *selected]
+        ).tolist()
+        table_rows.append(Row((Name(policy), *numbers)))
+    subtitle = f": sparsity, mean over {counted(task.count, 'text')}"
+    return Table((*title, subtitle), tuple(columns), tuple(table_rows))
 
 
-def _tokens_table(task: OfTask, policy: str, rows: list[dict[str, Any]], title: Title) -> Table:
+def _tokens_table(
+    task: OfTask, policy: str, token_rows: list[dict[str, Any]], title: Title
+) -> Table:
     columns: list[tuple[Column, list[Cell]]] = []
-    for group, few in (("most", rows[:EXTREMES]), ("least", rows[::-1][:EXTREMES])):
+    for group, extremes in (
+        ("most", token_rows[:EXTREMES]),
+        ("least", token_rows[::-1][:EXTREMES]),
+    ):
         columns += [
-            (Column("token", group=group), [Name(task.spelled[row["token_id"]]) for row in few]),
-            (Column("times", Kind.COUNT, group), [row["count"] for row in few]),
-            (Column("mean beta", Kind.NUMBER, group), [row["beta"] for row in few]),
-            (Column("half-life", Kind.NUMBER, group), [row["half_life"] for row in few]),
+            (
+                Column("token", group=group),
+                [Name(task.token_labels[token_row["token_id"]]) for token_row in extremes],
+            ),
+            (Column("times", Kind.COUNT, group), [token_row["count"] for token_row in extremes]),
+            (
+                Column("mean beta", Kind.NUMBER, group),
+                [token_row["beta"] for token_row in extremes],
+            ),
+            (
+                Column("half-life", Kind.NUMBER, group),
+                [token_row["half_life"] for token_row in extremes],
+            ),
         ]
     return beside((*title, ": tokens that ", Name(policy), " retains most and least"), columns)
 
 
 def _survival_table(task: OfTask, title: Title) -> Table:
-    at, shares = task.survival.at, task.survival.shares().mean((1, 2)).tolist()
-    chosen = sorted({at.index(h) for h in _six(at)})
+    horizons, shares = task.survival.horizons, task.survival.shares().mean((1, 2)).tolist()
+    column_indices = sorted({horizons.index(horizon) for horizon in _spread_horizons(horizons)})
     columns = [Column("in use")]
-    columns += [Column(f"L = {at[i]}", Kind.PERCENT) for i in chosen]
-    rows = [
-        Row((criterion(name, value), *(share[i] for i in chosen)))
+    columns += [Column(f"L = {horizons[index]}", Kind.PERCENT) for index in column_indices]
+    table_rows = [
+        Row((criterion(name, value), *(share[index] for index in column_indices)))
         for (name, value), share in zip(task.criteria, shares, strict=True)
     ]
-    what = f": survival with the full cache, {counted(task.count, 'text')}"
-    return Table((*title, what), tuple(columns), tuple(rows))
+    subtitle = f": survival with the full cache, {counted(task.count, 'text')}"
+    return Table((*title, subtitle), tuple(columns), tuple(table_rows))
 
 
-def _held_table(shown: Shown, title: Title) -> Table:
-    counts = ("entries", "mean at end", "least KV head", "most KV head", "cuts")
+def _held_table(sample: Shown, title: Title) -> Table:
+    count_titles = ("entries", "mean at end", "least KV head", "most KV head", "cuts")
     columns = [Column("policy"), Column("budget")]
-    columns += [Column(name, Kind.COUNT) for name in counts]
-    rows = []
-    for (policy, budget), trace in shown.traces.items():
-        last = trace.entries[..., -1].double()
-        held = torch.stack([last.mean(), last.min(), last.max()]).tolist()
-        rows.append(Row((Name(policy), Name(budget), trace.budget, *held, trace.cuts)))
-    what = f": entries per KV head, {len(shown.ids)} tokens of sample "
-    return Table((*title, what, Name(shown.sample_id)), tuple(columns), tuple(rows))
+    columns += [Column(heading, Kind.COUNT) for heading in count_titles]
+    table_rows = []
+    for (policy, budget), trace in sample.traces.items():
+        final_entries = trace.entries[..., -1].double()
+        entry_numbers = torch.stack(
+            [final_entries.mean(), final_entries.min(), final_entries.max()]
+        ).tolist()
+        table_rows.append(
+            Row((Name(policy), Name(budget), trace.budget, *entry_numbers, trace.eviction_count))
+        )
+    subtitle = f": entries per KV head, {len(sample.token_ids)} tokens of sample "
+    return Table((*title, subtitle, Name(sample.sample_id)), tuple(columns), tuple(table_rows))
 
 
 def criterion(name: str, value: float) -> str:
@@ -242,7 +283,14 @@ def criterion(name: str, value: float) -> str:
     return f"{name} {value:g}"
 
 
-def _six(at: list[int]) -> list[int]:
+def _spread_horizons(horizons: list[int]) -> list[int]:
     """Six horizons of many: 0, 1, the last, and three spread evenly between."""
-    last = len(at) - 1
-    return [at[i] for i in {0, min(1, last), *(round(last * k / 4) for k in range(1, 5))}]
+    last_index = len(horizons) - 1
+    return [
+        horizons[index]
+        for index in {
+            0,
+            min(1, last_index),
+            *(round(last_index * quarter / 4) for quarter in range(1, 5)),
+        }
+    ]

@@ -65,40 +65,42 @@ class Source:
 
 
 def sources(
-    grid: Grid, text: str | None, new_tokens: int | None, reporter: Reporter
+    grid: Grid, text_file: str | None, new_tokens: int | None, reporter: Reporter
 ) -> list[Source]:
     """Tokenise what a grid names; the sources of one model are neighbours.
 
     Args:
         grid: Policies, models and tasks.
-        text: A file to use instead of the tasks.
+        text_file: A file to use instead of the tasks.
         new_tokens: Tokens that the model adds to each text; None for as many as an answer may have.
         reporter: Told of tasks that are not available here.
 
     Raises:
         UserError: Something is unknown or out of range, or a policy has no files for a model.
     """
-    if text is not None:
-        return [_of_file(grid, model, Path(text), new_tokens or 0) for model in grid.models]
-    found = []
+    if text_file is not None:
+        return [
+            _file_source(grid, model, Path(text_file), new_tokens or 0) for model in grid.models
+        ]
+    task_sources = []
     for stage in stages(grid, reporter.message):
         for job in stage.jobs:
             source = Source(stage, job.task.name, job.task.length)
             for prompt in job.prompts:
-                asked = prompt.request
-                limit = asked.max_new_tokens if new_tokens is None else new_tokens
+                request = prompt.request
+                token_limit = request.max_new_tokens if new_tokens is None else new_tokens
                 source.texts.append(
                     Text(
                         prompt_name(prompt),
                         prompt.context_ids,
                         prompt.question_ids,
-                        limit,
-                        tuple(asked.until),
+                        token_limit,
+                        tuple(request.until),
                         prompt.media,
                     )
                 )
-            found.append(source)
-    return found
+            task_sources.append(source)
+    return task_sources
 
 
 def runnable(grid: Grid, model: str) -> dict[str, Policy]:
@@ -109,7 +111,7 @@ def runnable(grid: Grid, model: str) -> dict[str, Policy]:
     Raises:
         UserError: A policy that is named has no files for the model.
     """
-    found = {}
+    policies = {}
     for policy in grid.built_policies:
         try:
             policy.fingerprint(resolve_model(model))
@@ -118,18 +120,18 @@ def runnable(grid: Grid, model: str) -> dict[str, Policy]:
                 raise
             continue
         if policy.evicts and not prunes(policy):
-            found[str(policy)] = policy
-    return found
+            policies[str(policy)] = policy
+    return policies
 
 
-def _of_file(grid: Grid, model: str, path: Path, new_tokens: int) -> Source:
+def _file_source(grid: Grid, model: str, path: Path, new_tokens: int) -> Source:
     try:
-        text = path.read_text(encoding="utf-8")
+        content = path.read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         raise UserError(f"cannot read {path}: it is not UTF-8 (byte {error.start})") from None
-    if not text.strip():
+    if not content.strip():
         raise UserError(f"{path} contains no text")
     if grid.chat_template:
         raise UserError("--text uses no chat template; --chat-template needs --task")
@@ -137,45 +139,52 @@ def _of_file(grid: Grid, model: str, path: Path, new_tokens: int) -> Source:
     tokenizer = load_tokenizer(model, grid.revision)
     device = pick_device(grid.device, grid.device_map)
     stage = Stage(model, device, pick_dtype(grid.dtype, device), tokenizer, [])
-    ids, _ = split_encode(tokenizer, text, "")
-    if len(ids) < 2:
-        raise UserError(f"{path}: the text has {len(ids)} tokens; it needs 2 or more")
+    token_ids, _ = split_encode(tokenizer, content, "")
+    if len(token_ids) < 2:
+        raise UserError(f"{path}: the text has {len(token_ids)} tokens; it needs 2 or more")
     window = int(getattr(config, "max_position_embeddings", 0) or 0)
-    if window and len(ids) + new_tokens > window:
+    if window and len(token_ids) + new_tokens > window:
         raise UserError(
-            f"{path}: {len(ids) + new_tokens} tokens exceed the window of {window} of model "
+            f"{path}: {len(token_ids) + new_tokens} tokens exceed the window of {window} of model "
             f"{model}; use a shorter text, because nothing is truncated"
         )
-    return Source(stage, path.name, 0, [Text(path.stem, tuple(ids), (), new_tokens)])
+    return Source(stage, path.name, 0, [Text(path.stem, tuple(token_ids), (), new_tokens)])
 
 
-def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+def pieces(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
     """The text of every token, including spaces before words.
 
     A token that is not text by itself, such as part of a character, is shown as the vocabulary
     spells it.
     """
-    known: dict[tuple[int, ...], str] = {}
+    decoded_texts: dict[tuple[int, ...], str] = {}
 
-    def decoded(*some: int) -> str:
-        if some not in known:
-            known[some] = tokenizer.decode(
-                list(some), skip_special_tokens=False, clean_up_tokenization_spaces=False
+    def decode_tokens(*token_group: int) -> str:
+        if token_group not in decoded_texts:
+            decoded_texts[token_group] = tokenizer.decode(
+                list(token_group), skip_special_tokens=False, clean_up_tokenization_spaces=False
             )
-        return known[some]
+        return decoded_texts[token_group]
 
-    found = []
-    for i, token in enumerate(ids):
-        text = decoded(token)
-        if i:  # a tokenizer may add spaces between tokens, or drop those before the first
-            before, both = decoded(ids[i - 1]), decoded(ids[i - 1], token)
-            text = both[len(before) :] if both.startswith(before) else text
-        if not text or "\N{REPLACEMENT CHARACTER}" in text:
-            text = str(tokenizer.convert_ids_to_tokens(token))
-        found.append(text)
-    return found
+    token_texts = []
+    for position, token in enumerate(token_ids):
+        token_text = decode_tokens(token)
+        if position:  # a tokenizer may add spaces between tokens, or drop those before the first
+            previous_text, joint_text = (
+                decode_tokens(token_ids[position - 1]),
+                decode_tokens(token_ids[position - 1], token),
+            )
+            token_text = (
+                joint_text[len(previous_text) :]
+                if joint_text.startswith(previous_text)
+                else token_text
+            )
+        if not token_text or "\N{REPLACEMENT CHARACTER}" in token_text:
+            token_text = str(tokenizer.convert_ids_to_tokens(token))
+        token_texts.append(token_text)
+    return token_texts
 
 
-def spelled(tokenizer: Any, token: int) -> str:
+def token_label(tokenizer: Any, token: int) -> str:
     """One token of the vocabulary in quotes, with escapes for what is not printable."""
     return repr(pieces(tokenizer, [token])[0])

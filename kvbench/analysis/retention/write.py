@@ -13,7 +13,7 @@ from kvbench.analysis.retention.options import Options
 from kvbench.analysis.retention.page import page
 from kvbench.analysis.retention.tables import READING, frames, retention_tables
 from kvbench.analysis.summary import notes
-from kvbench.analysis.write import Done, folder_of, write_all
+from kvbench.analysis.write import AnalysisOutput, make_output_folder, write_all
 from kvbench.errors import UserError
 from kvbench.files import replacing
 from kvbench.progress import Reporter
@@ -26,16 +26,16 @@ _AS_CSV = ("sparsity", "tokens")
 
 
 def write_retention(
-    given: Mapping[str, Any],
+    grid_options: Mapping[str, Any],
     reporter: Reporter,
     *,
     options: Options,
     command: str = "kvbench analyze retention",
-) -> Done:
+) -> AnalysisOutput:
     """Look at what policies retain and write all tables, figures, `summary.md` and a page.
 
     Args:
-        given: The grid, as `Grid.from_dict` takes it, without moments.
+        grid_options: The grid, as `Grid.from_dict` takes it, without moments.
         reporter: Told of the progress.
         options: What to look at.
         command: What the summary says that made it.
@@ -43,32 +43,45 @@ def write_retention(
     Raises:
         UserError: Something is unknown, out of range, or cannot be written to.
     """
-    if (options.text is None) == ("task" not in given and "tasks" not in given):
+    if (options.text is None) == ("task" not in grid_options and "tasks" not in grid_options):
         raise UserError("give either --task or --text")
-    named = {} if options.text is None else {"tasks": "text"}
-    grid = make_grid({"samples": SAMPLES, **given, **named, "moments": "context"})
-    path = folder_of(grid, "retention", options.to_dict())
-    found = analyze(grid, options, reporter)
-    traced = any(shown.traces for task in found.tasks for shown in task.shown)
-    if found.failed and not traced:
-        reason = " ".join(next(iter(found.failed.values())).split())
+    text_task = {} if options.text is None else {"tasks": "text"}
+    grid = make_grid({"samples": SAMPLES, **grid_options, **text_task, "moments": "context"})
+    folder = make_output_folder(grid, "retention", options.to_dict())
+    result = analyze(grid, options, reporter)
+    has_traces = any(sample.traces for task in result.tasks for sample in task.samples)
+    if result.failed and not has_traces:
+        reason = " ".join(next(iter(result.failed.values())).split())
         raise UserError(f"nothing to show: all policies failed: {reason}")
-    data = frames(found)
-    drawn = draw(found, path / "figures")
-    tables = list(retention_tables(found))
-    lines = [line for name, line in READING.items() if name in data]
-    if found.ungated:
-        without = "no retention gates, so no retention matrices, sparsity or table of tokens"
-        lines.append(f"{listed(found.ungated)}: {without}")
-    lines += notes(data["survival"], found.failed)
+    data_frames = frames(result)
+    saved_figures = draw(result, folder / "figures")
+    tables = list(retention_tables(result))
+    note_lines = [
+        note_line for table_name, note_line in READING.items() if table_name in data_frames
+    ]
+    if result.ungated:
+        missing = "no retention gates, so no retention matrices, sparsity or table of tokens"
+        note_lines.append(f"{listed(result.ungated)}: {missing}")
+    note_lines += notes(data_frames["survival"], result.failed)
     settings = {"analysis": "retention", **options.to_dict(), "moments": [options.moment]}
     settings["tasks"] = [] if options.text is not None else list(grid.tasks)
-    figures = [p for one in drawn for p in one.paths]
-    done = write_all(
-        path, grid, settings, data, tables, lines, figures, command, found.failed, _AS_CSV
+    figure_paths = [figure_path for figure in saved_figures for figure_path in figure.paths]
+    output = write_all(
+        folder,
+        grid,
+        settings,
+        data_frames,
+        tables,
+        note_lines,
+        figure_paths,
+        command,
+        result.failed,
+        _AS_CSV,
     )
-    whole = path / "retention.html"
-    with replacing(whole) as part:
-        part.write_text(page(found, command, tables, lines, drawn), encoding="utf-8")
-    summary, *others = done.files
-    return replace(done, files=[summary, whole, *others])
+    html_path = folder / "retention.html"
+    with replacing(html_path) as temporary_path:
+        temporary_path.write_text(
+            page(result, command, tables, note_lines, saved_figures), encoding="utf-8"
+        )
+    summary_path, *other_files = output.files
+    return replace(output, files=[summary_path, html_path, *other_files])

@@ -49,10 +49,10 @@ class View:
         """Where its tokens are in the prompt."""
         return slice(self.first, self.first + self.rows * self.columns)
 
-    def cells(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    def cells(self, token_values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Numbers of all positions of a prompt `[..., T]` as cells, `[..., rows, columns]`."""
-        own = values[..., self.positions]
-        return own.reshape(*values.shape[:-1], self.rows, self.columns)
+        image_values = token_values[..., self.positions]
+        return image_values.reshape(*token_values.shape[:-1], self.rows, self.columns)
 
 
 def drawable(model: nn.Module) -> bool:
@@ -62,14 +62,18 @@ def drawable(model: nn.Module) -> bool:
 
 
 def views(
-    model: nn.Module, vision: Vision, ids: Sequence[int], media: Sequence[Medium], pixels: Pixels
+    model: nn.Module,
+    vision: Vision,
+    token_ids: Sequence[int],
+    media: Sequence[Medium],
+    pixels: Pixels,
 ) -> list[View]:
     """The images of a prompt; videos have tokens but are not drawn.
 
     Args:
         model: A model that is `drawable`.
         vision: What made the prompt and its pixels.
-        ids: Tokens of the prompt.
+        token_ids: Tokens of the prompt.
         media: Its images and videos.
         pixels: What the model takes for them.
 
@@ -77,52 +81,60 @@ def views(
         UserError: An image does not have the tokens of its grid.
     """
     config: Any = model.config
-    marks = set(visual_ids(model))
-    positions = [i for i, token in enumerate(ids) if token in marks]
-    made, at, images = [], 0, 0
+    visual_tokens = set(visual_ids(model))
+    positions = [position for position, token in enumerate(token_ids) if token in visual_tokens]
+    image_views, offset, image_index = [], 0, 0
     for medium, count in zip(media, vision.counts(media), strict=True):
         if medium.kind == "image":
             if config.model_type in MERGED:
-                view = _merged(config, pixels["image_grid_thw"][images], medium, positions[at])
+                view = _merged(
+                    config, pixels["image_grid_thw"][image_index], medium, positions[offset]
+                )
             else:
-                view = _square(config, pixels["pixel_values"][images], vision, positions[at])
-            drawn = {*range(view.first, view.positions.stop)}
-            if not drawn <= {*positions[at : at + count]}:
+                view = _square(
+                    config, pixels["pixel_values"][image_index], vision, positions[offset]
+                )
+            drawn_positions = {*range(view.first, view.positions.stop)}
+            if not drawn_positions <= {*positions[offset : offset + count]}:
                 raise UserError(
                     f"an image of model {vision.model} has {count} tokens, which are not a grid "
                     f"of {view.rows} x {view.columns}; it cannot be drawn"
                 )
-            made.append(view)
-            images += 1
-        at += count
-    return made
+            image_views.append(view)
+            image_index += 1
+        offset += count
+    return image_views
 
 
-def _merged(config: Any, grid: Tensor, medium: Medium, first: int) -> View:
+def _merged(config: Any, patch_grid: Tensor, medium: Medium, first_position: int) -> View:
     """An image whose patches are merged; its tokens divide it evenly."""
-    merge = int(config.vision_config.spatial_merge_size)
-    _, rows, columns = (int(n) for n in grid.tolist())
-    return View(np.asarray(medium.load()), rows // merge, columns // merge, first)
+    merge_size = int(config.vision_config.spatial_merge_size)
+    _, rows, columns = (int(side) for side in patch_grid.tolist())
+    return View(
+        np.asarray(medium.load()), rows // merge_size, columns // merge_size, first_position
+    )
 
 
-def _square(config: Any, values: Tensor, vision: Vision, first: int) -> View:
+def _square(config: Any, pixel_values: Tensor, vision: Vision, first_position: int) -> View:
     """The view of a whole image, which the processor may have cropped, with a token per patch.
 
     Args:
         config: The model's configuration.
-        values: Pixel values of the image, `[3, h, w]`, or of its views, `[views, 3, h, w]`.
+        pixel_values: Pixel values of the image, `[3, h, w]`, or of its views, `[views, 3, h, w]`.
         vision: Knows how the values were scaled.
-        first: Position of its first token.
+        first_position: Position of its first token.
     """
-    values = values[0] if values.dim() == 4 else values
-    patch = int(config.vision_config.patch_size)
-    rows, columns = (side // patch for side in values.shape[-2:])
-    images = vision.processor.image_processor
-    shown = values.double().cpu().numpy().transpose(1, 2, 0)
-    if images.do_normalize:
-        shown = shown * np.array(images.image_std) + np.array(images.image_mean)
-    scale = 1 / images.rescale_factor if images.do_rescale else 1.0
-    picture = (shown * scale).round().clip(0, 255).astype(np.uint8)
+    pixel_values = pixel_values[0] if pixel_values.dim() == 4 else pixel_values
+    patch_size = int(config.vision_config.patch_size)
+    rows, columns = (side // patch_size for side in pixel_values.shape[-2:])
+    image_processor = vision.processor.image_processor
+    unscaled = pixel_values.double().cpu().numpy().transpose(1, 2, 0)
+    if image_processor.do_normalize:
+        unscaled = unscaled * np.array(image_processor.image_std) + np.array(
+            image_processor.image_mean
+        )
+    scale = 1 / image_processor.rescale_factor if image_processor.do_rescale else 1.0
+    picture = (unscaled * scale).round().clip(0, 255).astype(np.uint8)
     # With the strategy `full`, the class token comes before the patches.
-    first += config.vision_feature_select_strategy == "full"
-    return View(picture[: rows * patch, : columns * patch], rows, columns, first)
+    first_position += config.vision_feature_select_strategy == "full"
+    return View(picture[: rows * patch_size, : columns * patch_size], rows, columns, first_position)

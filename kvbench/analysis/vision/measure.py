@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.analysis.choosing import chosen
-from kvbench.analysis.common import Bench, loaded, prompt_name, stages
-from kvbench.analysis.retention.steps import Trace, Watch, entries, held_at
+from kvbench.analysis.choosing import select_numbers
+from kvbench.analysis.common import Bench, analysis_model, prompt_name, stages
+from kvbench.analysis.retention.steps import Trace, Watch, entries, held_at_steps
 from kvbench.analysis.vision.grids import View, drawable, views
 from kvbench.analysis.vision.options import MOST_HEADS, MOST_LAYERS, Options
 from kvbench.decoding import Thinking
@@ -39,7 +39,7 @@ BOUNDARIES = ("vision_start", "vision_end")
 
 
 @dataclass(frozen=True)
-class Kept:
+class CellRecord:
     """What one cell held while it answered one prompt.
 
     Attributes:
@@ -57,25 +57,25 @@ class Kept:
     @property
     def steps(self) -> int:
         """Number of decode steps, including step 0."""
-        return self.trace.gone.shape[-1] - self.prompt + 1
+        return self.trace.eviction_steps.shape[-1] - self.prompt + 1
 
-    def counts(self, counted: Tensor | None = None) -> Tensor:
+    def counts(self, counted_mask: Tensor | None = None) -> Tensor:
         """Entries of every KV head at every decode step, int64 `[L, H, steps]`.
 
         Args:
-            counted: Positions of the prompt to count, bool `[prompt]`; None: all of prompt and
+            counted_mask: Positions of the prompt to count, bool `[prompt]`; None: all of prompt and
                 answer.
         """
-        tokens = self.trace.gone.shape[-1]
-        if counted is not None:
-            answer = torch.zeros(tokens - self.prompt, dtype=torch.bool)
-            counted = torch.cat([counted, answer])
-        return entries(self.trace.gone, counted)[..., self.prompt - 1 :]
+        length = self.trace.eviction_steps.shape[-1]
+        if counted_mask is not None:
+            answer_mask = torch.zeros(length - self.prompt, dtype=torch.bool)
+            counted_mask = torch.cat([counted_mask, answer_mask])
+        return entries(self.trace.eviction_steps, counted_mask)[..., self.prompt - 1 :]
 
     def held(self, steps: Sequence[int]) -> Tensor:
         """Which tokens of the prompt are held at some steps, bool `[L, H, len(steps), prompt]`."""
-        rows = torch.tensor([self.prompt - 1 + step for step in steps])
-        return held_at(self.trace.gone[..., : self.prompt], rows)
+        positions = torch.tensor([self.prompt - 1 + step for step in steps])
+        return held_at_steps(self.trace.eviction_steps[..., : self.prompt], positions)
 
     @property
     def evicted(self) -> Tensor:
@@ -83,7 +83,7 @@ class Kept:
 
         It is `steps` if the token is held to the end.
         """
-        return (self.trace.gone[..., : self.prompt] - (self.prompt - 1)).clamp(min=0)
+        return (self.trace.eviction_steps[..., : self.prompt] - (self.prompt - 1)).clamp(min=0)
 
 
 @dataclass
@@ -96,7 +96,7 @@ class Shown:
         views: Its images.
         visual: Which of its tokens are of images or videos, bool `[T]`.
         boundaries: Which are the tokens of `BOUNDARIES` that the model has, bool `[T]` by name.
-        kept: What every cell held.
+        records: What every cell held.
     """
 
     prompt: Prompt
@@ -104,7 +104,7 @@ class Shown:
     views: list[View]
     visual: Tensor
     boundaries: Mapping[str, Tensor]
-    kept: list[Kept] = field(default_factory=list)
+    records: list[CellRecord] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -122,7 +122,7 @@ class OfTask:
         layers: The model's own index of the full-attention layers.
         draw_layers, draw_heads: What to draw: positions in `layers`, and KV heads.
         draw_steps: How many decode steps to draw.
-        shown: The prompts.
+        samples: The prompts.
     """
 
     model: str
@@ -132,7 +132,7 @@ class OfTask:
     draw_layers: list[int]
     draw_heads: list[int]
     draw_steps: int
-    shown: list[Shown] = field(default_factory=list)
+    samples: list[Shown] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def analyze(grid: Grid, options: Options, reporter: Reporter) -> Found:
     Raises:
         UserError: Something is unknown or out of range, or a task shows no images.
     """
-    found = Found([], {}, [])
+    result = Found([], {}, [])
     for stage in stages(grid, reporter.message, pruning=True):
         for job in stage.jobs:
             if not any(prompt.media for prompt in job.prompts):
@@ -169,20 +169,27 @@ def analyze(grid: Grid, options: Options, reporter: Reporter) -> Found:
                     f"{job.task.name} shows no images; use a task that does, or kvbench analyze "
                     "retention"
                 )
-        with loaded(stage, grid, reporter.message) as model:
+        with analysis_model(stage, grid, reporter.message) as model:
             if not drawable(model):
-                found.undrawn.append(stage.model)
-            bench = Bench(model, reporter, found.failed, stage.vision)
-            work = [(job, options.chosen(job.prompts)) for job in stage.jobs]
-            reporter.start(sum(len(job.cells) * len(some) for job, some in work), stage.model)
+                result.undrawn.append(stage.model)
+            bench = Bench(model, reporter, result.failed, stage.vision)
+            planned_jobs = [(job, options.select_prompts(job.prompts)) for job in stage.jobs]
+            reporter.start(
+                sum(len(job.cells) * len(job_prompts) for job, job_prompts in planned_jobs),
+                stage.model,
+            )
             try:
-                found.tasks.extend(_task(bench, stage, *one, options) for one in work)
+                result.tasks.extend(
+                    _task(bench, stage, *planned, options) for planned in planned_jobs
+                )
             finally:
                 reporter.stop()
-    for task in found.tasks:
-        for shown in task.shown:
-            shown.kept = [kept for kept in shown.kept if kept.cell.cell not in found.failed]
-    return found
+    for task in result.tasks:
+        for sample in task.samples:
+            sample.records = [
+                record for record in sample.records if record.cell.cell not in result.failed
+            ]
+    return result
 
 
 def _task(
@@ -190,39 +197,39 @@ def _task(
 ) -> OfTask:
     model = bench.model
     layers = full_layer_ids(model)
-    drawn = chosen(options.layers, layers, "layers", MOST_LAYERS)
-    heads = range(model_info(model).kv_heads)
+    drawn_layers = select_numbers(options.layers, layers, "layers", MOST_LAYERS)
+    head_range = range(model_info(model).kv_heads)
     task = OfTask(
         model=stage.model,
         task=job.task.name,
         length=job.task.length,
         layers=layers,
-        draw_layers=[layers.index(layer) for layer in drawn],
-        draw_heads=chosen(options.heads, heads, "heads", MOST_HEADS),
+        draw_layers=[layers.index(layer) for layer in drawn_layers],
+        draw_heads=select_numbers(options.heads, head_range, "heads", MOST_HEADS),
         draw_steps=options.steps,
     )
     follower = _Follower(bench, stage.tokenizer, options.new_tokens)
     for prompt in prompts:
-        task.shown.append(shown := _shown(bench, prompt, stage.tokenizer))
-        shown.kept += follower.follow(prompt, job.cells)
+        task.samples.append(sample := _shown(bench, prompt, stage.tokenizer))
+        sample.records += follower.follow(prompt, job.cells)
     return task
 
 
 def _shown(bench: Bench, prompt: Prompt, tokenizer: Any) -> Shown:
-    model, ids = bench.model, prompt.ids
+    model, token_ids = bench.model, prompt.ids
     config: Any = model.config
     boundaries = {}
-    for name in BOUNDARIES:
-        token = getattr(config, f"{name}_token_id", None)
-        if token is not None:
-            boundaries[name] = torch.tensor(ids) == token
-    pixels, drawn = bench.pixels(prompt.media), []
+    for boundary in BOUNDARIES:
+        token_id = getattr(config, f"{boundary}_token_id", None)
+        if token_id is not None:
+            boundaries[boundary] = torch.tensor(token_ids) == token_id
+    pixels, image_views = bench.pixels(prompt.media), []
     if pixels is not None and drawable(model):
         assert bench.vision is not None
-        drawn = views(model, bench.vision, ids, prompt.media, pixels)
-    visual = torch.isin(torch.tensor(ids), torch.tensor(visual_ids(model)))
+        image_views = views(model, bench.vision, token_ids, prompt.media, pixels)
+    visual_mask = torch.isin(torch.tensor(token_ids), torch.tensor(visual_ids(model)))
     question = tokenizer.decode(prompt.question_ids, skip_special_tokens=True)
-    return Shown(prompt, " ".join(question.split()), drawn, visual, boundaries)
+    return Shown(prompt, " ".join(question.split()), image_views, visual_mask, boundaries)
 
 
 @dataclass
@@ -243,63 +250,74 @@ class _Follower:
         self._ends = end_tokens(self.bench.model, self.tokenizer)
         self._thinking = Thinking.of(self.tokenizer)
 
-    def follow(self, prompt: Prompt, cells: Sequence[Cell]) -> list[Kept]:
+    def follow(self, prompt: Prompt, cells: Sequence[Cell]) -> list[CellRecord]:
         """Answer one prompt with every cell that has not failed."""
-        groups = [[cell for cell in cells if not prunes(cell.policy)]]
-        groups += [[cell] for cell in cells if prunes(cell.policy)]  # each has a prefill of its own
-        made = {kept.cell.cell: kept for group in groups for kept in self._together(prompt, group)}
-        return [made[cell.cell] for cell in cells if cell.cell in made]
+        cell_groups = [[cell for cell in cells if not prunes(cell.policy)]]
+        cell_groups += [
+            [cell] for cell in cells if prunes(cell.policy)
+        ]  # each has a prefill of its own
+        by_cell = {
+            record.cell.cell: record
+            for cell_group in cell_groups
+            for record in self._together(prompt, cell_group)
+        }
+        return [by_cell[cell.cell] for cell in cells if cell.cell in by_cell]
 
-    def _together(self, prompt: Prompt, cells: Sequence[Cell]) -> Iterator[Kept]:
+    def _together(self, prompt: Prompt, cells: Sequence[Cell]) -> Iterator[CellRecord]:
         """Answer one prompt with cells that share a prefill at each moment."""
-        limit = prompt.request.max_new_tokens if self.new_tokens is None else self.new_tokens
-        reserve = len(prompt.question_ids) + limit
-        for asked in (False, True):
-            start = None
+        token_limit = prompt.request.max_new_tokens if self.new_tokens is None else self.new_tokens
+        reserve = len(prompt.question_ids) + token_limit
+        for with_question in (False, True):
+            prefilled = None
             for cell in cells:
-                if (cell.moment != "context") != asked:
+                if (cell.moment != "context") != with_question:
                     continue
                 self.bench.reporter.advance(1)
                 if cell.cell in self.bench.failed:
                     continue
                 try:
-                    start = start or self._prefill(prompt, cells, asked)
+                    prefilled = prefilled or self._prefill(prompt, cells, with_question)
                 except PluginError as error:
                     self.bench.fail(cell, str(error))
                     continue
-                prefix, logits = start
+                prefix, logits = prefilled
                 cache = self.bench.compress(prefix, cell, cell.policy, reserve)
                 if cache is None:
-                    start = None if prefix.spoiled else start
+                    prefilled = None if prefix.modified_in_place else prefilled
                     continue
-                kept = self._answer(cell, cache, prompt, logits, limit)
-                if kept is not None:
-                    yield kept
+                record = self._answer(cell, cache, prompt, logits, token_limit)
+                if record is not None:
+                    yield record
 
     def _prefill(
-        self, prompt: Prompt, cells: Sequence[Cell], asked: bool
+        self, prompt: Prompt, cells: Sequence[Cell], with_question: bool
     ) -> tuple[Prefix, Tensor | None]:
-        """Prefill a context, and its question if it is `asked`; then also give the logits.
+        """Prefill a context, and its question if it is `with_question`; then also give the logits.
 
         Raises:
             PluginError: The policy of the only cell fails to prune the images.
         """
-        bench, first = self.bench, cells[0]
-        pruning = pruning_of(first.policy, first.budget)
+        bench, first_cell = self.bench, cells[0]
+        pruning = pruning_of(first_cell.policy, first_cell.budget)
         needs = frozenset(need for cell in cells for need in cell.policy.needs)
         prefix = Prefix(bench.model, needs, pruning)
         pixels = bench.pixels(prompt.media)
         if pruning is not None:
-            ids = prompt.ids if asked else prompt.context_ids
+            token_ids = prompt.ids if with_question else prompt.context_ids
             with plugin_call():
-                logits = prefix.extend(bench.tensor(ids), pixels=pixels)
-            return prefix, logits if asked else None
+                logits = prefix.extend(bench.tensor(token_ids), pixels=pixels)
+            return prefix, logits if with_question else None
         prefix.extend(bench.tensor(prompt.context_ids), pixels=pixels)
-        return prefix, prefix.extend(bench.tensor(prompt.question_ids)) if asked else None
+        return prefix, prefix.extend(bench.tensor(prompt.question_ids)) if with_question else None
 
     def _answer(
-        self, cell: Cell, cache: RaggedCache, prompt: Prompt, logits: Tensor | None, limit: int
-    ) -> Kept | None:
+        self,
+        cell: Cell,
+        cache: RaggedCache,
+        prompt: Prompt,
+        logits: Tensor | None,
+        token_limit: int,
+    ) -> CellRecord | None:
         """Decode an answer; None if the policy fails on the way.
 
         Args:
@@ -307,26 +325,28 @@ class _Follower:
             cache: Its cache.
             prompt: The prompt.
             logits: Logits after the prompt; None if the question is still to be asked.
-            limit: Maximum tokens of the answer.
+            token_limit: Maximum tokens of the answer.
         """
-        model, size = self.bench.model, len(prompt.ids)
-        allowed = cell.budget.per_head(cache.get_seq_length(), cache.visual_tokens()[0])
-        row = Row(limit, stop_of(prompt.request, self.tokenizer, self._ends, self._thinking))
+        model, prompt_length = self.bench.model, len(prompt.ids)
+        entry_limit = cell.budget.per_head(cache.get_seq_length(), cache.visual_tokens()[0])
+        decode_row = Row(
+            token_limit, stop_of(prompt.request, self.tokenizer, self._ends, self._thinking)
+        )
         try:
             with plugin_call():
-                watch = Watch(cache, size + limit)
+                watch = Watch(cache, prompt_length + token_limit)
                 if logits is None:
                     logits = forward(model, cache, self.bench.tensor(prompt.question_ids))
                     watch.step()
-                row.push(*choose(logits, [None], [0]))
-                while not row.reason:
-                    logits = forward(model, cache, self.bench.tensor(row.tokens[-1:]))
+                decode_row.push(*choose(logits, [None], [0]))
+                while not decode_row.reason:
+                    logits = forward(model, cache, self.bench.tensor(decode_row.tokens[-1:]))
                     watch.step()
-                    row.push(*choose(logits, [None], [len(row.tokens)]))
+                    decode_row.push(*choose(logits, [None], [len(decode_row.tokens)]))
         except PluginError as error:
             self.bench.fail(cell, str(error))
             return None
-        if row.error:
-            self.bench.fail(cell, row.error)
+        if decode_row.error:
+            self.bench.fail(cell, decode_row.error)
             return None
-        return Kept(cell, watch.trace(allowed), size, row.text())
+        return CellRecord(cell, watch.trace(entry_limit), prompt_length, decode_row.text())

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvbench.analysis.choosing import check_least, plain_values, whole_or_all
+from kvbench.analysis.choosing import check_minimums, json_values, parse_integers_or_all
 from kvbench.errors import UserError, nearest
 from kvbench.runs.answers import Prompt
 
@@ -46,31 +46,35 @@ class Options:
         if self.questions not in QUESTIONS:
             hint = nearest(self.questions, QUESTIONS) or f"; use {' or '.join(QUESTIONS)}"
             raise UserError(f"--questions {self.questions}{hint}")
-        check_least(self, {"steps": 1, "new_tokens": 1})
+        check_minimums(self, {"steps": 1, "new_tokens": 1})
 
     @classmethod
-    def read(cls, given: Mapping[str, Any]) -> Options:
+    def read(cls, flags: Mapping[str, Any]) -> Options:
         """Parse flags; a flag that is None was not given.
 
         Args:
-            given: Values by attribute. Layers and heads are texts with commas, or `all`.
+            flags: Values by attribute. Layers and heads are texts with commas, or `all`.
 
         Raises:
             UserError: A value cannot be parsed or is out of range.
         """
-        values = {k: v for k, v in given.items() if v is not None}
-        for name in ("layers", "heads"):
-            if name in values:
-                values[name] = whole_or_all(name, values[name])
-        return cls(**values)
+        parsed = {
+            attribute: flag_value
+            for attribute, flag_value in flags.items()
+            if flag_value is not None
+        }
+        for flag in ("layers", "heads"):
+            if flag in parsed:
+                parsed[flag] = parse_integers_or_all(flag, parsed[flag])
+        return cls(**parsed)
 
-    def chosen(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+    def select_prompts(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """The prompts to look at, in their order."""
-        first = [prompt for prompt in prompts if not prompt.repeat]
+        first_repeats = [prompt for prompt in prompts if not prompt.repeat]
         if self.questions == "all":
-            return first
-        return list({prompt.request.sample_id: prompt for prompt in first}.values())
+            return first_repeats
+        return list({prompt.request.sample_id: prompt for prompt in first_repeats}.values())
 
     def to_dict(self) -> dict[str, Any]:
         """The options as plain lists and values."""
-        return plain_values(self)
+        return json_values(self)

@@ -13,10 +13,10 @@ from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from PIL import Image
 
-from kvbench.analysis.choosing import spread
+from kvbench.analysis.choosing import evenly_spaced
 from kvbench.analysis.vision.grids import Picture, View
-from kvbench.analysis.vision.measure import Kept, OfTask, Shown
-from kvbench.report.style import PAGE, save, sheet
+from kvbench.analysis.vision.measure import CellRecord, OfTask, Shown
+from kvbench.report.style import PAGE, lay_out_figure, save
 from kvbench.report.text import short, slug
 from kvbench.stats import Floats
 
@@ -35,177 +35,231 @@ Segment = tuple[tuple[float, float], tuple[float, float]]
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedImage:
     """An image on the canvas: its picture at that size, and where it is in pixels."""
 
     view: View
     picture: Picture
-    top: int
-    left: int
+    top_offset: int
+    left_offset: int
 
 
 def draw_kept(
-    task: OfTask, shown: Shown, kept: Kept, end: str, where: str, folder: Path
+    task: OfTask, sample: Shown, record: CellRecord, suffix: str, subtitle: str, folder: Path
 ) -> Iterator[Path]:
     """Draw the images of a prompt with what one cell holds of them.
 
     The first panels show how many KV heads hold a cell, the others one KV head each. A cell that is
     held is clear and outlined, and one that is evicted is faded.
     """
-    labels = kept.cell.labels
-    steps = drawn_steps(kept, shown, task.draw_steps)
-    heads = [(layer, head) for layer in task.draw_layers for head in task.draw_heads]
-    placed, canvas = place(shown.views)
-    count = len(steps) * (1 + len(heads))
-    most = _MOST_ACROSS if len(heads) > 1 else 2
-    across = len(steps) * min(max(1, most // len(steps)), 1 + len(heads))
-    lines = -(-count // across)
-    panel = (PAGE - 0.2 - 0.08 * (across - 1)) / across
-    page = sheet(
-        lines,
+    labels = record.cell.labels
+    named_steps = drawn_steps(record, sample, task.draw_steps)
+    drawn_heads = [(layer, head) for layer in task.draw_layers for head in task.draw_heads]
+    images, canvas = arrange_images(sample.views)
+    panel_count = len(named_steps) * (1 + len(drawn_heads))
+    max_columns = _MOST_ACROSS if len(drawn_heads) > 1 else 2
+    across = len(named_steps) * min(max(1, max_columns // len(named_steps)), 1 + len(drawn_heads))
+    row_count = -(-panel_count // across)
+    panel_width = (PAGE - 0.2 - 0.08 * (across - 1)) / across
+    layout = lay_out_figure(
+        row_count,
         across,
-        title=_title(shown, kept, where),
+        title=_title(sample, record, subtitle),
         width=PAGE,
-        panel=panel * canvas[0] / canvas[1],
+        panel_height=panel_width * canvas[0] / canvas[1],
         x_label="",
         y_label="",
-        left=0.1,
-        top=0.2,
-        gap=(0.08, 0.2),
-        right=0.1,
+        left_margin=0.1,
+        top_margin=0.2,
+        panel_gap=(0.08, 0.2),
+        right_margin=0.1,
     )
-    panels = iter(page.used(count))
-    held = kept.held([step for step, _ in steps]).numpy()
-    share: Floats = held.mean((0, 1))
-    for i, (_, name) in enumerate(steps):
-        _panel(next(panels), placed, canvas, share[i], f"all KV heads, {name}")
-    for layer, head in heads:
-        for i, (_, name) in enumerate(steps):
-            title = f"layer {task.layers[layer]}, KV head {head}, {name}"
-            _panel(next(panels), placed, canvas, held[layer, head, i].astype(np.float64), title)
-    stem = f"kept-{slug(labels['policy'])}-{slug(labels['budget'])}-{labels['moment']}-{end}"
-    yield from save(page.figure, folder / stem)
+    panel_axes = iter(layout.used(panel_count))
+    held_mask = record.held([step for step, _ in named_steps]).numpy()
+    held_share: Floats = held_mask.mean((0, 1))
+    for step_index, (_, step_name) in enumerate(named_steps):
+        _panel(
+            next(panel_axes), images, canvas, held_share[step_index], f"all KV heads, {step_name}"
+        )
+    for layer, head in drawn_heads:
+        for step_index, (_, step_name) in enumerate(named_steps):
+            panel_title = f"layer {task.layers[layer]}, KV head {head}, {step_name}"
+            _panel(
+                next(panel_axes),
+                images,
+                canvas,
+                held_mask[layer, head, step_index].astype(np.float64),
+                panel_title,
+            )
+    file_name = (
+        f"kept-{slug(labels['policy'])}-{slug(labels['budget'])}-{labels['moment']}-{suffix}"
+    )
+    yield from save(layout.figure, folder / file_name)
 
 
-def _title(shown: Shown, kept: Kept, where: str) -> str:
-    labels = kept.cell.labels
-    said = f'question "{short(shown.question, 60)}", answer "{short(kept.answer.strip(), 60)}"'
-    if target := ", ".join(shown.prompt.request.target):
-        said += f', reference "{short(target, 60)}"'
+def _title(sample: Shown, record: CellRecord, subtitle: str) -> str:
+    cell_labels = record.cell.labels
+    quotation = (
+        f'question "{short(sample.question, 60)}", answer "{short(record.answer.strip(), 60)}"'
+    )
+    if reference := ", ".join(sample.prompt.request.target):
+        quotation += f', reference "{short(reference, 60)}"'
     return (
-        f"Visual tokens held, {short(labels['policy'])} at {labels['budget']}, "
-        f"moment {labels['moment']} · {where} · {said}"
+        f"Visual tokens held, {short(cell_labels['policy'])} at {cell_labels['budget']}, "
+        f"moment {cell_labels['moment']} · {subtitle} · {quotation}"
     )
 
 
-def drawn_steps(kept: Kept, shown: Shown, most: int) -> list[tuple[int, str]]:
+def drawn_steps(record: CellRecord, sample: Shown, max_steps: int) -> list[tuple[int, str]]:
     """Decode steps to draw, with their names.
 
     Neighbouring steps between which no visual token was evicted share a panel.
 
     Args:
-        kept: What a cell held.
-        shown: The prompt.
-        most: How many steps to choose, evenly spaced.
+        record: What a cell held.
+        sample: The prompt.
+        max_steps: How many steps to choose, evenly spaced.
     """
-    steps = spread(range(kept.steps), most)
-    held = kept.held(steps)[..., shown.visual]
-    groups: list[list[int]] = []
-    for i, step in enumerate(steps):
-        if i and bool((held[:, :, i] == held[:, :, i - 1]).all()):
-            groups[-1].append(step)
+    steps = evenly_spaced(range(record.steps), max_steps)
+    held_mask = record.held(steps)[..., sample.visual]
+    step_groups: list[list[int]] = []
+    for step_index, step in enumerate(steps):
+        if step_index and bool(
+            (held_mask[:, :, step_index] == held_mask[:, :, step_index - 1]).all()
+        ):
+            step_groups[-1].append(step)
         else:
-            groups.append([step])
+            step_groups.append([step])
     return [
-        (group[0], f"steps {group[0]} to {group[-1]}" if len(group) > 1 else f"step {group[0]}")
-        for group in groups
+        (
+            step_group[0],
+            f"steps {step_group[0]} to {step_group[-1]}"
+            if len(step_group) > 1
+            else f"step {step_group[0]}",
+        )
+        for step_group in step_groups
     ]
 
 
 # --- the canvas -----------------------------------------------------------------------------------
 
 
-def place(views: Sequence[View]) -> tuple[list[Placed], tuple[int, int]]:
+def arrange_images(views: Sequence[View]) -> tuple[list[PlacedImage], tuple[int, int]]:
     """Lay images out row by row, each as large as its place allows.
 
     Returns:
         The images, and height and width of the canvas in pixels.
     """
     across = math.ceil(math.sqrt(len(views)))
-    down = -(-len(views) // across)
+    row_count = -(-len(views) // across)
     height = max(view.picture.shape[0] / max(view.picture.shape[:2]) for view in views)
     width = max(view.picture.shape[1] / max(view.picture.shape[:2]) for view in views)
-    unit = _CANVAS / max(across * width + (across - 1) * _GAP, down * height + (down - 1) * _GAP)
-    placed = []
-    for i, view in enumerate(views):
-        scale = unit / max(view.picture.shape[:2])
-        size = [max(1, round(side * scale)) for side in view.picture.shape[:2]]
-        row, column = divmod(i, across)
-        top, left = (round(unit * n * (s + _GAP)) for n, s in ((row, height), (column, width)))
-        resized = Image.fromarray(view.picture).resize((size[1], size[0]), Image.Resampling.LANCZOS)
-        placed.append(Placed(view, np.asarray(resized), top, left))
-    whole = (
-        max(one.top + one.picture.shape[0] for one in placed),
-        max(one.left + one.picture.shape[1] for one in placed),
+    pixel_scale = _CANVAS / max(
+        across * width + (across - 1) * _GAP, row_count * height + (row_count - 1) * _GAP
     )
-    return placed, whole
+    images = []
+    for image_index, view in enumerate(views):
+        scale = pixel_scale / max(view.picture.shape[:2])
+        image_size = [max(1, round(side * scale)) for side in view.picture.shape[:2]]
+        grid_row, grid_column = divmod(image_index, across)
+        top_offset, left_offset = (
+            round(pixel_scale * cell_index * (cell_side + _GAP))
+            for cell_index, cell_side in ((grid_row, height), (grid_column, width))
+        )
+        resized = Image.fromarray(view.picture).resize(
+            (image_size[1], image_size[0]), Image.Resampling.LANCZOS
+        )
+        images.append(PlacedImage(view, np.asarray(resized), top_offset, left_offset))
+    canvas = (
+        max(placed.top_offset + placed.picture.shape[0] for placed in images),
+        max(placed.left_offset + placed.picture.shape[1] for placed in images),
+    )
+    return images, canvas
 
 
-def paint(picture: Picture, share: Floats) -> Picture:
+def paint(picture: Picture, held_share: Floats) -> Picture:
     """A picture whose cells are as clear as they are held.
 
     Args:
         picture: The picture, `[height, width, 3]`.
-        share: How far each cell is held, from 0 to 1, `[rows, columns]`.
+        held_share: How far each cell is held, from 0 to 1, `[rows, columns]`.
     """
     height, width = picture.shape[:2]
-    clear = share[cell_of(height, share.shape[0])][:, cell_of(width, share.shape[1])][..., None]
-    grey = picture @ np.array([0.299, 0.587, 0.114])
-    faded = (grey * (1 - _DIM) + _FADED * _DIM)[..., None]
-    painted: Picture = (clear * picture + (1 - clear) * faded).round().astype(np.uint8)
+    clarity = held_share[cell_of(height, held_share.shape[0])][
+        :, cell_of(width, held_share.shape[1])
+    ][..., None]
+    greyscale = picture @ np.array([0.299, 0.587, 0.114])
+    faded = (greyscale * (1 - _DIM) + _FADED * _DIM)[..., None]
+    painted: Picture = (clarity * picture + (1 - clarity) * faded).round().astype(np.uint8)
     return painted
 
 
-def cell_of(pixels: int, cells: int) -> npt.NDArray[np.int64]:
+def cell_of(pixel_count: int, cell_count: int) -> npt.NDArray[np.int64]:
     """The row or column of cells that each row or column of pixels is in."""
-    return (np.arange(pixels) * cells) // pixels
+    return (np.arange(pixel_count) * cell_count) // pixel_count
 
 
-def outline(held: npt.NDArray[np.bool_], height: float, width: float) -> list[Segment]:
+def outline(held_cells: npt.NDArray[np.bool_], height: float, width: float) -> list[Segment]:
     """Edges between cells that are held and cells that are not, as `((x, y), (x, y))` in pixels."""
-    rows, columns = held.shape
-    padded = np.pad(held, 1)
-    tall, wide = height / rows, width / columns
+    row_count, column_count = held_cells.shape
+    padded = np.pad(held_cells, 1)
+    cell_height, cell_width = height / row_count, width / column_count
     edges: list[Segment] = []
-    for r, c in zip(*np.nonzero(padded[:-1, 1:-1] != padded[1:, 1:-1]), strict=True):
-        edges.append(((c * wide, r * tall), ((c + 1) * wide, r * tall)))
-    for r, c in zip(*np.nonzero(padded[1:-1, :-1] != padded[1:-1, 1:]), strict=True):
-        edges.append(((c * wide, r * tall), (c * wide, (r + 1) * tall)))
+    for line_index, column in zip(*np.nonzero(padded[:-1, 1:-1] != padded[1:, 1:-1]), strict=True):
+        edges.append(
+            (
+                (column * cell_width, line_index * cell_height),
+                ((column + 1) * cell_width, line_index * cell_height),
+            )
+        )
+    for line_index, column in zip(*np.nonzero(padded[1:-1, :-1] != padded[1:-1, 1:]), strict=True):
+        edges.append(
+            (
+                (column * cell_width, line_index * cell_height),
+                (column * cell_width, (line_index + 1) * cell_height),
+            )
+        )
     return edges
 
 
 def _panel(
-    ax: Axes, placed: Sequence[Placed], canvas: tuple[int, int], share: Floats, title: str
+    axes: Axes,
+    images: Sequence[PlacedImage],
+    canvas: tuple[int, int],
+    held_share: Floats,
+    panel_title: str,
 ) -> None:
     """All images of a prompt, painted by the share of each token `[T]`."""
-    whole = np.full((*canvas, 3), 255, np.uint8)
+    canvas_pixels = np.full((*canvas, 3), 255, np.uint8)
     edges: list[Segment] = []
-    for one in placed:
-        cells = one.view.cells(share)
-        height, width = one.picture.shape[:2]
-        part = (slice(one.top, one.top + height), slice(one.left, one.left + width))
-        whole[part] = paint(one.picture, cells)
+    for placed in images:
+        cell_shares = placed.view.cells(held_share)
+        height, width = placed.picture.shape[:2]
+        image_region = (
+            slice(placed.top_offset, placed.top_offset + height),
+            slice(placed.left_offset, placed.left_offset + width),
+        )
+        canvas_pixels[image_region] = paint(placed.picture, cell_shares)
         edges += [
-            ((a + one.left - 0.5, b + one.top - 0.5), (c + one.left - 0.5, d + one.top - 0.5))
-            for (a, b), (c, d) in outline(cells == 1, height, width)
+            (
+                (x_start + placed.left_offset - 0.5, y_start + placed.top_offset - 0.5),
+                (x_end + placed.left_offset - 0.5, y_end + placed.top_offset - 0.5),
+            )
+            for (x_start, y_start), (x_end, y_end) in outline(cell_shares == 1, height, width)
         ]
-    if len(placed) > 1:
-        for number, one in enumerate(placed, 1):
-            ax.text(
-                one.left, one.top, str(number), fontsize=5, va="top", ha="left", clip_on=False,
+    if len(images) > 1:
+        for image_number, placed in enumerate(images, 1):
+            axes.text(
+                placed.left_offset,
+                placed.top_offset,
+                str(image_number),
+                fontsize=5,
+                va="top",
+                ha="left",
+                clip_on=False,
                 bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6},
-            )  # fmt: skip
-    ax.imshow(whole, interpolation="nearest")
-    ax.add_collection(LineCollection(edges, colors=_EDGE, linewidths=0.6))
-    ax.set_title(title, loc="left", fontsize=6.5, y=1.0, pad=2)
-    ax.set_axis_off()
+            )
+    axes.imshow(canvas_pixels, interpolation="nearest")
+    axes.add_collection(LineCollection(edges, colors=_EDGE, linewidths=0.6))
+    axes.set_title(panel_title, loc="left", fontsize=6.5, y=1.0, pad=2)
+    axes.set_axis_off()

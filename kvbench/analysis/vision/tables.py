@@ -9,8 +9,8 @@ import numpy as np
 import pandas as pd
 from torch import Tensor
 
-from kvbench.analysis.scopes import budgets, names, scopes, title_of
-from kvbench.analysis.vision.measure import BOUNDARIES, Found, Kept, OfTask, Shown
+from kvbench.analysis.scopes import distinct_values, ordered_budgets, scope_heading, scopes
+from kvbench.analysis.vision.measure import BOUNDARIES, CellRecord, Found, OfTask, Shown
 from kvbench.report.numbers import Kind
 from kvbench.report.table import Column, Name, Row, Table
 from kvbench.report.text import counted
@@ -23,116 +23,131 @@ READING = (
 _LABELS = ("model", "task", "length", "moment", "policy", "budget")
 
 
-def frames(found: Found) -> dict[str, pd.DataFrame]:
+def frames(result: Found) -> dict[str, pd.DataFrame]:
     """All tables by name (columns: docs/analysis.md); one that would be empty is left out."""
     makers = {"answers": _answers, "steps": _steps, "usage": _usage, "tokens": _tokens}
-    made = {}
-    for name, make in makers.items():
-        parts = [
-            pd.DataFrame({**_where(shown, kept), **columns})
-            for task in found.tasks
-            for shown in task.shown
-            for kept in shown.kept
-            for columns in make(task, shown, kept)
+    frames_by_name = {}
+    for table_name, make_columns in makers.items():
+        answer_frames = [
+            pd.DataFrame({**_where(sample, record), **columns})
+            for task in result.tasks
+            for sample in task.samples
+            for record in sample.records
+            for columns in make_columns(task, sample, record)
         ]
-        if parts:
-            made[name] = pd.concat(parts, ignore_index=True)
-    return made
+        if answer_frames:
+            frames_by_name[table_name] = pd.concat(answer_frames, ignore_index=True)
+    return frames_by_name
 
 
-def _where(shown: Shown, kept: Kept) -> dict[str, Any]:
-    request = shown.prompt.request
-    labels = {name: kept.cell.labels[name] for name in _LABELS}
-    return {**labels, "sample_id": request.sample_id, "question_id": request.question_id}
+def _where(sample: Shown, record: CellRecord) -> dict[str, Any]:
+    request = sample.prompt.request
+    cell_labels = {label: record.cell.labels[label] for label in _LABELS}
+    return {**cell_labels, "sample_id": request.sample_id, "question_id": request.question_id}
 
 
-def _answers(task: OfTask, shown: Shown, kept: Kept) -> Iterator[dict[str, Any]]:
+def _answers(task: OfTask, sample: Shown, record: CellRecord) -> Iterator[dict[str, Any]]:
     yield {
-        "images": len([m for m in shown.prompt.media if m.kind == "image"]),
-        "prompt_tokens": kept.prompt,
-        "visual_tokens": int(shown.visual.sum()),
-        "budget_entries": kept.trace.budget,
-        "steps": kept.steps,
-        "cuts": kept.trace.cuts,
-        "question": [shown.question],
-        "answer": [kept.answer],
-        "target": ["\n".join(shown.prompt.request.target)],
+        "images": len([medium for medium in sample.prompt.media if medium.kind == "image"]),
+        "prompt_tokens": record.prompt,
+        "visual_tokens": int(sample.visual.sum()),
+        "budget_entries": record.trace.budget,
+        "steps": record.steps,
+        "cuts": record.trace.eviction_count,
+        "question": [sample.question],
+        "answer": [record.answer],
+        "target": ["\n".join(sample.prompt.request.target)],
     }
 
 
-def _steps(task: OfTask, shown: Shown, kept: Kept) -> Iterator[dict[str, Any]]:
-    means = {k: v.double().mean((0, 1)).numpy() for k, v in usage(shown, kept).items()}
-    yield {"step": np.arange(kept.steps, dtype=np.int32), **_columns(means, np.float64, kept.steps)}
+def _steps(task: OfTask, sample: Shown, record: CellRecord) -> Iterator[dict[str, Any]]:
+    mean_counts = {
+        kind: entries.double().mean((0, 1)).numpy()
+        for kind, entries in usage(sample, record).items()
+    }
+    yield {
+        "step": np.arange(record.steps, dtype=np.int32),
+        **_columns(mean_counts, np.float64, record.steps),
+    }
 
 
-def _usage(task: OfTask, shown: Shown, kept: Kept) -> Iterator[dict[str, Any]]:
-    counts = {k: v.flatten().numpy() for k, v in usage(shown, kept).items()}
-    index = _index(task, kept.trace.gone.shape[1], kept.steps, "step")
-    yield {**index, **_columns(counts, np.int32, len(index["step"]))}
+def _usage(task: OfTask, sample: Shown, record: CellRecord) -> Iterator[dict[str, Any]]:
+    flat_counts = {
+        kind: entries.flatten().numpy() for kind, entries in usage(sample, record).items()
+    }
+    index_columns = _index(task, record.trace.eviction_steps.shape[1], record.steps, "step")
+    yield {**index_columns, **_columns(flat_counts, np.int32, len(index_columns["step"]))}
 
 
-def _tokens(task: OfTask, shown: Shown, kept: Kept) -> Iterator[dict[str, Any]]:
-    for number, view in enumerate(shown.views, 1):
-        gone = kept.evicted[..., view.positions]
-        index = _index(task, gone.shape[1], gone.shape[2], "cell")
-        cell = index.pop("cell")
-        flat = gone.flatten().numpy()
+def _tokens(task: OfTask, sample: Shown, record: CellRecord) -> Iterator[dict[str, Any]]:
+    for image_number, view in enumerate(sample.views, 1):
+        evicted_steps = record.evicted[..., view.positions]
+        index_columns = _index(task, evicted_steps.shape[1], evicted_steps.shape[2], "cell")
+        cell_index = index_columns.pop("cell")
+        flat_steps = evicted_steps.flatten().numpy()
         yield {
-            **index,
-            "image": number,
-            "row": cell // view.columns,
-            "column": cell % view.columns,
-            "position": view.first + cell,
-            "evicted": pd.arrays.IntegerArray(flat, flat == kept.steps),
+            **index_columns,
+            "image": image_number,
+            "row": cell_index // view.columns,
+            "column": cell_index % view.columns,
+            "position": view.first + cell_index,
+            "evicted": pd.arrays.IntegerArray(flat_steps, flat_steps == record.steps),
         }
 
 
-def usage(shown: Shown, kept: Kept) -> dict[str, Tensor]:
+def usage(sample: Shown, record: CellRecord) -> dict[str, Tensor]:
     """Entries by kind, int64 `[L, H, steps]`: all, visual ones, and the boundaries of images."""
-    kinds = {"visual": shown.visual, **shown.boundaries}
-    return {"entries": kept.counts(), **{k: kept.counts(where) for k, where in kinds.items()}}
+    kind_masks = {"visual": sample.visual, **sample.boundaries}
+    return {
+        "entries": record.counts(),
+        **{kind: record.counts(kind_mask) for kind, kind_mask in kind_masks.items()},
+    }
 
 
-def _columns(values: dict[str, Any], dtype: Any, rows: int) -> dict[str, Any]:
+def _columns(counts: dict[str, Any], dtype: Any, row_count: int) -> dict[str, Any]:
     """Counts as columns; those of boundaries that a model lacks are empty."""
-    found = {k: v.astype(dtype) for k, v in values.items()}
-    for name in BOUNDARIES:
-        found.setdefault(name, pd.array([pd.NA] * rows, dtype=pd.Int32Dtype()))
-    return found
+    columns = {kind: entries.astype(dtype) for kind, entries in counts.items()}
+    for boundary in BOUNDARIES:
+        columns.setdefault(boundary, pd.array([pd.NA] * row_count, dtype=pd.Int32Dtype()))
+    return columns
 
 
-def _index(task: OfTask, heads: int, each: int, name: str) -> dict[str, Any]:
+def _index(task: OfTask, heads: int, item_count: int, index_name: str) -> dict[str, Any]:
     """Layer, KV head and a third index of numbers `[L, H, each]`."""
     layers = np.array(task.layers, np.int32)
     return {
-        "layer": np.repeat(layers, heads * each),
-        "kv_head": np.tile(np.repeat(np.arange(heads, dtype=np.int32), each), len(layers)),
-        name: np.tile(np.arange(each, dtype=np.int32), len(layers) * heads),
+        "layer": np.repeat(layers, heads * item_count),
+        "kv_head": np.tile(np.repeat(np.arange(heads, dtype=np.int32), item_count), len(layers)),
+        index_name: np.tile(np.arange(item_count, dtype=np.int32), len(layers) * heads),
     }
 
 
 # --- what is shown --------------------------------------------------------------------------------
 
 
-def vision_tables(data: dict[str, pd.DataFrame]) -> Iterator[Table]:
+def vision_tables(data_frames: dict[str, pd.DataFrame]) -> Iterator[Table]:
     """A table for each model, task, length and moment."""
-    keys = ["policy", "budget", "sample_id", "question_id"]
-    for scope, steps in scopes(data["steps"]):
-        groups = steps.groupby(keys, sort=False, observed=True)
-        ends = groups.first().join(groups.last().add_suffix("_last")).reset_index()
+    key_columns = ["policy", "budget", "sample_id", "question_id"]
+    for scope, step_rows in scopes(data_frames["steps"]):
+        answer_groups = step_rows.groupby(key_columns, sort=False, observed=True)
+        answer_ends = (
+            answer_groups.first().join(answer_groups.last().add_suffix("_last")).reset_index()
+        )
         columns = [Column("policy"), Column("budget")]
-        for group in ("first step", "last step"):
-            columns += [Column(name, Kind.COUNT, group) for name in ("all", "visual")]
+        for column_group in ("first step", "last step"):
+            columns += [Column(heading, Kind.COUNT, column_group) for heading in ("all", "visual")]
         columns.append(Column("steps", Kind.COUNT))
-        rows = []
-        for policy in names(ends, "policy"):
-            for budget in budgets(ends):
-                here = ends[(ends["policy"] == policy) & (ends["budget"] == budget)]
-                if len(here):
-                    shown = ["entries", "visual", "entries_last", "visual_last", "step_last"]
-                    means = here[shown].mean().tolist()
-                    means[-1] += 1
-                    rows.append(Row((Name(policy), Name(budget), *means)))
-        count = ends.groupby(["policy", "budget"], observed=True).size().max()
-        what = f": entries per KV head, mean over {counted(int(count), 'prompt')}"
-        yield Table((*title_of(scope), what), tuple(columns), tuple(rows))
+        table_rows = []
+        for policy in distinct_values(answer_ends, "policy"):
+            for budget in ordered_budgets(answer_ends):
+                cell_rows = answer_ends[
+                    (answer_ends["policy"] == policy) & (answer_ends["budget"] == budget)
+                ]
+                if len(cell_rows):
+                    mean_columns = ["entries", "visual", "entries_last", "visual_last", "step_last"]
+                    mean_values = cell_rows[mean_columns].mean().tolist()
+                    mean_values[-1] += 1
+                    table_rows.append(Row((Name(policy), Name(budget), *mean_values)))
+        prompt_count = answer_ends.groupby(["policy", "budget"], observed=True).size().max()
+        subtitle = f": entries per KV head, mean over {counted(int(prompt_count), 'prompt')}"
+        yield Table((*scope_heading(scope), subtitle), tuple(columns), tuple(table_rows))

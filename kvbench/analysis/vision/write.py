@@ -11,7 +11,7 @@ from kvbench.analysis.vision.figures import draw
 from kvbench.analysis.vision.measure import analyze
 from kvbench.analysis.vision.options import MOMENTS, Options
 from kvbench.analysis.vision.tables import READING, frames, vision_tables
-from kvbench.analysis.write import Done, check_any, folder_of, write_all
+from kvbench.analysis.write import AnalysisOutput, make_output_folder, require_results, write_all
 from kvbench.progress import Reporter
 from kvbench.report.text import listed
 
@@ -22,16 +22,16 @@ _AS_CSV = ("answers", "steps")
 
 
 def write_vision(
-    given: Mapping[str, Any],
+    grid_options: Mapping[str, Any],
     reporter: Reporter,
     *,
     options: Options,
     command: str = "kvbench analyze vision",
-) -> Done:
+) -> AnalysisOutput:
     """Look at what is kept of images and write all tables, figures and `summary.md`.
 
     Args:
-        given: The grid, as `Grid.from_dict` takes it.
+        grid_options: The grid, as `Grid.from_dict` takes it.
         reporter: Told of the progress.
         options: What to look at.
         command: What the summary says that made it.
@@ -39,19 +39,28 @@ def write_vision(
     Raises:
         UserError: Something is unknown, out of range, or cannot be written to.
     """
-    grid = make_grid({"samples": SAMPLES, **given}, MOMENTS, pruning=True)
-    path = folder_of(grid, "vision", options.to_dict())
-    found = analyze(grid, options, reporter)
-    data = frames(found)
-    check_any(data.get("answers", []), found.failed)
-    tables = list(vision_tables(data))
-    lines = [*READING]
-    if found.undrawn:
-        why = "it is not known where the tokens of its images lie"
-        lines.append(f"{listed(found.undrawn)}: no pictures, because {why}")
-    lines = notes(data["answers"], found.failed, lines)
-    figures = draw(found, path / "figures")
+    grid = make_grid({"samples": SAMPLES, **grid_options}, MOMENTS, pruning=True)
+    folder = make_output_folder(grid, "vision", options.to_dict())
+    result = analyze(grid, options, reporter)
+    data_frames = frames(result)
+    require_results(data_frames.get("answers", []), result.failed)
+    tables = list(vision_tables(data_frames))
+    note_lines = [*READING]
+    if result.undrawn:
+        reason = "it is not known where the tokens of its images lie"
+        note_lines.append(f"{listed(result.undrawn)}: no pictures, because {reason}")
+    note_lines = notes(data_frames["answers"], result.failed, note_lines)
+    figure_paths = draw(result, folder / "figures")
     settings = {"analysis": "vision", **options.to_dict()}
     return write_all(
-        path, grid, settings, data, tables, lines, figures, command, found.failed, _AS_CSV
+        folder,
+        grid,
+        settings,
+        data_frames,
+        tables,
+        note_lines,
+        figure_paths,
+        command,
+        result.failed,
+        _AS_CSV,
     )

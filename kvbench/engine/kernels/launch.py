@@ -34,14 +34,14 @@ def _has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def by_triton(x: Tensor) -> bool:
-    """Whether a kernel should run on `x`: it is on an NVIDIA GPU, or the interpreter is on.
+def by_triton(tensor: Tensor) -> bool:
+    """Whether a kernel should run on `tensor`: it is on an NVIDIA GPU, or the interpreter is on.
 
     float64 is for oracles and gradient checks and takes the torch path on any device.
     """
-    if x.dtype == torch.float64 or not _has_triton():
+    if tensor.dtype == torch.float64 or not _has_triton():
         return False
-    return interpreting() or (x.is_cuda and torch.version.hip is None)
+    return interpreting() or (tensor.is_cuda and torch.version.hip is None)
 
 
 def architecture(device: torch.device) -> int:
@@ -51,14 +51,14 @@ def architecture(device: torch.device) -> int:
     return 90 if torch.cuda.get_device_capability(device)[0] >= 9 else 80
 
 
-def dot_ready(x: Tensor) -> Tensor:
-    """Give `x`, contiguous, in a type that the kernel's `tl.dot` multiplies correctly.
+def dot_ready(tensor: Tensor) -> Tensor:
+    """Give `tensor`, contiguous, in a type that the kernel's `tl.dot` multiplies correctly.
 
     The interpreter stores bfloat16 as integers and multiplies those, so it gets float32.
     """
-    if interpreting() and x.dtype == torch.bfloat16:
-        x = x.float()
-    return x.contiguous()
+    if interpreting() and tensor.dtype == torch.bfloat16:
+        tensor = tensor.float()
+    return tensor.contiguous()
 
 
 def on_its_device(
@@ -70,9 +70,9 @@ def on_its_device(
     """
 
     @wraps(launch)
-    def launched(x: Tensor, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with torch.cuda.device_of(x):  # changes nothing for a tensor on a CPU
-            return launch(x, *args, **kwargs)
+    def launched(first_tensor: Tensor, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.cuda.device_of(first_tensor):  # changes nothing for a tensor on a CPU
+            return launch(first_tensor, *args, **kwargs)
 
     return launched
 

@@ -46,34 +46,54 @@ def answers(results: Results, responses: Responses) -> dict[str, Any]:
     """
     if results.samples is None or not len(results.samples):
         return {"cells": [], "texts": [], "questions": [], "total": 0}
-    cells = results.cells[_OF_CELL]
-    sample_ids, total = _first_samples(results, results.samples)
+    cell_frame = results.cells[_OF_CELL]
+    sample_ids, question_count = _first_samples(results, results.samples)
     # The model of the report, and not of the run: it tells apart what has the same name.
-    samples = Samples(responses(sample_ids)).of(cells["cell"])
-    samples = samples.drop(columns=["policy", "budget", "moment"]).merge(cells, on="cell")
-    order = {str(cell): index for index, cell in enumerate(cells["cell"])}
-    samples = samples.assign(_order=samples["cell"].map(order))
-    samples = samples.sort_values([*_QUESTION, "_order"], kind="stable")
-    known = extras(samples)
-    texts: dict[str, int] = {}
-    questions: list[dict[str, Any]] = []
-    left = MOST
-    parts = [list(rows) for _, rows in groupby(records(samples), itemgetter(*_QUESTION))]
-    for rows in _by_turns(parts, lambda rows: itemgetter(*_PLACE)(rows[0])):
-        mine = {_short(row["error"] or row["response"]) for row in rows} - texts.keys()
-        left -= sum(map(len, mine)) + _ENTRY * len(rows) + len(rows[0]["prompt_end"])
-        if left < 0 and questions:
+    sample_frame = Samples(responses(sample_ids)).of(cell_frame["cell"])
+    sample_frame = sample_frame.drop(columns=["policy", "budget", "moment"]).merge(
+        cell_frame, on="cell"
+    )
+    cell_order = {str(cell_id): cell_index for cell_index, cell_id in enumerate(cell_frame["cell"])}
+    sample_frame = sample_frame.assign(_order=sample_frame["cell"].map(cell_order))
+    sample_frame = sample_frame.sort_values([*_QUESTION, "_order"], kind="stable")
+    parsed_extras = extras(sample_frame)
+    text_indices: dict[str, int] = {}
+    question_records: list[dict[str, Any]] = []
+    remaining_letters = MOST
+    question_rows = [
+        list(response_rows)
+        for _, response_rows in groupby(records(sample_frame), itemgetter(*_QUESTION))
+    ]
+    for response_rows in _by_turns(
+        question_rows, lambda response_rows: itemgetter(*_PLACE)(response_rows[0])
+    ):
+        new_texts = {
+            _short(response_row["error"] or response_row["response"])
+            for response_row in response_rows
+        } - text_indices.keys()
+        remaining_letters -= (
+            sum(map(len, new_texts))
+            + _ENTRY * len(response_rows)
+            + len(response_rows[0]["prompt_end"])
+        )
+        if remaining_letters < 0 and question_records:
             break
-        questions.append(_question(rows, known, texts, order))
+        question_records.append(_question(response_rows, parsed_extras, text_indices, cell_order))
     return {
         "cells": [
-            [str(c) for c in row] for row in cells[["policy", "budget", "moment"]].to_numpy()
+            [str(cell_field) for cell_field in response_row]
+            for response_row in cell_frame[["policy", "budget", "moment"]].to_numpy()
         ],
-        "texts": list(texts),
+        "texts": list(text_indices),
         "questions": sorted(
-            questions, key=lambda q: [str(q["model"]), str(q["task"]), q["length"]]
+            question_records,
+            key=lambda question: [
+                str(question["model"]),
+                str(question["task"]),
+                question["length"],
+            ],
         ),
-        "total": total,
+        "total": question_count,
     }
 
 
@@ -83,57 +103,69 @@ def _first_samples(results: Results, samples: Samples) -> tuple[list[str], int]:
     Responses take at least `_ENTRY` characters each, so only the first questions of a large run can
     be in the page. The responses of all others are not even read.
     """
-    questions: list[tuple[Any, str, int]] = []
-    for place, cells in results.cells.groupby(_PLACE, sort=False):
-        mine = samples.of(cells["cell"])[_QUESTION[len(_PLACE) :]].astype({"sample_id": str})
-        counts = mine.value_counts(sort=False).sort_index()
-        names = counts.index.get_level_values("sample_id")
-        questions += [
-            (place, str(name), int(count)) for name, count in zip(names, counts, strict=True)
+    sample_questions: list[tuple[Any, str, int]] = []
+    for task_key, task_cells in results.cells.groupby(_PLACE, sort=False):
+        task_questions = samples.of(task_cells["cell"])[_QUESTION[len(_PLACE) :]].astype(
+            {"sample_id": str}
+        )
+        sample_counts = task_questions.value_counts(sort=False).sort_index()
+        sample_names = sample_counts.index.get_level_values("sample_id")
+        sample_questions += [
+            (task_key, str(sample_id), int(question_count))
+            for sample_id, question_count in zip(sample_names, sample_counts, strict=True)
         ]
-    found: dict[str, None] = {}
-    left = MOST // _ENTRY
-    for part in _by_turns(questions, itemgetter(0)):
-        if left < 0:
+    first_samples: dict[str, None] = {}
+    remaining_responses = MOST // _ENTRY
+    for sample_entry in _by_turns(sample_questions, itemgetter(0)):
+        if remaining_responses < 0:
             break
-        found[part[1]] = None
-        left -= part[2]
-    return list(found), len(questions)
+        first_samples[sample_entry[1]] = None
+        remaining_responses -= sample_entry[2]
+    return list(first_samples), len(sample_questions)
 
 
 def _by_turns(questions: Iterable[_Q], place_of: Callable[[Any], Any]) -> Iterator[_Q]:
     """One question of every task, then another of each, and so on."""
-    places: dict[Any, list[_Q]] = {}
+    questions_by_task: dict[Any, list[_Q]] = {}
     for question in questions:
-        places.setdefault(place_of(question), []).append(question)
-    for turn in zip_longest(*places.values()):
+        questions_by_task.setdefault(place_of(question), []).append(question)
+    for turn in zip_longest(*questions_by_task.values()):
         yield from (question for question in turn if question is not None)
 
 
 def _question(
-    rows: _Rows,
-    known: dict[str, dict[str, Any]],
-    texts: dict[str, int],
-    order: dict[str, int],
+    response_rows: _Rows,
+    parsed_extras: dict[str, dict[str, Any]],
+    text_indices: dict[str, int],
+    cell_order: dict[str, int],
 ) -> dict[str, Any]:
-    """A question; new texts are added to `texts`."""
-    first = rows[0]
+    """A question; new texts are added to `text_indices`."""
+    first_row = response_rows[0]
     return {
-        **{name: first[name] for name in (*_QUESTION, "context_id", "doc_id")},
-        "context_tokens": int(first["context_tokens"]),
-        "question_tokens": int(first["question_tokens"]),
-        "prompt": str(first["prompt_end"]),
-        "target": [_short(str(text)) for text in first["target"]],
-        "extra": {key: str(value) for key, value in known[first["extra"]].items()},
+        **{
+            field_name: first_row[field_name] for field_name in (*_QUESTION, "context_id", "doc_id")
+        },
+        "context_tokens": int(first_row["context_tokens"]),
+        "question_tokens": int(first_row["question_tokens"]),
+        "prompt": str(first_row["prompt_end"]),
+        "target": [_short(str(target_text)) for target_text in first_row["target"]],
+        "extra": {
+            extra_name: str(extra_value)
+            for extra_name, extra_value in parsed_extras[first_row["extra"]].items()
+        },
         "answers": [
             [
-                order[str(row["cell"])],
-                texts.setdefault(_short(row["error"] or row["response"]), len(texts)),
-                None if math.isnan(row["score"]) else float(f"{row['score']:.4g}"),
-                "error" if row["error"] else str(row["stop"]),
-                int(row["generated_tokens"]),
+                cell_order[str(response_row["cell"])],
+                text_indices.setdefault(
+                    _short(response_row["error"] or response_row["response"]), len(text_indices)
+                ),
+                None
+                if math.isnan(response_row["score"])
+                else float(f"{response_row['score']:.4g}"),
+                "error" if response_row["error"] else str(response_row["stop"]),
+                int(response_row["generated_tokens"]),
             ]
-            for row in rows
+            for response_row in response_rows
         ],
     }
 

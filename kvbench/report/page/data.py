@@ -17,7 +17,7 @@ from kvbench.report.overall import CONFIG
 from kvbench.report.page.answers import Responses, answers
 from kvbench.report.panel import Panel, panels
 from kvbench.report.remarks import remarks
-from kvbench.report.style import looks
+from kvbench.report.style import marker_styles
 from kvbench.report.text import tokens
 from kvbench.terminal import printable
 
@@ -41,61 +41,70 @@ def payload(results: Results, responses: Responses, aim: Aim) -> dict[str, Any]:
         responses: Reads the responses that the page shows.
         aim: What a setting is looked for when the page opens.
     """
-    found = list(panels(results))
-    data = {
+    all_panels = list(panels(results))
+    page_data = {
         "facts": _facts(results),
         "remarks": [plain_text(remark) for remark in remarks(results)],
         "policies": [
             {"name": policy, "colour": index, "shown": True}
-            for index, policy in enumerate(looks(results.policies))
+            for index, policy in enumerate(marker_styles(results.policies))
         ],
-        "rows": [row for panel in found for row in _rows(panel)],
-        "choices": _choices(results, found, aim),
+        "rows": [setting_row for panel in all_panels for setting_row in _rows(panel)],
+        "choices": _choices(results, all_panels, aim),
         "depths": _depths(results),
         "answers": answers(results, responses),
         "provenance": _provenance(results.cells),
     }
-    return dict(_clean(data))
+    return dict(_clean(page_data))
 
 
 def _rows(panel: Panel) -> Iterator[dict[str, Any]]:
     """A panel's settings: their means over tasks, where there are several, and every task."""
-    several = len(panel.tasks) > 1 and len(panel.overall)
-    frames = [("", panel.overall)] * bool(several)
-    frames += [(task, panel.of_task(task)) for task in panel.tasks]
-    for task, frame in frames:
-        unit = unit_scale(frame)
-        for row in records(frame):
+    has_mean = len(panel.tasks) > 1 and len(panel.overall)
+    task_frames = [("", panel.overall)] * bool(has_mean)
+    task_frames += [(task_name, panel.of_task(task_name)) for task_name in panel.tasks]
+    for task_name, frame in task_frames:
+        unit_scaled = unit_scale(frame)
+        for frame_row in records(frame):
             yield {
                 "model": panel.model,
                 "group": panel.group,
-                "task": task,
+                "task": task_name,
                 "length": panel.variant.length,
                 "moment": panel.variant.moment,
                 "seed": panel.variant.seed,
-                "policy": str(row["policy"]),
-                "budget": str(row["budget"]),
-                "cell": str(row.get("cell", "")),
-                "metric": str(row.get("metric", "")),
-                "tasks": int(row.get("tasks", 1)),
-                "samples": int(row["samples"]),
-                "unit": unit,
-                "higher": bool(row["higher_is_better"]),
-                "telling": bool(row["discriminative"]),
-                "error": str(row.get("error", "")) or ("failed" * (row["status"] != "ok")),
-            } | {name: _number(row[name]) for name in _NUMBERS if name in row}
+                "policy": str(frame_row["policy"]),
+                "budget": str(frame_row["budget"]),
+                "cell": str(frame_row.get("cell", "")),
+                "metric": str(frame_row.get("metric", "")),
+                "tasks": int(frame_row.get("tasks", 1)),
+                "samples": int(frame_row["samples"]),
+                "unit": unit_scaled,
+                "higher": bool(frame_row["higher_is_better"]),
+                "telling": bool(frame_row["discriminative"]),
+                "error": str(frame_row.get("error", ""))
+                or ("failed" * (frame_row["status"] != "ok")),
+            } | {
+                column_name: _number(frame_row[column_name])
+                for column_name in _NUMBERS
+                if column_name in frame_row
+            }
 
 
-def _choices(results: Results, found: list[Panel], aim: Aim) -> dict[str, Any]:
+def _choices(results: Results, all_panels: list[Panel], aim: Aim) -> dict[str, Any]:
     """The cheapest settings for several distances, and what their memory follows from."""
-    memory = [PanelMemory.of(panel, results.samples) for panel in found]
+    panel_memories = [PanelMemory.of(panel, results.samples) for panel in all_panels]
     serving = aim.serving or Serving()
-    known = [facts.context for facts in memory if not math.isnan(facts.context)]
+    known_contexts = [
+        panel_memory.context
+        for panel_memory in panel_memories
+        if not math.isnan(panel_memory.context)
+    ]
     distances = sorted({*WITHIN, round(100 * aim.within, 6)})
     return {
         "within": 100 * aim.within,
         "batch": serving.batch,
-        "context": serving.context or (round(max(known)) if known else None),
+        "context": serving.context or (round(max(known_contexts)) if known_contexts else None),
         "panels": [
             {
                 "model": panel.model,
@@ -103,16 +112,21 @@ def _choices(results: Results, found: list[Panel], aim: Aim) -> dict[str, Any]:
                 "length": panel.variant.length,
                 "moment": panel.variant.moment,
                 "seed": panel.variant.seed,
-                "token_bytes": _number(facts.token_bytes),
-                "measured": _number(facts.context),
+                "token_bytes": _number(panel_memory.token_bytes),
+                "measured": _number(panel_memory.context),
             }
-            for panel, facts in zip(found, memory, strict=True)
+            for panel, panel_memory in zip(all_panels, panel_memories, strict=True)
         ],
         "answers": [
             {
                 "within": points,
                 "found": [
-                    {key: _number(v) if isinstance(v, float) else v for key, v in record.items()}
+                    {
+                        field_name: _number(field_value)
+                        if isinstance(field_value, float)
+                        else field_value
+                        for field_name, field_value in record.items()
+                    }
                     | {"of_context": not str(record.get("budget", "")).isdigit()}
                     for record in as_records(results, Aim(points / 100))
                 ],
@@ -126,78 +140,110 @@ def _depths(results: Results) -> list[dict[str, Any]]:
     """Mean score by depth of the needle, length, policy and budget; seeds are pooled."""
     if results.samples is None:
         return []
-    samples = with_depth(results)
+    depth_samples = with_depth(results)
     # Full has no moment and belongs to all of them; without a depth there is nothing to group.
-    means = samples.groupby(_HEAT, sort=False)["score"].agg(["mean", "count"]).reset_index()
-    units = samples.groupby("task")["score"].agg(lambda s: bool(s.between(0, 1).all())).to_dict()
+    mean_frame = (
+        depth_samples.groupby(_HEAT, sort=False)["score"].agg(["mean", "count"]).reset_index()
+    )
+    unit_by_task = (
+        depth_samples.groupby("task")["score"]
+        .agg(lambda task_scores: bool(task_scores.between(0, 1).all()))
+        .to_dict()
+    )
     return [
-        {name: row[name] for name in _HEAT}
-        | {"score": _number(row["mean"]), "count": int(row["count"]), "unit": units[row["task"]]}
-        for row in records(means)
+        {column_name: mean_row[column_name] for column_name in _HEAT}
+        | {
+            "score": _number(mean_row["mean"]),
+            "count": int(mean_row["count"]),
+            "unit": unit_by_task[mean_row["task"]],
+        }
+        for mean_row in records(mean_frame)
     ]
 
 
 def _facts(results: Results) -> list[list[str]]:
     """What was run, as pairs of a name and a text."""
     cells = results.cells
-    cut = cells[cells["policy"] != "full"]
-    failed = int((cells["status"] != "ok").sum())
-    counts = sorted({int(n) for n in cells.loc[cells["status"] == "ok", "samples"]})
+    compressed_cells = cells[cells["policy"] != "full"]
+    failed_count = int((cells["status"] != "ok").sum())
+    sample_counts = sorted(
+        {int(sample_count) for sample_count in cells.loc[cells["status"] == "ok", "samples"]}
+    )
     facts = {
         "Model": _listed(cells["model"]),
         "Benchmarks": _listed(cells["group"]),
         "Tasks": str(cells["task"].nunique()),
         "Policies": str(len(results.policies)),
-        "Budgets": _listed(cut["budget"]),
-        "Moments": _listed(cut["moment"]),
+        "Budgets": _listed(compressed_cells["budget"]),
+        "Moments": _listed(compressed_cells["moment"]),
         "Prompts": ", ".join(tokens(length) for length in sorted(set(cells["length"]))),
-        "Samples per cell": " to ".join(map(str, dict.fromkeys([*counts[:1], *counts[-1:]]))),
-        "Cells": f"{len(cells)}" + (f", {failed} failed" if failed else ""),
+        "Samples per cell": " to ".join(
+            map(str, dict.fromkeys([*sample_counts[:1], *sample_counts[-1:]]))
+        ),
+        "Cells": f"{len(cells)}" + (f", {failed_count} failed" if failed_count else ""),
     }
-    return [[name, text] for name, text in facts.items() if text]
+    return [[fact_name, fact_text] for fact_name, fact_text in facts.items() if fact_text]
 
 
 def _provenance(cells: pd.DataFrame) -> dict[str, list[dict[str, str]]]:
     """What the cells were made with, as tables: rows of texts by column."""
-    made = {
+    table_columns = {
         "Models": ["model_id", "model_revision", "dtype", "device", "attention", "answers"],
         "Data": ["task", "group", "length", "seed", "task_version", "data_hash", "metric"],
     }
     tables = {
-        title: [
-            {str(key): str(value) for key, value in row.items()}
-            for row in cells[columns].drop_duplicates().to_dict("records")
+        table_title: [
+            {str(column_name): str(cell_value) for column_name, cell_value in cell_row.items()}
+            for cell_row in cells[column_names].drop_duplicates().to_dict("records")
         ]
-        for title, columns in made.items()
+        for table_title, column_names in table_columns.items()
     }
     return tables | _versions(cells)
 
 
 def _versions(cells: pd.DataFrame) -> dict[str, list[dict[str, str]]]:
     """The recorded versions: those of all cells, and by policy and task those that differ."""
-    told = [
+    version_rows = [
         {
-            k: v if isinstance(v, str) else json.dumps(v)
-            for k, v in (recorded(text) or {"": text}).items()
+            field_name: field_value if isinstance(field_value, str) else json.dumps(field_value)
+            for field_name, field_value in (recorded(versions_json) or {"": versions_json}).items()
         }
-        for text in cells["versions"].astype(str)
+        for versions_json in cells["versions"].astype(str)
     ]
-    names = sorted({name for row in told for name in row})
-    shared = [name for name in names if len({row.get(name) for row in told}) == 1]
-    others = [name for name in names if name not in shared]
-    differing: dict[tuple[str, ...], list[tuple[str, str]]] = {}
-    for row, policy, task in zip(told, cells["policy"], cells["task"], strict=True):
-        key = tuple(row.get(name, "") for name in others)
-        differing.setdefault(key, []).append((str(policy), str(task)))
-    tables = {"Versions": [{name: told[0][name] for name in shared}]} if shared else {}
-    if others:
+    version_names = sorted(
+        {version_name for version_row in version_rows for version_name in version_row}
+    )
+    shared_names = [
+        version_name
+        for version_name in version_names
+        if len({version_row.get(version_name) for version_row in version_rows}) == 1
+    ]
+    differing_names = [
+        version_name for version_name in version_names if version_name not in shared_names
+    ]
+    cells_by_versions: dict[tuple[str, ...], list[tuple[str, str]]] = {}
+    for version_row, policy, task_name in zip(
+        version_rows, cells["policy"], cells["task"], strict=True
+    ):
+        version_key = tuple(version_row.get(version_name, "") for version_name in differing_names)
+        cells_by_versions.setdefault(version_key, []).append((str(policy), str(task_name)))
+    tables = (
+        {
+            "Versions": [
+                {version_name: version_rows[0][version_name] for version_name in shared_names}
+            ]
+        }
+        if shared_names
+        else {}
+    )
+    if differing_names:
         tables["Versions that differ"] = [
-            dict(zip(others, key, strict=True))
+            dict(zip(differing_names, version_key, strict=True))
             | {
-                "policies": ", ".join(dict.fromkeys(policy for policy, _ in where)),
-                "tasks": ", ".join(dict.fromkeys(task for _, task in where)),
+                "policies": ", ".join(dict.fromkeys(policy for policy, _ in policy_tasks)),
+                "tasks": ", ".join(dict.fromkeys(task_name for _, task_name in policy_tasks)),
             }
-            for key, where in differing.items()
+            for version_key, policy_tasks in cells_by_versions.items()
         ]
     return tables
 
@@ -216,8 +262,8 @@ def _clean(value: Any) -> Any:
         case str():
             return printable(value)
         case dict():
-            return {_clean(key): _clean(each) for key, each in value.items()}
+            return {_clean(key): _clean(item) for key, item in value.items()}
         case list():
-            return [_clean(each) for each in value]
+            return [_clean(item) for item in value]
         case _:
             return value

@@ -47,38 +47,38 @@ def write_page(
     Raises:
         UserError: The page cannot be written.
     """
-    path = folder / NAME
+    page_path = folder / NAME
     try:
         if folder.exists() and not folder.is_dir():
-            raise UserError(f"cannot write {path}: {folder} is a file, not a folder")
+            raise UserError(f"cannot write {page_path}: {folder} is a file, not a folder")
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise cannot("write", error.filename or folder, error) from None
-    text = page(payload(results, responses, aim))
-    with replacing(path) as part:
-        part.write_text(text, encoding="utf-8", newline="\n")
-    return path
+    page_text = page(payload(results, responses, aim))
+    with replacing(page_path) as partial_path:
+        partial_path.write_text(page_text, encoding="utf-8", newline="\n")
+    return page_path
 
 
-def page(data: Mapping[str, Any]) -> str:
+def page(page_data: Mapping[str, Any]) -> str:
     """The page as text.
 
     Its policy (CSP) lets nothing be loaded from anywhere and no script run but the page's own,
     each named by its digest. So even markup that got into the page could run nothing.
 
     Args:
-        data: What it shows, as JSON can hold it.
+        page_data: What it shows, as JSON can hold it.
     """
-    scripts = [_file(name) for name in _LIBRARIES]
+    scripts = [_file(script_name) for script_name in _LIBRARIES]
     scripts.append('"use strict";\n' + "\n".join(map(_file, _SCRIPTS)))
-    parts = {
+    template_parts = {
         "policy": _policy(scripts),
         "style": _file("report.css"),
-        "data": embedded(data),
+        "data": embedded(page_data),
         "scripts": "\n".join(f"<script>{script}</script>" for script in scripts),
     }
     # In one pass over the template, so that nothing in a part is taken for a place.
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _file("report.html"))
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: template_parts[match[1]], _file("report.html"))
 
 
 def embedded(data: object) -> str:
@@ -87,19 +87,21 @@ def embedded(data: object) -> str:
     Raises:
         ValueError: A number is not finite.
     """
-    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return text.translate(_UNSAFE)
+    json_text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return json_text.translate(_UNSAFE)
 
 
 def _policy(scripts: list[str]) -> str:
-    digests = [base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in scripts]
-    allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
+    digests = [
+        base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts
+    ]
+    script_sources = " ".join(f"'sha256-{digest}'" for digest in digests)
     # Plot sets inline styles. Styles can load nothing either: every source but these is 'none'.
     return (
-        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; "
+        f"default-src 'none'; script-src {script_sources}; style-src 'unsafe-inline'; "
         "base-uri 'none'; form-action 'none'"
     )
 
 
-def _file(name: str) -> str:
-    return (resources.files(__package__) / name).read_text(encoding="utf-8")
+def _file(file_name: str) -> str:
+    return (resources.files(__package__) / file_name).read_text(encoding="utf-8")

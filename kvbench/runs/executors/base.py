@@ -32,12 +32,12 @@ class Executor(Protocol):
     """Generates the missing responses of a run."""
 
     def __call__(
-        self, work: Sequence[Unfinished], grid: Grid, store: RunStore, reporter: Reporter
+        self, unfinished: Sequence[Unfinished], grid: Grid, store: RunStore, reporter: Reporter
     ) -> None:
         """Generate every response that the store lacks, and append it to the store.
 
         Args:
-            work: The models that lack responses.
+            unfinished: The models that lack responses.
             grid: How to run them.
             store: Has the finished responses; only this process writes to it.
             reporter: Told of every response.
@@ -76,17 +76,19 @@ def answer(worker: Worker, prompts: Sequence[Prompt], cells: Sequence[Cell]) -> 
         except Exception as error:
             if not out_of_memory(error) or not worker.batching.halve():
                 raise
-        rows = worker.batching.rows
-        worker.reporter.message(f"out of memory: from here on {rows} responses are decoded at once")
+        row_count = worker.batching.rows
+        worker.reporter.message(
+            f"out of memory: from here on {row_count} responses are decoded at once"
+        )
 
 
 def _answer(worker: Worker, prompts: Sequence[Prompt], cells: Sequence[Cell]) -> None:
-    live = [cell for cell in cells if cell.moment == "turns"]
-    if live:
-        answer_dialogues(worker, prompts, live)
-    others = [cell for cell in cells if cell.moment != "turns"]
-    if others:
-        answer_contexts(worker, prompts, others)
+    live_cells = [cell for cell in cells if cell.moment == "turns"]
+    if live_cells:
+        answer_dialogues(worker, prompts, live_cells)
+    other_cells = [cell for cell in cells if cell.moment != "turns"]
+    if other_cells:
+        answer_contexts(worker, prompts, other_cells)
 
 
 @contextmanager

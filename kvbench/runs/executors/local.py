@@ -11,12 +11,14 @@ from kvbench.runs.store import RunStore
 from kvbench.runs.worker import loaded_model
 
 
-def run_here(work: Sequence[Unfinished], grid: Grid, store: RunStore, reporter: Reporter) -> None:
+def run_here(
+    unfinished: Sequence[Unfinished], grid: Grid, store: RunStore, reporter: Reporter
+) -> None:
     """See `kvbench.runs.executors.base.Executor`."""
-    for stage, missing in work:
+    for stage, missing_count in unfinished:
         reporter.message(f"loading model {stage.model}")
         with loaded_model(stage, grid, reporter.message) as model:
-            reporter.start(missing, stage.model)
+            reporter.start(missing_count, stage.model)
             try:
                 worker = worker_of(model, stage, grid, store, reporter)
                 with memory_of(stage.model):

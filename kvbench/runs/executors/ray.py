@@ -45,24 +45,32 @@ _HOPELESS = 5
 """Workers that are lost in a row without a single response before the run gives up."""
 
 
-def run_on_ray(work: Sequence[Unfinished], grid: Grid, store: RunStore, reporter: Reporter) -> None:
+def run_on_ray(
+    unfinished: Sequence[Unfinished], grid: Grid, store: RunStore, reporter: Reporter
+) -> None:
     """See `kvbench.runs.executors.base.Executor`."""
     ray = _imported()
-    needs = _needs_of(grid, work)
-    with _connected(ray, grid, reporter) as where:
-        room = grid.workers or _room(ray, needs)
-        if not room:
+    needs = _needs_of(grid, unfinished)
+    with _connected(ray, grid, reporter) as location:
+        capacity = grid.workers or _room(ray, needs)
+        if not capacity:
             raise UserError(
-                f"no machine of {where} has {needs}; use a smaller --gpus-per-cell, or --device cpu"
+                f"no machine of {location} has {needs}; use a smaller --gpus-per-cell, or --device "
+                "cpu"
             )
-        shards = shards_of([stage for stage, _ in work], store.keys(), room)
-        jobs = {JobName.of(stage, job): job for stage, _ in work for job in stage.jobs}
+        shards = shards_of([stage for stage, _ in unfinished], store.keys(), capacity)
+        jobs = {JobName.of(stage, job): job for stage, _ in unfinished for job in stage.jobs}
         crew = _Crew(ray, grid, needs, store, reporter, Queue(shards), jobs)
-        count = min(room, len(shards))
-        reporter.message(f"{where}: {count} worker{'s' * (count > 1)} with {needs} each")
-        reporter.start(sum(missing for _, missing in work), ", ".join(s.model for s, _ in work))
+        worker_count = min(capacity, len(shards))
+        reporter.message(
+            f"{location}: {worker_count} worker{'s' * (worker_count > 1)} with {needs} each"
+        )
+        reporter.start(
+            sum(missing_count for _, missing_count in unfinished),
+            ", ".join(run_stage.model for run_stage, _ in unfinished),
+        )
         try:
-            crew.work(count)
+            crew.work(worker_count)
         finally:
             reporter.stop()
             crew.dismiss()
@@ -80,8 +88,8 @@ class _Needs:
         return f"{cpus} and {self.gpus:g} GPU{'s' * (self.gpus > 1)}" if self.gpus else cpus
 
 
-def _needs_of(grid: Grid, work: Sequence[Unfinished]) -> _Needs:
-    cuda = any(stage.device.type == "cuda" for stage, _ in work)
+def _needs_of(grid: Grid, unfinished: Sequence[Unfinished]) -> _Needs:
+    cuda = any(stage.device.type == "cuda" for stage, _ in unfinished)
     gpus = float(cuda) if grid.gpus_per_cell is None else grid.gpus_per_cell
     # A Ray worker has one thread unless the variable says otherwise.
     return _Needs(torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else 1, gpus)
@@ -163,16 +171,20 @@ def _check_port(address: str) -> None:
 
 def _room(ray: Any, needs: _Needs) -> int:
     """How many workers the machines have room for."""
-    count = 0
+    worker_count = 0
     for node in ray.nodes():
         if node["Alive"]:
-            fit = node["Resources"].get("CPU", 0) // needs.cpus
+            node_workers = node["Resources"].get("CPU", 0) // needs.cpus
             if needs.gpus:
-                gpus = node["Resources"].get("GPU", 0)
-                shared = int(gpus) * int(1 / needs.gpus) if needs.gpus < 1 else gpus // needs.gpus
-                fit = min(fit, shared)
-            count += int(fit)
-    return count
+                node_gpus = node["Resources"].get("GPU", 0)
+                gpu_workers = (
+                    int(node_gpus) * int(1 / needs.gpus)
+                    if needs.gpus < 1
+                    else node_gpus // needs.gpus
+                )
+                node_workers = min(node_workers, gpu_workers)
+            worker_count += int(node_workers)
+    return worker_count
 
 
 @dataclass
@@ -207,24 +219,28 @@ class _Crew:
 
     def __post_init__(self) -> None:
         self._said: set[str] = set()
-        options: dict[str, Any] = {"num_cpus": self.needs.cpus, "num_gpus": self.needs.gpus}
-        passed = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
-        if passed:
-            options["runtime_env"] = {"env_vars": passed}
-        self._hired = self.ray.remote(**options)(RemoteWorker)
+        actor_options: dict[str, Any] = {"num_cpus": self.needs.cpus, "num_gpus": self.needs.gpus}
+        passed_variables = {
+            variable: os.environ[variable] for variable in _PASSED_ON if variable in os.environ
+        }
+        if passed_variables:
+            actor_options["runtime_env"] = {"env_vars": passed_variables}
+        self._hired = self.ray.remote(**actor_options)(RemoteWorker)
 
-    def work(self, count: int) -> None:
-        """Generate everything with `count` workers.
+    def work(self, worker_count: int) -> None:
+        """Generate everything with `worker_count` workers.
 
         Raises:
             UserError: A worker cannot do its part, or every worker is lost.
         """
-        for _ in range(count):
+        for _ in range(worker_count):
             self._hire()
         while self.queue.pending or self.queue.taken:
-            waits = [worker.waits for worker in self.workers if worker.waits is not None]
-            ready, _ = self.ray.wait(waits, num_returns=1)
-            for worker in [w for w in self.workers if w.waits is ready[0]]:
+            waiting = [worker.waits for worker in self.workers if worker.waits is not None]
+            ready_results, _ = self.ray.wait(waiting, num_returns=1)
+            for worker in [
+                candidate for candidate in self.workers if candidate.waits is ready_results[0]
+            ]:
                 self._attend(worker)
 
     def dismiss(self) -> None:
@@ -270,15 +286,17 @@ class _Crew:
             streaming = worker.actor.answer.options(num_returns="streaming")
             worker.waits = streaming.remote(shard.job, keys, self.failed)
 
-    def _receive(self, sent: Sequence[Sent]) -> None:
-        responses = [one for one in sent if isinstance(one, Response)]
-        for text in [one for one in sent if isinstance(one, str)]:
-            if text not in self._said:  # every worker says it
-                self.reporter.message(text)
-            self._said.add(text)
+    def _receive(self, received: Sequence[Sent]) -> None:
+        responses = [item for item in received if isinstance(item, Response)]
+        for message in [item for item in received if isinstance(item, str)]:
+            if message not in self._said:  # every worker says it
+                self.reporter.message(message)
+            self._said.add(message)
         self.store.append(responses)
-        self.failed.update((r.cell, r.error) for r in responses if r.error)
-        self.reporter.advance(sum(not r.error for r in responses))
+        self.failed.update(
+            (response.cell, response.error) for response in responses if response.error
+        )
+        self.reporter.advance(sum(not response.error for response in responses))
         if responses:
             self.losses = 0
 
@@ -300,8 +318,8 @@ class _Crew:
                 "command continues from here)"
             )
         self.reporter.message(f"a Ray worker was lost, and another continues its work: {reason}")
-        idle = [worker for worker in self.workers if worker.waits is None]
-        if idle and self.queue.pending:
-            self._assign(idle[0])
+        idle_workers = [worker for worker in self.workers if worker.waits is None]
+        if idle_workers and self.queue.pending:
+            self._assign(idle_workers[0])
         elif self.queue.pending:
             self._hire()

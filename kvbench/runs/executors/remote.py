@@ -60,62 +60,62 @@ class RemoteWorker:
             ) from None
 
     def answer(
-        self, name: JobName, keys: frozenset[Key], failed: Mapping[str, str]
+        self, job_name: JobName, keys: frozenset[Key], failures: Mapping[str, str]
     ) -> Iterator[list[Sent]]:
         """Generate responses of a job; yield them as soon as they exist.
 
         Args:
-            name: The job.
+            job_name: The job.
             keys: The keys of the responses, of whole contexts or what is missing of them.
-            failed: Why cells have failed so far, by cell; they are not tried again.
+            failures: Why cells have failed so far, by cell; they are not tried again.
 
         Raises:
             UserError: The machine has too little memory, or plans other responses than the driver.
         """
-        sent: SimpleQueue[Sent | None] = SimpleQueue()
-        work = self._thread.submit(self._answer, name, keys, failed, sent.put)
-        work.add_done_callback(lambda _: sent.put(None))
-        over = False
-        while not over:
-            batch = [sent.get()]
-            while not sent.empty():
-                batch.append(sent.get())
-            over = batch[-1] is None
-            if news := [one for one in batch if one is not None]:
-                yield news
-        work.result()
+        sent_queue: SimpleQueue[Sent | None] = SimpleQueue()
+        future = self._thread.submit(self._answer, job_name, keys, failures, sent_queue.put)
+        future.add_done_callback(lambda _: sent_queue.put(None))
+        is_finished = False
+        while not is_finished:
+            received = [sent_queue.get()]
+            while not sent_queue.empty():
+                received.append(sent_queue.get())
+            is_finished = received[-1] is None
+            if new_items := [item for item in received if item is not None]:
+                yield new_items
+        future.result()
 
     def _answer(
         self,
-        name: JobName,
+        job_name: JobName,
         keys: frozenset[Key],
-        failed: Mapping[str, str],
+        failures: Mapping[str, str],
         send: Callable[[Sent], None],
     ) -> None:
-        stage, job = self._plan(name, keys)
+        stage, job = self._plan(job_name, keys)
         with memory_of(stage.model):
             worker = self._load(stage, send)
             worker.store, worker.reporter = _Channel(set(keys), send), _Messages(send)
-            worker.failed.update(failed)
+            worker.failed.update(failures)
             answer(worker, job.prompts, job.cells)
 
-    def _plan(self, name: JobName, keys: frozenset[Key]) -> tuple[Stage, Job]:
+    def _plan(self, job_name: JobName, keys: frozenset[Key]) -> tuple[Stage, Job]:
         """Plan a job, if it is not the last one, and check that it has these keys."""
-        if self._planned is None or self._planned[0] != name:
+        if self._planned is None or self._planned[0] != job_name:
             self._planned = None
             try:
-                planned = plan(self._grid, lambda text: None, scored=False, only=name)
+                job_plan = plan(self._grid, lambda message: None, scored=False, only=job_name)
             except UserError as error:  # such as data that only the driver's machine has
-                host = socket.gethostname()
-                raise UserError(f"{host} cannot plan {name.task}: {error}") from None
-            (stage,) = planned.stages
+                host_name = socket.gethostname()
+                raise UserError(f"{host_name} cannot plan {job_name.task}: {error}") from None
+            (stage,) = job_plan.stages
             (job,) = stage.jobs
-            self._planned = (name, stage, job)
+            self._planned = (job_name, stage, job)
         _, stage, job = self._planned
-        own = {key_of(cell, prompt) for cell in job.cells for prompt in job.prompts}
-        if not keys <= own:
+        planned_keys = {key_of(cell, prompt) for cell in job.cells for prompt in job.prompts}
+        if not keys <= planned_keys:
             raise UserError(
-                f"{socket.gethostname()} plans other cells of {name.task} than the machine "
+                f"{socket.gethostname()} plans other cells of {job_name.task} than the machine "
                 "that the run was started on; give all machines the same packages, models, data "
                 "and kind of device"
             )

@@ -35,60 +35,73 @@ class Shard:
     job: JobName
     prompts: range
 
-    def missing(self, job: Job, done: Container[Key]) -> frozenset[Key]:
+    def missing(self, job: Job, done_keys: Container[Key]) -> frozenset[Key]:
         """The keys of its responses that are still to be generated.
 
         Args:
             job: The job that it names.
-            done: Keys of the responses that exist.
+            done_keys: Keys of the responses that exist.
         """
-        return frozenset(_missing(job, self.prompts, done))
+        return frozenset(_missing(job, self.prompts, done_keys))
 
 
-def shards_of(stages: Sequence[Stage], done: Container[Key], workers: int) -> list[Shard]:
+def shards_of(stages: Sequence[Stage], done_keys: Container[Key], worker_count: int) -> list[Shard]:
     """Cut the missing responses into shards, in the order of the plan.
 
     Args:
         stages: The models with their jobs.
-        done: Keys of the responses that exist.
-        workers: How many workers there are at most.
+        done_keys: Keys of the responses that exist.
+        worker_count: How many workers there are at most.
     """
-    jobs = [
+    job_contexts = [
         (JobName.of(stage, job), contexts)
         for stage in stages
         for job in stage.jobs
-        if (contexts := list(_contexts(job, done)))
+        if (contexts := list(_contexts(job, done_keys)))
     ]
-    total = sum(count for _, contexts in jobs for _, count in contexts)
-    size = min(max(total / (workers * _PER_WORKER), _FULL), total / workers)
-    return [Shard(name, prompts) for name, contexts in jobs for prompts in _packed(contexts, size)]
+    total_count = sum(
+        response_count for _, contexts in job_contexts for _, response_count in contexts
+    )
+    shard_size = min(
+        max(total_count / (worker_count * _PER_WORKER), _FULL), total_count / worker_count
+    )
+    return [
+        Shard(job_name, prompts)
+        for job_name, contexts in job_contexts
+        for prompts in _packed(contexts, shard_size)
+    ]
 
 
-def _contexts(job: Job, done: Container[Key]) -> Iterator[tuple[range, int]]:
+def _contexts(job: Job, done_keys: Container[Key]) -> Iterator[tuple[range, int]]:
     """The prompts of each context that lacks responses, and how many; a dialogue has one."""
-    start = 0
+    start_index = 0
     for _, group in groupby(job.prompts, key=lambda prompt: prompt.request.context_id):
-        prompts = range(start, start + sum(1 for _ in group))
-        start = prompts.stop
-        if count := sum(1 for _ in _missing(job, prompts, done)):
-            yield prompts, count
+        prompts = range(start_index, start_index + sum(1 for _ in group))
+        start_index = prompts.stop
+        if missing_count := sum(1 for _ in _missing(job, prompts, done_keys)):
+            yield prompts, missing_count
 
 
-def _missing(job: Job, prompts: range, done: Container[Key]) -> Iterator[Key]:
-    keys = (key_of(cell, job.prompts[i]) for i in prompts for cell in job.cells)
-    return (key for key in keys if key not in done)
+def _missing(job: Job, prompts: range, done_keys: Container[Key]) -> Iterator[Key]:
+    keys = (
+        key_of(cell, job.prompts[prompt_index]) for prompt_index in prompts for cell in job.cells
+    )
+    return (key for key in keys if key not in done_keys)
 
 
-def _packed(contexts: Sequence[tuple[range, int]], size: float) -> Iterator[range]:
-    """Join contexts until they lack `size` responses; what lies between them lacks none."""
-    start, held = -1, 0
-    for prompts, count in contexts:
-        start, held = (prompts.start if held == 0 else start), held + count
-        if held >= size:
-            yield range(start, prompts.stop)
-            held = 0
-    if held:
-        yield range(start, contexts[-1][0].stop)
+def _packed(contexts: Sequence[tuple[range, int]], shard_size: float) -> Iterator[range]:
+    """Join contexts until they lack `shard_size` responses; what lies between them lacks none."""
+    start_index, packed_count = -1, 0
+    for prompts, response_count in contexts:
+        start_index, packed_count = (
+            (prompts.start if packed_count == 0 else start_index),
+            packed_count + response_count,
+        )
+        if packed_count >= shard_size:
+            yield range(start_index, prompts.stop)
+            packed_count = 0
+    if packed_count:
+        yield range(start_index, contexts[-1][0].stop)
 
 
 @dataclass
@@ -102,19 +115,19 @@ class Queue:
     pending: list[Shard]
     taken: list[Shard] = field(default_factory=list)
 
-    def take(self, last: JobName | None) -> Shard:
+    def take(self, last_job: JobName | None) -> Shard:
         """Take a shard: of the job that the worker has planned, else of one that nobody works on.
 
         A worker plans a job, and loads a model, only if it must.
 
         Args:
-            last: The job of the worker's previous shard.
+            last_job: The job of the worker's previous shard.
         """
-        elsewhere = {shard.job for shard in self.taken}
+        taken_jobs = {shard.job for shard in self.taken}
 
         def cost(shard: Shard) -> tuple[bool, bool, bool]:
-            model = None if last is None else last.model
-            return (shard.job != last, shard.job.model != model, shard.job in elsewhere)
+            last_model = None if last_job is None else last_job.model
+            return (shard.job != last_job, shard.job.model != last_model, shard.job in taken_jobs)
 
         shard = min(self.pending, key=cost)
         self.pending.remove(shard)

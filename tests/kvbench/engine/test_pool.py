@@ -65,7 +65,7 @@ def items(model: Any, asked: bool, drawn: bool = False) -> list[Pooled[int]]:
         logits = None
         if asked:
             logits = forward(model, cache, torch.tensor([question]))
-        cache.settle()
+        cache.detach_state()
         made.append(Pooled(row, cache, question, logits, i))
     return made
 

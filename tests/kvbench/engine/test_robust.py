@@ -139,7 +139,7 @@ def test_a_policy_that_changes_its_view_fails(llama: Any, score: Score) -> None:
         prefix.extend(batch(1, 30, [0])[0])
         with pytest.raises(BudgetError, match="in place"):
             prefix.compress([wish(named(score))])
-        assert prefix.cache.spoiled
+        assert prefix.cache.modified_in_place
 
 
 @torch.no_grad()

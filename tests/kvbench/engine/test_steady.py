@@ -27,7 +27,7 @@ def test_it_finds_the_size_from_which_a_layer_rounds_differently(
 ) -> None:
     model = build("llama")
     before = Steady(model)
-    assert before.at(LEAST, head=True) and not before.at(LEAST - 1)
+    assert before.at(LEAST, with_head=True) and not before.at(LEAST - 1)
     monkeypatch.setattr(nn.Linear, "forward", Halved.forward)
     steady = Steady(model)
     assert steady.at(LEAST) and steady.at(2 * LEAST)

@@ -14,7 +14,7 @@ from kvbench.layouts.lay_out import lay_out
 from kvbench.layouts.pivot import Axes, pivot
 from kvbench.layouts.published import published_layout, published_layouts
 from kvbench.layouts.substitutes import Substitutes
-from kvbench.layouts.write import Format, written
+from kvbench.layouts.write import Format, format_table
 
 from ..report.conftest import make_run
 from ..report.test_outputs import LETTERS
@@ -37,7 +37,7 @@ def table(name: str) -> str:
     models = ("tiny_llama", HOSTILE) if name == "criticalkv-1" else (HOSTILE,)
     measures = measures_of(together(*(layout_run(name, model) for model in models)))
     layout = lay_out(published_layout(name), measures, Substitutes())
-    return written(fill(layout, measures, "full"), Format.LATEX)
+    return format_table(fill(layout, measures, "full"), Format.LATEX)
 
 
 @functools.cache
@@ -46,7 +46,7 @@ def free_table() -> str:
     tasks = ("vt", f"./{HOSTILE}.jsonl")
     measures = measures_of(make_run(policies, ("0.1", "0.2"), tasks, model=HOSTILE, samples=10))
     layout = pivot(measures, Axes(("budget", "policy"), ("task",), mean=True))
-    return written(fill(layout, measures, "full"), Format.LATEX)
+    return format_table(fill(layout, measures, "full"), Format.LATEX)
 
 
 @pytest.mark.parametrize("name", FILLABLE)

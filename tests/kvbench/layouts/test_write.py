@@ -6,7 +6,7 @@ import pytest
 
 from kvbench.layouts.fill import fill
 from kvbench.layouts.pivot import Axes, pivot
-from kvbench.layouts.write import Format, written
+from kvbench.layouts.write import Format, format_table
 from kvbench.report.table import Table
 
 from ..report.conftest import make_run
@@ -44,7 +44,7 @@ class Page(HTMLParser):
 
 
 def test_html_is_a_page_of_its_own_without_foreign_markup(table: Table) -> None:
-    page = Page(written(table, Format.HTML))
+    page = Page(format_table(table, Format.HTML))
     assert not page.opened
     assert page.tags <= {
         "html", "meta", "title", "style", "figure", "table", "caption", "thead", "tbody", "tr",
@@ -55,11 +55,13 @@ def test_html_is_a_page_of_its_own_without_foreign_markup(table: Table) -> None:
 
 
 def test_latex_names_its_packages(table: Table) -> None:
-    assert written(table, Format.LATEX).startswith("% \\usepackage{booktabs,graphicx}\n\\begin{ta")
+    assert format_table(table, Format.LATEX).startswith(
+        "% \\usepackage{booktabs,graphicx}\n\\begin{ta"
+    )
 
 
 @pytest.mark.parametrize("form", Format)
 def test_every_format_ends_with_one_line_break(table: Table, form: Format) -> None:
-    text = written(table, form)
+    text = format_table(table, form)
     assert text.endswith("\n")
     assert not text.endswith("\n\n")

@@ -52,9 +52,9 @@ def test_weights_count_a_dataset_more_than_once() -> None:
 @pytest.mark.parametrize(
     ("rule", "printed"),
     [
-        (claims.loss("x", of="a"), "25.0"),
-        (claims.share("x", of="a"), "75.0"),
-        (claims.change("x", of="a"), "-25.0"),
+        (claims.loss("x", dataset="a"), "25.0"),
+        (claims.share("x", dataset="a"), "75.0"),
+        (claims.change("x", dataset="a"), "-25.0"),
     ],
 )
 def test_what_is_relative_to_full_is_compared_with_the_same_model(rule: Rule, printed: str) -> None:
@@ -73,7 +73,7 @@ def test_bounds_follow_the_sign_of_each_figure() -> None:
         *row("full", ("a", "score", "2")),
         *row("snapkv", ("a", "score", "1"), ("x", "loss %", "50"), budget="5"),
     ]
-    (claim,) = claimed(claims.loss("x", of="a"), figures)
+    (claim,) = claimed(claims.loss("x", dataset="a"), figures)
     # 1 may be 0.5 to 1.5, 2 may be 1.5 to 2.5
     assert claim.bounds == (pytest.approx(0.0), pytest.approx(80.0))
 

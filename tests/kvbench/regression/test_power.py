@@ -31,7 +31,7 @@ def seen(contexts: int, questions: int, loss: float, gain: float, icc: float) ->
         fate[same] = fate[same][:, :1]
         gaps = (fate > 1 - gain) * 1.0 - (fate < loss)
         scores = dict(zip(keys, gaps.ravel().tolist(), strict=True))
-        hits += paired_p(scores, zeros, clusters, n=1000) < 0.05
+        hits += paired_p(scores, zeros, clusters, draws=1000) < 0.05
     return hits / 200
 
 
@@ -56,27 +56,27 @@ def test_the_numbers_of_the_documents() -> None:
 
 
 def test_more_is_needed_to_see_less() -> None:
-    base = contexts_needed(0.3, 0.05, Goal(), unit=True)
-    assert contexts_needed(0.3, 0.02, Goal(), unit=True) > 5 * base
-    assert contexts_needed(0.4, 0.05, Goal(), unit=True) > 1.5 * base
-    assert contexts_needed(0.3, 0.05, Goal(power=0.95), unit=True) > 1.4 * base
-    assert contexts_needed(0.3, 0.05, Goal(cells=20), unit=True) > 1.4 * base
+    base = contexts_needed(0.3, 0.05, Goal(), unit_scaled=True)
+    assert contexts_needed(0.3, 0.02, Goal(), unit_scaled=True) > 5 * base
+    assert contexts_needed(0.4, 0.05, Goal(), unit_scaled=True) > 1.5 * base
+    assert contexts_needed(0.3, 0.05, Goal(power=0.95), unit_scaled=True) > 1.4 * base
+    assert contexts_needed(0.3, 0.05, Goal(cells=20), unit_scaled=True) > 1.4 * base
 
 
 def test_a_drop_has_a_spread_of_its_own() -> None:
     """Runs that agree on everything so far will not do so once one drops by 20 points."""
-    needed = contexts_needed(0.0, 0.2, Goal(), unit=True)
-    assert needed == contexts_needed(0.4, 0.2, Goal(), unit=True)  # sqrt(0.2 * 0.8)
+    needed = contexts_needed(0.0, 0.2, Goal(), unit_scaled=True)
+    assert needed == contexts_needed(0.4, 0.2, Goal(), unit_scaled=True)  # sqrt(0.2 * 0.8)
     assert needed > 30
 
 
 def test_what_is_seen_is_the_inverse_of_what_is_needed() -> None:
     for sd in (0.1, 0.5):
-        drop = smallest_seen(sd, 300, Goal(), unit=True)
-        assert contexts_needed(sd, drop, Goal(), unit=True) <= 300
-        assert contexts_needed(sd, 0.98 * drop, Goal(), unit=True) > 300
-    assert smallest_seen(0.3, 4, Goal(), unit=True) == math.inf
-    assert smallest_seen(3.0, 100, Goal(), unit=False) == pytest.approx(0.28 * 3.0, rel=0.05)
+        drop = smallest_seen(sd, 300, Goal(), unit_scaled=True)
+        assert contexts_needed(sd, drop, Goal(), unit_scaled=True) <= 300
+        assert contexts_needed(sd, 0.98 * drop, Goal(), unit_scaled=True) > 300
+    assert smallest_seen(0.3, 4, Goal(), unit_scaled=True) == math.inf
+    assert smallest_seen(3.0, 100, Goal(), unit_scaled=False) == pytest.approx(0.28 * 3.0, rel=0.05)
 
 
 def test_a_run_is_judged_by_its_differences_to_full() -> None:
@@ -86,14 +86,14 @@ def test_a_run_is_judged_by_its_differences_to_full() -> None:
     for need in found:
         assert need.contexts == need.samples == 60
         assert need.design_effect == pytest.approx(1.0)
-        assert need.needed == contexts_needed(need.sd, 0.05, goal, unit=True)
+        assert need.needed == contexts_needed(need.sd, 0.05, goal, unit_scaled=True)
 
 
 def test_against_a_baseline_the_differences_are_those_of_compare() -> None:
     goal, found = needs(rescored(usual(), [0.0] * 10), Goal(), usual())
     assert goal.cells == 1  # one cell differs
     assert sum(need.sd > 0 for need in found) == 1
-    assert needs(usual(), Goal(), usual(), cells=7)[0].cells == 7
+    assert needs(usual(), Goal(), usual(), cell_count=7)[0].cells == 7
 
 
 def test_contexts_that_are_shared_count_as_a_design_effect() -> None:

@@ -27,7 +27,7 @@ def gaps_p(gaps: list[float], clusters: list[str], n: int = 20_000) -> float:
         dict(zip(keys, gaps, strict=True)),
         dict.fromkeys(keys, 0.0),
         dict(zip(keys, clusters, strict=True)),
-        n=n,
+        draws=n,
     )
 
 

@@ -37,7 +37,7 @@ FAR = ("c", "0.1", 10.0, -0.06, -0.09, -0.03)
 
 def said(within: float, *rows: tuple[str, str, float, float, float, float]) -> str:
     aim = Aim.of(within, None, None)
-    return sentence(cheapest(frame(*rows), unit=True, within=aim.within), aim, PLAIN)
+    return sentence(cheapest(frame(*rows), unit_scaled=True, within=aim.within), aim, PLAIN)
 
 
 def test_an_interval_within_is_certain() -> None:
@@ -167,6 +167,6 @@ def test_flags_out_of_range_are_refused(run: Path, flag: tuple[str, str]) -> Non
 
 def test_shown_names_every_moment() -> None:
     made = prepare(*make_run(["snapkv"], ("0.2",), samples=8, moments=("context", "question")))
-    text = choosing.shown(made, Aim.of(2, None, None)).plain
+    text = choosing.render_choices(made, Aim.of(2, None, None)).plain
     assert "ruler, context" in text
     assert "ruler, question" in text

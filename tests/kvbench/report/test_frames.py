@@ -9,7 +9,7 @@ import pandas as pd
 from rich.console import Console
 
 from kvbench.report import render, run_table
-from kvbench.report.frames import answers, prepare, silent_tasks, uncompared
+from kvbench.report.frames import answers, prepare, tasks_at_chance, uncompared
 
 
 def together(*runs):
@@ -77,9 +77,9 @@ def test_tasks_without_full_are_not_called_silent(run_frames, tmp_path):
             run_frames(["snapkv"], ("0.2",), lengths=(1024,), samples=10, with_full=False)[0],
         ]
     )
-    assert silent_tasks(cells) == []
+    assert tasks_at_chance(cells) == []
     assert uncompared(cells) == ["vt", "cwe"]
-    assert silent_tasks(run_frames(tasks=["vt", "qa_1"])[0]) == ["qa_1"]
+    assert tasks_at_chance(run_frames(tasks=["vt", "qa_1"])[0]) == ["qa_1"]
     some = together(
         run_frames(tasks=["vt"], samples=10),
         run_frames(tasks=["cwe"], samples=10, with_full=False),

@@ -18,7 +18,7 @@ from kvbench.report.figures import draw_fronts
 from kvbench.report.frames import prepare
 from kvbench.report.front import HELD, READ, front
 from kvbench.report.pareto import ByteAxis, draw_panel
-from kvbench.report.style import PALE, house_style, looks, save, sheet
+from kvbench.report.style import PALE, lay_out_figure, marker_styles, plot_style, save
 
 from .conftest import reading_few
 
@@ -72,14 +72,16 @@ def test_a_colour_bar_has_arrows_where_numbers_leave_it():
         ([0.0, 1.0], "neither"), ([-0.1, np.nan], "min"), ([2.0], "max"), ([-1.0, 2.0], "both"),
         ([-1e-16, 1.0 + 1e-15], "neither"),
     ):  # fmt: skip
-        page = sheet(1, 1, title="t", width=3.5, panel=2.0, x_label="x", y_label="y", right=0.6)
+        page = lay_out_figure(
+            1, 1, title="t", width=3.5, panel_height=2.0, x_label="x", y_label="y", right_margin=0.6
+        )
         image = page.axes[0, 0].imshow([[0.0, 1.0]], vmin=0.0, vmax=1.0)
         page.colour_bar(image, values)
         assert image.colorbar.extend == extend
 
 
 def test_a_figure_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
-    page = sheet(1, 1, title="t", width=3.5, panel=2.0, x_label="x", y_label="y")
+    page = lay_out_figure(1, 1, title="t", width=3.5, panel_height=2.0, x_label="x", y_label="y")
     (tmp_path / "a.png").write_bytes(b"before")
 
     def full_disk(path, **options):
@@ -150,13 +152,18 @@ def test_no_text_lies_on_another_with_panels_and_a_wide_axis(drawn, run_frames, 
 
 
 def panel(rows, memory=HELD, **options):
-    page = sheet(
-        1, 1, title="t", width=3.5, panel=2.0, x_label="x", y_label="y"
+    page = lay_out_figure(
+        1, 1, title="t", width=3.5, panel_height=2.0, x_label="x", y_label="y"
     )  # fmt: skip
-    shape = {"unit": True, "limits": (-3.0, 103.0), "width": 2.9, "bytes_axis": False}
-    with house_style():
+    shape = {
+        "unit_scaled": True,
+        "score_limits": (-3.0, 103.0),
+        "panel_width": 2.9,
+        "bytes_axis": False,
+    }
+    with plot_style():
         axis = ByteAxis.of(rows[rows["policy"] != "full"], memory)
-        draw_panel(page.axes[0, 0], rows, looks(POLICIES), axis, **shape, **options)
+        draw_panel(page.axes[0, 0], rows, marker_styles(POLICIES), axis, **shape, **options)
     return page.axes[0, 0]
 
 
@@ -313,13 +320,13 @@ def test_up_to_eight_policies_are_all_named_in_the_legend(drawn, run_frames, tmp
     draw_fronts(prepare(cells, samples), tmp_path)
     legend = [t.get_text() for t in drawn["pareto-vt"].legends[0].get_texts()]
     assert legend == [*names, "full, 95% interval", "Pareto front"]
-    assert len({colour for colour, _ in looks(names).values()}) == 8
+    assert len({colour for colour, _ in marker_styles(names).values()}) == 8
 
 
 def test_every_policy_has_its_own_look():
-    many = looks([str(i) for i in range(63)])
+    many = marker_styles([str(i) for i in range(63)])
     assert len(set(many.values())) == 63
-    assert looks(["a", "b"])["b"] == looks(["a", "b", "c"])["b"]
+    assert marker_styles(["a", "b"])["b"] == marker_styles(["a", "b", "c"])["b"]
 
 
 def test_heat_map_shows_the_means_of_depth_and_length(drawn, run_frames, tmp_path):

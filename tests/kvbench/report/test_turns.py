@@ -6,7 +6,7 @@ import pandas as pd
 from rich.console import Console
 
 from kvbench.report import group_means, run_table
-from kvbench.report.frames import pick, prepare, silent_tasks, uncompared
+from kvbench.report.frames import pick, prepare, tasks_at_chance, uncompared
 
 from .conftest import make_run
 
@@ -54,7 +54,7 @@ def test_panels_hold_their_own_full() -> None:
         rows = pick(results.cells, variant)
         assert len(rows) == 2
         assert set(rows["moment"]) == ({"turns"} if variant.moment == "turns" else {"context", ""})
-    assert uncompared(results.cells) == silent_tasks(results.cells) == []
+    assert uncompared(results.cells) == tasks_at_chance(results.cells) == []
     alone = pd.concat([cells, live_cells[live_cells["policy"] != "full"]])
     assert uncompared(alone) == ["dialogue"]
 
@@ -71,4 +71,4 @@ def test_a_run_without_full_is_held_against_the_full_of_another() -> None:
     split = cells["policy"] == "random"
     apart = cells.assign(discriminative=cells["discriminative"] & ~split)
     pd.testing.assert_frame_equal(group_means(apart, samples), group_means(cells, samples))
-    assert silent_tasks(prepare(apart, samples).cells) == []
+    assert tasks_at_chance(prepare(apart, samples).cells) == []

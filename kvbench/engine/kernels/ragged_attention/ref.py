@@ -38,25 +38,36 @@ def ragged_attention(
         Output `[B, H_q, n, d]` and mass `[powers, entries, G]`, segment by segment, both in the
         dtype of the input (float64 for checks).
     """
-    batch, query_heads, n, _ = query.shape
+    batch, query_heads, query_count, _ = query.shape
     heads = length.shape[1]
-    group = query_heads // heads
-    out = torch.zeros_like(query)
-    mass = []
-    for b in range(batch):
-        for h in range(heads):
-            rows = slice(int(start[b, h]), int(start[b, h] + length[b, h]))
-            total = query.new_zeros(len(powers), rows.stop - rows.start, group)
-            for g in range(group):
-                for i in range(n):
-                    seen = col[rows] <= first + i
-                    if not bool(seen.any()):
+    group_size = query_heads // heads
+    output = torch.zeros_like(query)
+    segment_sums = []
+    for batch_index in range(batch):
+        for head_index in range(heads):
+            segment_rows = slice(
+                int(start[batch_index, head_index]),
+                int(start[batch_index, head_index] + length[batch_index, head_index]),
+            )
+            power_sums = query.new_zeros(
+                len(powers), segment_rows.stop - segment_rows.start, group_size
+            )
+            for group_index in range(group_size):
+                for query_index in range(query_count):
+                    is_visible = col[segment_rows] <= first + query_index
+                    if not bool(is_visible.any()):
                         continue
-                    logits = key[rows] @ query[b, h * group + g, i] * scale
-                    weight = logits.masked_fill(~seen, -torch.inf).softmax(0)
-                    out[b, h * group + g, i] = weight @ value[rows]
-                    if valid is None or bool(valid[b, i]):
-                        for k, power in enumerate(powers):
-                            total[k, :, g] += weight**power
-            mass.append(total)
-    return out, torch.cat(mass, 1)
+                    logits = (
+                        key[segment_rows]
+                        @ query[batch_index, head_index * group_size + group_index, query_index]
+                        * scale
+                    )
+                    weights = logits.masked_fill(~is_visible, -torch.inf).softmax(0)
+                    output[batch_index, head_index * group_size + group_index, query_index] = (
+                        weights @ value[segment_rows]
+                    )
+                    if valid is None or bool(valid[batch_index, query_index]):
+                        for power_index, power in enumerate(powers):
+                            power_sums[power_index, :, group_index] += weights**power
+            segment_sums.append(power_sums)
+    return output, torch.cat(segment_sums, 1)

@@ -60,7 +60,7 @@ def test_the_bootstrap_draws_contexts_and_not_questions() -> None:
     rng = np.random.default_rng(1)
     contexts = list("aaabbcdeefg")
     a, b = rng.random((11, 6)), rng.random((11, 6))
-    found = compare.compared(a, b, contexts)
+    found = compare.compare_policies(a, b, contexts)
     names = sorted(set(contexts))
     shares, ratios = [], []
     for drawn in resampled(lambda w: w, len(names)):
@@ -79,11 +79,11 @@ def test_the_bootstrap_draws_contexts_and_not_questions() -> None:
 
 def test_equal_policies_tie() -> None:
     x = np.random.default_rng(0).random((6, 4))
-    found = compare.compared(x, x, list("abcdef"))
+    found = compare.compare_policies(x, x, list("abcdef"))
     assert (found["heads_won"], found["queries_won"], found["change"]) == (0.5, 0.5, 0.0)
-    nothing = compare.compared(0 * x, 0 * x, list("abcdef"))
+    nothing = compare.compare_policies(0 * x, 0 * x, list("abcdef"))
     assert nothing["change"] == 0.0
-    endless = compare.compared(x, 0 * x, list("abcdef"))
+    endless = compare.compare_policies(x, 0 * x, list("abcdef"))
     assert [endless[f"change{end}"] for end in ("", "_lo", "_hi")] == [
         math.inf,
         -math.inf,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvbench.analysis.perturbation import measure
-from kvbench.analysis.perturbation.measure import Seen, value_norms
+from kvbench.analysis.perturbation.measure import FullCacheQuery, value_norms
 
 from . import oracles
 
@@ -20,7 +20,7 @@ NAMES = (
 )  # fmt: skip
 
 
-def random_layer(group: int, n: int, seed: int, sharp: float = 3.0) -> Seen:
+def random_layer(group: int, n: int, seed: int, sharp: float = 3.0) -> FullCacheQuery:
     g = torch.Generator().manual_seed(seed)
     heads, d, width = 2, 5, 12
 
@@ -30,7 +30,7 @@ def random_layer(group: int, n: int, seed: int, sharp: float = 3.0) -> Seen:
     key, value = normal(heads, n, d), normal(heads, n, d) * normal(heads, n, 1).exp()
     weight = normal(heads * group, d, width)
     query = normal(heads * group, d) * sharp
-    return Seen(query, key, value, weight, d**-0.5, value_norms(value, weight))
+    return FullCacheQuery(query, key, value, weight, d**-0.5, value_norms(value, weight))
 
 
 def random_sets(n: int, heads: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -45,7 +45,7 @@ def random_sets(n: int, heads: int, seed: int) -> tuple[Tensor, Tensor]:
     return kept, first
 
 
-def expected(seen: Seen, kept: Tensor, first: Tensor) -> list[dict[str, float]]:
+def expected(seen: FullCacheQuery, kept: Tensor, first: Tensor) -> list[dict[str, float]]:
     out = []
     n = seen.key.shape[1]
     for q in range(seen.query.shape[0]):
@@ -127,7 +127,7 @@ def test_the_first_bound_is_attained_where_all_changes_point_one_way() -> None:
     value[:, :2] *= -1.0  # what is kept gains weight, what goes loses it
     weight = torch.rand(1, 3, 8, generator=torch.Generator().manual_seed(0))
     key = torch.randn(1, 6, 3, generator=torch.Generator().manual_seed(1))
-    seen = Seen(torch.ones(1, 3), key, value, weight, 1.0, value_norms(value, weight))
+    seen = FullCacheQuery(torch.ones(1, 3), key, value, weight, 1.0, value_norms(value, weight))
     kept = torch.tensor([[True, True, False, False, False, False]])
     found = seen.evict(kept, kept).heads
     assert float(found["l1"]) == pytest.approx(float(found["bound1"]), rel=1e-6)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 import kvbench
-from kvbench.analysis.common import Bench, contexts, loaded, make_grid, stages
+from kvbench.analysis.common import Bench, analysis_model, contexts, make_grid, stages
 from kvbench.analysis.perturbation.probe import Perturbation, Probe, analyze
 from kvbench.analysis.perturbation.rows import Rows
-from kvbench.analysis.perturbation.stages import noting
+from kvbench.analysis.perturbation.stages import record_stage1
 from kvbench.errors import UserError
 from kvbench.parts import rank_entries
 from kvbench.plugin import Allocator, Merger, View
@@ -194,7 +194,7 @@ def spied(policy: Any, alpha: float, folder: str) -> tuple[Any, dict[int, Tensor
             return keep
 
     spy = dataclasses.replace(policy, select=Spy(**inner.parameters()))
-    noted, stage1 = noting(spy, alpha)
+    noted, stage1 = record_stage1(spy, alpha)
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     ids = torch.randint(5, 500, (1, 61), generator=torch.Generator().manual_seed(0))
     kept = kvbench.kept(model, ids, noted, 0.4)
@@ -236,7 +236,7 @@ def test_a_noting_policy_is_called_what_the_user_calls_it(grouped: str, question
     """An error that the engine words names the policy as it was written."""
     wanted = grid(grouped, questions, policies="snapkv:window=4")
     (stage,) = stages(wanted, print)
-    policy, _ = noting(kvbench.policy("snapkv:window=4"), 0.5)
+    policy, _ = record_stage1(kvbench.policy("snapkv:window=4"), 0.5)
 
     class Lost(Silent):
         said: list[str] = []  # noqa: RUF012
@@ -245,7 +245,7 @@ def test_a_noting_policy_is_called_what_the_user_calls_it(grouped: str, question
             self.said.append(text)
 
     broken = dataclasses.replace(policy, allocate=Greedy())
-    with loaded(stage, wanted, print) as model:
+    with analysis_model(stage, wanted, print) as model:
         bench = Bench(model, Lost())
         prefix = bench.prefill(stage.jobs[0].prompts[0].context_ids, broken.needs)
         assert bench.compress(prefix, stage.jobs[0].cells[0], broken) is None
@@ -281,7 +281,7 @@ def test_a_merger_is_measured_with_its_own_values(folder: str, questions: str) -
         cells.append(cell.of(dataclasses.replace(cell.variant, policy=doubling), ""))
     eager = oracles.Eager(folder)
     rows = Rows()
-    with loaded(stage, wanted, print) as model:
+    with analysis_model(stage, wanted, print) as model:
         probe = Probe(Bench(model, Silent()), cells, "answer", 0.5)
         measured = probe.context(contexts(job)[0], cells)
         rows.add("answer", probe.layer_ids, measured)
@@ -319,7 +319,7 @@ def test_a_cell_that_fails_late_is_left_out_and_the_others_go_on(
         calls.append(str(cell.policy))
         if str(cell.policy) == "random" and calls.count("random") > 3:
             prefix.cache.ragged[0].key.add_(1.0)  # it spoils what it was shown, too
-            prefix.cache.spoiled = True
+            prefix.cache.modified_in_place = True
             self.failed[cell.cell] = "no luck"
             return None
         return real(self, prefix, cell, policy, reserve)

@@ -11,7 +11,7 @@ import kvbench
 from kvbench.analysis.common import Bench
 from kvbench.analysis.retention import steps
 from kvbench.budget import Budget
-from kvbench.engine.decide import Cut
+from kvbench.engine.decide import EvictionStep
 from kvbench.engine.draw import row_seeds
 from kvbench.engine.driver import engine
 from kvbench.engine.prefix import Prefix
@@ -24,7 +24,7 @@ def pass_by(model: Any, ids: list[int], spec: str, budget: str) -> steps.Trace:
     counted = []
     with engine(model), torch.no_grad():
         bench = Bench(model, Silent())
-        trace = steps.passing(
+        trace = steps.trace_decoding(
             bench, ids, policy(spec), Budget.parse(budget), 0, lambda n: counted.extend([1] * n)
         )
     assert len(counted) == len(ids)
@@ -44,12 +44,12 @@ def looked_at(model: Any, ids: list[int], spec: str, budget: int) -> list[torch.
 
 def test_entries_and_maps_follow_from_the_step_that_ends_an_entry() -> None:
     gone = torch.tensor([[3, 1, 4, 3], [4, 4, 4, 4], [0, 1, 2, 3]], dtype=torch.int32)
-    maps = steps.held_at(gone, torch.arange(4))
+    maps = steps.held_at_steps(gone, torch.arange(4))
     for head, t, i in torch.cartesian_prod(torch.arange(3), torch.arange(4), torch.arange(4)):
         assert maps[head, t, i] == (i <= t < gone[head, i])
     assert torch.equal(steps.entries(gone), maps.sum(-1))
     assert steps.entries(gone)[0].tolist() == [1, 1, 2, 1]
-    assert torch.equal(steps.held_at(gone, torch.tensor([2])), maps[:, 2:3])
+    assert torch.equal(steps.held_at_steps(gone, torch.tensor([2])), maps[:, 2:3])
 
 
 @pytest.mark.parametrize("buffer", [0, 5])
@@ -63,10 +63,10 @@ def test_a_local_window_slides(model: Any, ids: list[int], buffer: int) -> None:
             for i in cache[:-12]:
                 gone[i] = t
             cache = cache[-12:]
-    assert (trace.gone == torch.tensor(gone)).all()
+    assert (trace.eviction_steps == torch.tensor(gone)).all()
     assert trace.budget == 12
     assert int(trace.entries.max()) == 12 + max(1, buffer) - 1
-    assert trace.cuts == len({t for t in gone if t < len(ids)})
+    assert trace.eviction_count == len({t for t in gone if t < len(ids)})
 
 
 def test_the_first_layer_goes_by_algorithm_1(
@@ -79,14 +79,14 @@ def test_the_first_layer_goes_by_algorithm_1(
         prefix = Prefix(model, trimkv.needs)
         prefix.extend(torch.tensor([ids]))
         cache = prefix.cache
-        cut = Cut(trimkv, cache, prefix.info, "context", [len(ids)], row_seeds(cache, 0))
+        cut = EvictionStep(trimkv, cache, prefix.info, "context", [len(ids)], row_seeds(cache, 0))
         assert trimkv.score is not None
         said = trimkv.score.log_retention(cut.view(cache.ragged[0], 0))
     assert said is not None
     trace = pass_by(model, ids, spec, "13")
     for head in range(2):
         slow = oracles.algorithm_1(said[0, head].tolist(), 13)
-        assert trace.gone[0, head].tolist() == slow
+        assert trace.eviction_steps[0, head].tolist() == slow
         assert slow != oracles.algorithm_1([-1.0] * len(ids), 13)  # it is no plain window
 
 
@@ -100,11 +100,11 @@ def test_it_is_what_an_attached_model_holds_after_every_token(
     trace = pass_by(model, ids, spec, "0.2")
     assert trace.budget == 12
     seen = looked_at(model, ids, spec, 12)
-    maps = steps.held_at(trace.gone, torch.arange(len(ids)))
+    maps = steps.held_at_steps(trace.eviction_steps, torch.arange(len(ids)))
     for t, held in enumerate(seen):
         assert torch.equal(maps[..., t, : t + 1], held)
         assert torch.equal(trace.entries[..., t], held.sum(-1))
-    assert trace.cuts > 3
+    assert trace.eviction_count > 3
     if name == "dbtrimkv":  # one budget for all heads
         last = trace.entries[..., -1]
         assert last.min() < last.max()
@@ -119,13 +119,13 @@ def test_once_is_what_kept_keeps(
     with engine(model), torch.no_grad():
         prefix = Prefix(model, chosen.needs)
         prefix.extend(torch.tensor([ids[:50]]))
-        trace = steps.once(prefix, chosen, Budget.parse("0.3"), 0, 50, len(ids))
+        trace = steps.trace_compression(prefix, chosen, Budget.parse("0.3"), 0, 50, len(ids))
     kept = kvbench.kept(model, torch.tensor([ids[:50]]), chosen, "0.3")
     held = torch.stack([layer[0] for layer in kept if layer is not None])
     assert torch.equal(trace.held[..., :50], held)
     assert trace.held[..., 50:].all()
-    assert (trace.gone[~trace.held] == 49).all()  # the context's last token ends the step
-    assert (trace.budget, trace.cuts) == (15, 1)
+    assert (trace.eviction_steps[~trace.held] == 49).all()  # the context's last token ends the step
+    assert (trace.budget, trace.eviction_count) == (15, 1)
     assert trace.entries[..., 48].unique().tolist() == [49]
     assert int(trace.entries[..., 49].sum()) == 6 * 15
     assert torch.equal(trace.entries[..., -1], trace.entries[..., 49] + 11)
@@ -133,9 +133,9 @@ def test_once_is_what_kept_keeps(
 
 def test_a_budget_that_is_never_full_evicts_nothing(model: Any, ids: list[int]) -> None:
     local = policy("local:buffer=30")
-    assert steps.idle(local, 32, len(ids))
-    assert not steps.idle(local, 31, len(ids))
+    assert steps.evicts_nothing(local, 32, len(ids))
+    assert not steps.evicts_nothing(local, 31, len(ids))
     for budget, cuts in (("32", 0), ("31", 1)):
         trace = pass_by(model, ids, str(local), budget)
-        assert trace.cuts == cuts
+        assert trace.eviction_count == cuts
         assert bool(trace.held.all()) == (cuts == 0)

@@ -43,7 +43,7 @@ def test_a_tokenizer_of_words_puts_its_spaces_between(word_tokenizer: Any) -> No
     words = list(VOCABULARY[40:43])
     ids = word_tokenizer(" ".join(words))["input_ids"]
     assert texts.pieces(word_tokenizer, ids)[1:] == [" " + word for word in words]
-    assert texts.spelled(word_tokenizer, ids[1]) == repr(words[0])
+    assert texts.token_label(word_tokenizer, ids[1]) == repr(words[0])
 
 
 def test_a_file_is_a_text_as_it_stands(grouped: str, bpe_tokenizer: Any, tmp_path: Path) -> None:

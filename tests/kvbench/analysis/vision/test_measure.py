@@ -103,7 +103,7 @@ def test_while_an_answer_is_written_counts_are_those_of_an_attached_model(
         )
     check(found, model, prompt, kept)
     assert sum(int(step.sum()) for step in kept) < sum(step.numel() for step in kept)
-    (answer,) = (k.answer for k in found.tasks[0].shown[-1].kept)
+    (answer,) = (k.answer for k in found.tasks[0].samples[-1].records)
     words = AutoTokenizer.from_pretrained(models[kind])
     assert answer == words.decode(said[0, ids.shape[1] :], skip_special_tokens=True)
 
@@ -133,10 +133,10 @@ def test_a_prompt_is_compressed_once_with_its_images(
             if moment == "context":
                 forward(model, cache, question)
         held = torch.stack([layer[0] for layer in cache.kept() if layer is not None])
-        shown = found.tasks[0].shown[0]
-        kept = shown.kept[number]
+        shown = found.tasks[0].samples[0]
+        kept = shown.records[number]
         (of_task,) = found.tasks
-        alone = replace(found, tasks=[replace(of_task, shown=[replace(shown, kept=[kept])])])
+        alone = replace(found, tasks=[replace(of_task, samples=[replace(shown, records=[kept])])])
         steps = [
             torch.cat([held, torch.ones(*held.shape[:2], step, dtype=torch.bool)], -1)
             for step in range(kept.steps)
@@ -154,8 +154,8 @@ def test_the_last_question_follows_all_images_and_others_are_on_request(
     names = {}
     for questions in ("last", "all"):
         found = analyze(grid, Options(questions=questions, new_tokens=1), Silent())
-        names[questions] = [shown.name for shown in found.tasks[0].shown]
-        assert all(kept.steps == 1 for shown in found.tasks[0].shown for kept in shown.kept)
+        names[questions] = [shown.name for shown in found.tasks[0].samples]
+        assert all(kept.steps == 1 for shown in found.tasks[0].samples for kept in shown.records)
     assert names == {"last": ["a/1", "b"], "all": ["a", "a/1", "b"]}
 
 
@@ -169,9 +169,9 @@ def test_policies_that_prune_in_the_prefill_hold_the_same_in_all_heads(
     )
     found = analyze(grid, Options(), Silent())
     assert not found.failed
-    (shown,) = found.tasks[0].shown
-    assert [kept.cell.policy.name for kept in shown.kept] == ["divprune", "knorm", "fastv"]
-    for kept in (shown.kept[0], shown.kept[2]):
+    (shown,) = found.tasks[0].samples
+    assert [kept.cell.policy.name for kept in shown.records] == ["divprune", "knorm", "fastv"]
+    for kept in (shown.records[0], shown.records[2]):
         held = kept.held([0])[..., 0, :]
         assert (held[..., shown.visual].sum(-1) == 3).all()
         assert held[..., ~shown.visual].all()

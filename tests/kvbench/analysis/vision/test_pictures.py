@@ -11,8 +11,8 @@ import torch
 
 from kvbench.analysis.retention.steps import Trace
 from kvbench.analysis.vision.grids import View
-from kvbench.analysis.vision.measure import Kept
-from kvbench.analysis.vision.pictures import cell_of, drawn_steps, outline, paint, place
+from kvbench.analysis.vision.measure import CellRecord
+from kvbench.analysis.vision.pictures import arrange_images, cell_of, drawn_steps, outline, paint
 
 
 def test_a_held_cell_is_clear_and_an_evicted_one_is_faded_and_grey() -> None:
@@ -53,11 +53,13 @@ def test_the_outline_lies_between_held_and_evicted_cells() -> None:
 def test_images_do_not_overlap_and_keep_their_shape() -> None:
     shapes = [(30, 60), (90, 30), (50, 50), (10, 40), (64, 64)]
     views = [View(np.zeros((*shape, 3), np.uint8), 1, 1, 0) for shape in shapes]
-    placed, (height, width) = place(views)
+    placed, (height, width) = arrange_images(views)
     taken = np.zeros((height, width), int)
     for one, shape in zip(placed, shapes, strict=True):
         down, across = one.picture.shape[:2]
-        taken[one.top : one.top + down, one.left : one.left + across] += 1
+        taken[
+            one.top_offset : one.top_offset + down, one.left_offset : one.left_offset + across
+        ] += 1
         assert down / across == pytest.approx(shape[0] / shape[1], rel=0.05)
         assert max(down, across) == pytest.approx(max(placed[0].picture.shape[:2]), abs=1)
     assert taken.max() == 1
@@ -68,7 +70,7 @@ def test_steps_between_which_no_visual_token_goes_share_a_panel() -> None:
     prompt, answer = 4, 9
     gone = torch.full((1, 1, prompt + answer), prompt + answer, dtype=torch.int32)
     gone[0, 0, :3] = torch.tensor([3, 6, 8])  # in the prompt, at step 3 and at step 5
-    kept = Kept(None, Trace(gone, 4, 3), prompt, "")  # type: ignore[arg-type]
+    kept = CellRecord(None, Trace(gone, 4, 3), prompt, "")  # type: ignore[arg-type]
     shown: Any = SimpleNamespace(visual=torch.tensor([True, True, False, False]))
     assert kept.steps == 10
     assert kept.evicted[0, 0].tolist() == [0, 3, 5, 10]
