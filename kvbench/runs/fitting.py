@@ -97,8 +97,8 @@ def say_visual_budgets(
         vision: Counts the visual tokens.
         say: Told in one line for each budget.
     """
-    pairs = [(len(p.context_ids), sum(vision.counts(p.media))) for p in prompts]
-    visual = [count for _, count in pairs]
+    visual = prompts.visual_tokens(vision)
+    pairs = [(n, v) for (n, _), v in zip(prompts.lengths(), visual, strict=True)]
     names = [str(policy) for policy in grid.built_policies if prunes(policy)]
     for budget in grid.parsed_budgets:
         if budget.visual and budget.tokens and budget.tokens >= max(visual):
@@ -124,7 +124,7 @@ def _say_no_room(grid: Grid, leaf: str, prompts: Prompts, say: Callable[[str], N
 
     An allocator that reserves entries warns when it divides the budget.
     """
-    pairs = [(len(prompt.context_ids), len(prompt.question_ids)) for prompt in prompts]
+    pairs = prompts.lengths()
     lengths = {"context": [c for c, _ in pairs], "question": [c + q for c, q in pairs]}
     found = []
     for policy in grid.built_policies:
