@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import textwrap
 import warnings
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,9 @@ from matplotlib.lines import Line2D
 
 from kvbench.files import replacing
 from kvbench.report.text import plain, short
+
+# A font that is missing, and the building of its cache, are no news to whoever reads a report.
+logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
 
 COLUMN = 3.5  # inches: one column of a two-column paper
 PAGE = 7.0  # inches: both columns

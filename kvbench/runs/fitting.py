@@ -101,10 +101,11 @@ def say_visual_budgets(
         vision: Counts the visual tokens.
         notify: Told in one line for each budget.
     """
+    visual_counts = prompts.visual_tokens(vision)
     token_counts = [
-        (len(prompt.context_ids), sum(vision.counts(prompt.media))) for prompt in prompts
+        (context_length, visual_count)
+        for (context_length, _), visual_count in zip(prompts.lengths(), visual_counts, strict=True)
     ]
-    visual_counts = [count for _, count in token_counts]
     policy_names = [str(policy) for policy in grid.built_policies if prunes(policy)]
     for budget in grid.parsed_budgets:
         if budget.visual and budget.tokens and budget.tokens >= max(visual_counts):
@@ -144,12 +145,10 @@ def _say_no_room(
 
     An allocator that reserves entries warns when it divides the budget.
     """
-    prompt_lengths = [(len(prompt.context_ids), len(prompt.question_ids)) for prompt in prompts]
+    prompt_lengths = prompts.lengths()
     lengths = {
         "context": [context_length for context_length, _ in prompt_lengths],
-        "question": [
-            context_length + question_length for context_length, question_length in prompt_lengths
-        ],
+        "question": [sum(pair) for pair in prompt_lengths],
     }
     filled = []
     for policy in grid.built_policies:

@@ -65,6 +65,7 @@ class Prompts(Sequence[Prompt]):
         self.longest = self.limit = 0
         self._requests = requests
         self._ids: Spool[tuple[bytes, ...]] = Spool()
+        self._context_lengths, self._question_lengths = array("Q"), array("Q")  # of each request
         self._order = array("Q")  # the request of each prompt
         self._repeats = array("Q")
 
@@ -72,10 +73,20 @@ class Prompts(Sequence[Prompt]):
         """Take the tokens of the next request."""
         token_parts = (prompt.context_ids, prompt.question_ids, prompt.given_ids)
         self._ids.append(tuple(array("I", ids).tobytes() for ids in token_parts))
+        self._context_lengths.append(len(prompt.context_ids))
+        self._question_lengths.append(len(prompt.question_ids))
         self.shows |= bool(prompt.media)
         self.dialogues &= bool(prompt.request.dialogue)
         self.longest = max(self.longest, len(prompt.ids))
         self.limit = max(self.limit, prompt.limit)
+
+    def lengths(self) -> list[tuple[int, int]]:
+        """Return the tokens of every prompt's context and question, without reading the disk."""
+        return [(self._context_lengths[i], self._question_lengths[i]) for i in self._order]
+
+    def visual_tokens(self, vision: Vision) -> list[int]:
+        """Return the number of visual tokens of every prompt."""
+        return [sum(vision.counts(self._requests[i].media)) for i in self._order]
 
     def ask(self, request_index: int, repeat: int) -> None:
         """Add a prompt: a repeat of a request, by its place."""

@@ -34,6 +34,8 @@ _OF_RESPONSE = (
 """Columns of `samples.parquet` that a response has."""
 _SCORES = "score score_se score_lo score_hi full_score diff diff_lo diff_hi".split()
 
+_LARGEST_SCORE = 1e150
+"""Squares of larger scores, and so their intervals, would be infinite."""
 
 Row: TypeAlias = dict[str, Any]
 """A row of `cells.parquet`."""
@@ -213,8 +215,11 @@ class _Scorer:
             if isinstance(cause, UserError) and not isinstance(cause, JudgeError):
                 raise cause from None  # until the user fixes it, nothing can be scored
             raise
-        if not all(map(math.isfinite, scores.values())):
-            raise PluginError(f"{metric} returned a score that is not a finite number")
+        if not all(abs(score) <= _LARGEST_SCORE for score in scores.values()):  # NaN is not either
+            raise PluginError(
+                f"{metric} returned a score that is not a finite number of at most "
+                f"{_LARGEST_SCORE:g}"
+            )
         clusters = self._clusters(scores)
         estimate = stats.summary(list(scores.values()), list(clusters.values()))
         if not math.isclose(aggregate, estimate.mean, rel_tol=1e-6, abs_tol=1e-9):

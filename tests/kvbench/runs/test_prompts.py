@@ -31,6 +31,11 @@ def test_every_reading_gives_the_same_prompts(tmp_path: Path) -> None:
     prompts = planned(tmp_path, 6, 30)
     assert [*prompts] == [prompts[i] for i in range(6)] == prompts[:]
     assert [*prompts.part([4, 1])] == [prompts[4], prompts[1]]
+    lengths = [(len(p.context_ids), len(p.question_ids)) for p in prompts]
+    assert prompts.lengths() == lengths and prompts.part([4, 1]).lengths() == [
+        lengths[4],
+        lengths[1],
+    ]
     assert prompts.longest == max(len(p.ids) for p in prompts)
     assert prompts.limit == 2 and not prompts.shows and not prompts.dialogues
     assert all(p.request.context.startswith(f"key {i} ") for i, p in enumerate(prompts))

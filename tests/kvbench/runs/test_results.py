@@ -146,6 +146,7 @@ def test_an_aggregation_that_is_no_mean_is_refused() -> None:
         ("four", "ValueError: could not convert"),
         ("nan", "not a finite number"),
         ("inf", "not a finite"),
+        ("1e200", "of at most 1e+150"),
     ],
 )
 def test_a_metric_that_fails_takes_no_other_cell_with_it(said: str, error: str) -> None:
