@@ -102,6 +102,7 @@ docs-check: $(VENV)/.installed
 	$(VENV)/bin/python docs/make_smollm2.py --check
 	$(VENV)/bin/python docs/make_published.py --check
 	$(VENV)/bin/python docs/make_recipes.py --check
+	$(VENV)/bin/python docs/make_results.py --check
 	$(VENV)/bin/python docs/run_examples.py README.md CONTRIBUTING.md docs/regression.md
 
 # The oldest transformers that is supported, with what it pins released from the constraints.

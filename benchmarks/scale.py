@@ -142,7 +142,7 @@ def responses(job: Any, rng: np.random.Generator) -> Iterator[Any]:
     for all of them.
     """
     from kvbench.runs.answers import key_of
-    from kvbench.runs.store import Response
+    from kvbench.runs.schema import Response
 
     shares = np.array([1.0 if c.is_full else float(str(c.budget)) for c in job.cells])
     for prompt in job.prompts:

@@ -196,6 +196,17 @@ class RaggedCache(Cache):
         owned_bytes = sum(layer.allocated_bytes(sequence_index) for layer in self.ragged)
         return owned_bytes + self._summary_bytes(sequence_index)
 
+    def footprint(self, sequence_index: int) -> dict[str, Any]:
+        """Return what a sequence costs now, by column of the result tables."""
+        return {
+            "kv_bytes_live": self.live_bytes(sequence_index),
+            "kv_bytes_read": self.read_bytes(sequence_index),
+            "kv_bytes_allocated": self.allocated_bytes(sequence_index),
+            "kv_bytes_full": self.full_bytes(sequence_index),
+            "visual_tokens": self.visual_tokens()[sequence_index],
+            "held_visual": self.visual_entries(sequence_index),
+        }
+
     def _summary_bytes(self, sequence_index: int | None) -> int:
         """Bytes that a reader keeps beside the entries of one sequence or of all."""
         return sum(

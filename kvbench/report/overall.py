@@ -13,11 +13,12 @@ import numpy.typing as npt
 import pandas as pd
 
 from kvbench.report.samples import Samples
+from kvbench.runs.schema import CELL_COLUMNS
 from kvbench.stats import DRAWS, Floats, bounded_interval, few_vary, resampled, tail
 
 SETTING = ["model", "model_revision", "group", "length", "seed"]
 CONFIG = ["policy", "budget", "moment"]
-HELD = ["held_entries", "kv_bytes_live", "kv_bytes_read", "kv_bytes_allocated", "kv_bytes_full"]
+MEMORY = [column.name for column in CELL_COLUMNS if column.summarised]
 _BOUNDS = ["score", "score_lo", "score_hi", "diff", "diff_lo", "diff_hi"]
 
 
@@ -139,7 +140,7 @@ def _group_rows(
     gap_mean, gap_lower, gap_upper = (
         diff_strata.interval() if full_index is not None else (mean * np.nan,) * 3
     )
-    held_means = ok_cells.groupby(CONFIG)[HELD].mean()
+    held_means = ok_cells.groupby(CONFIG)[MEMORY].mean()
     sample_counts = ok_cells.groupby(CONFIG)["samples"].sum()
     mean_rows = []
     for config_index, config in enumerate(configs):
@@ -165,7 +166,7 @@ def _group_rows(
             }
             | {
                 held_column: float(held_means.loc[config, held_column]) if is_complete else np.nan
-                for held_column in HELD
+                for held_column in MEMORY
             }
         )
     return mean_rows

@@ -15,7 +15,7 @@ from kvbench.engine.decode import Row, Stop
 from kvbench.harness.protocol import Request
 from kvbench.runs.cell import Cell
 from kvbench.runs.index import Key
-from kvbench.runs.store import Response
+from kvbench.runs.schema import Response
 
 
 @dataclass(frozen=True)
@@ -146,14 +146,9 @@ def begun(
         question_tokens=len(prompt.question_ids),
         budget_entries=(cache.budget_entries or [0])[0],
         held_entries=(cache.held_entries or [0])[0],
-        kv_bytes_live=cache.live_bytes(),
-        kv_bytes_read=cache.read_bytes(0),
-        kv_bytes_allocated=cache.allocated_bytes(),
-        kv_bytes_full=cache.full_bytes(0),
-        visual_tokens=cache.visual_tokens()[0],
-        held_visual=cache.visual_entries(0),
         prefill_s=prefill_s,
         compress_s=compress_s,
+        **cache.footprint(0),
     )
 
 

@@ -35,7 +35,7 @@ from kvbench.runs.answers import (
     key_of,
 )
 from kvbench.runs.cell import Cell
-from kvbench.runs.store import Response
+from kvbench.runs.schema import Response
 from kvbench.runs.worker import Prefilled, Worker
 from kvbench.view import Need
 

@@ -25,7 +25,7 @@ from kvbench.harness.protocol import Request
 from kvbench.runs.answers import Prompt, begun, by_cell, empty, ended, forks, key_of
 from kvbench.runs.cell import Cell
 from kvbench.runs.index import Key
-from kvbench.runs.store import Response
+from kvbench.runs.schema import Response
 from kvbench.runs.worker import Prefilled, Worker
 from kvbench.view import ModelInfo
 
@@ -226,12 +226,7 @@ def _state(cache: RaggedCache, row_index: int, dialogue: Dialogue, turn: int) ->
         question_tokens=len(prompt.question_ids),
         budget_entries=budget_entries,
         held_entries=held_entries,
-        kv_bytes_live=cache.live_bytes(row_index),
-        kv_bytes_read=cache.read_bytes(row_index),
-        kv_bytes_allocated=cache.allocated_bytes(row_index),
-        kv_bytes_full=cache.full_bytes(row_index),
-        visual_tokens=cache.visual_tokens()[row_index],
-        held_visual=cache.visual_entries(row_index),
+        **cache.footprint(row_index),
     )
 
 

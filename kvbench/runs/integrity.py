@@ -22,18 +22,14 @@ import pyarrow.parquet as pq
 
 from kvbench.errors import UserError, first_lines
 from kvbench.files import State, digest_of, state_of
+from kvbench.runs.schema import AVERAGED, CELL_COLUMNS, SAMPLES_SCHEMA
 
 CELLS = "cells.parquet"
 SAMPLES = "samples.parquet"
 _RECORD = b"kvbench"
-_IN_BOTH = (
-    "score budget_entries held_entries kv_bytes_live kv_bytes_read visual_tokens held_visual"
-).split()
+_IN_BOTH = ("score", *(name for name in AVERAGED if name in SAMPLES_SCHEMA.names))
 """Columns of the cells that are means of a column of the samples."""
-_NUMBERS = (
-    *("score", "score_lo", "score_hi"),
-    *("budget_entries", "held_entries", "kv_bytes_live", "kv_bytes_allocated", "kv_bytes_full"),
-)
+_NUMBERS = tuple(column.name for column in CELL_COLUMNS if column.always)
 """Columns that are finite in every cell that has a score."""
 _MEND = "restore it, or run the same command again, which writes it anew from the responses"
 

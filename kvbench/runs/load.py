@@ -15,12 +15,17 @@ import pyarrow.parquet as pq
 
 from kvbench.errors import UserError, nearest, quoted
 from kvbench.runs.integrity import CELLS, SAMPLES, checked_cells, unreadable
-from kvbench.runs.schema import ADDED, CELLS_SCHEMA, COPIED, SAMPLES_SCHEMA, SCHEMA_VERSION
-
-REPEATED = tuple(
-    "cell task policy budget moment sample_id context_id stop error extra prompt_end".split()
+from kvbench.runs.schema import (
+    CELLS_SCHEMA,
+    OLDEST_VERSION,
+    SAMPLE_COLUMNS,
+    SAMPLES_SCHEMA,
+    SCHEMA_VERSION,
+    Column,
+    missing_columns,
 )
-"""Columns of texts that many samples share."""
+
+_SHARED = tuple(column.name for column in SAMPLE_COLUMNS if column.shared)
 
 _PART = 1 << 13
 """Rows that are decoded at a time where only some are kept."""
@@ -169,7 +174,7 @@ def _samples(
     row_filters = [] if stored_cells <= set(cells) else [_any_of("cell", cells)]
     row_filters += [] if sample_ids is None else [_any_of("sample_id", sample_ids)]
     read_columns = list(dict.fromkeys([*requested, "cell"]))
-    table = _sample_rows(folder, read_columns, REPEATED if coded else (), row_filters)
+    table = _sample_rows(folder, read_columns, _SHARED if coded else (), row_filters)
     # A run that ended between its two tables has samples of cells that the other does not have.
     if not set(cells).issuperset(table["cell"].unique().to_pylist()):
         table = table.filter(_any_of("cell", cells))
@@ -215,9 +220,7 @@ def _sample_rows(
     path = folder / SAMPLES
     try:
         stored_columns = pq.read_schema(path).names
-        source_columns = [
-            source for copied_pair in COPIED.values() for source in copied_pair.values()
-        ]
+        source_columns = [column.copy_of for column in SAMPLE_COLUMNS if column.copy_of]
         read_columns = [
             column
             for column in dict.fromkeys([*columns, *source_columns, "schema"])
@@ -254,21 +257,13 @@ def _upgraded(
     """
     stored_columns = table.column_names
     versions = set(table["schema"].unique().to_pylist()) if "schema" in stored_columns else {None}
-    for older_version, added in ADDED.items():
-        if versions == {older_version}:
-            for column in set(added).intersection(columns).difference(stored_columns):
-                schema_field = schema.field(column)
-                column_values = pa.array([added[column]] * len(table), schema_field.type)
-                column_values = (
-                    column_values.dictionary_encode() if column in coded else column_values
-                )
-                table = table.append_column(
-                    schema_field.with_type(column_values.type), column_values
-                )
-            for column, source in COPIED.get(older_version, {}).items():
-                if column in columns and column not in stored_columns:
-                    table = table.append_column(schema.field(column), table[source])
-            versions = {older_version + 1}
+    if len(versions) == 1 and (version := versions.pop()) is not None:
+        if OLDEST_VERSION <= version < SCHEMA_VERSION:
+            for missing in missing_columns(version):
+                if missing.name in columns and missing.name not in stored_columns:
+                    table = _with_substitute(table, schema.field(missing.name), missing, coded)
+            version = SCHEMA_VERSION
+        versions = {version}
     if not versions <= {SCHEMA_VERSION}:
         raise UserError(f"{path} was not written with schema {SCHEMA_VERSION}; run it again")
     if "schema" in columns:
@@ -287,3 +282,15 @@ def _upgraded(
             raise unreadable(path, error) from None
         table = table.set_column(table.schema.get_field_index(column), schema_field, typed_column)
     return table.select(list(columns)).replace_schema_metadata()
+
+
+def _with_substitute(
+    table: pa.Table, schema_field: pa.Field, column: Column, coded: Sequence[str]
+) -> pa.Table:
+    """Add a column that an older table lacks: a copy of another one, or one value everywhere."""
+    if column.copy_of:
+        return table.append_column(schema_field, table[column.copy_of])
+    values = pa.array([column.substitute] * len(table), schema_field.type)
+    if column.name in coded:
+        values = values.dictionary_encode()
+    return table.append_column(schema_field.with_type(values.type), values)

@@ -17,21 +17,11 @@ from kvbench.judge.base import JudgeError
 from kvbench.judge.rubrics import origin
 from kvbench.runs.cell import Cell
 from kvbench.runs.planning import Job
-from kvbench.runs.schema import SCHEMA_VERSION, Columns
-from kvbench.runs.store import Response, RunStore
+from kvbench.runs.schema import AVERAGED, MEASURED, SCHEMA_VERSION, Columns, Response
+from kvbench.runs.store import RunStore
 
-_MEANS = (
-    "budget_entries held_entries kv_bytes_live kv_bytes_read kv_bytes_allocated kv_bytes_full "
-    "visual_tokens held_visual prefill_s compress_s decode_s"
-).split()
 _PROMPT_END = 400
 """Characters of a prompt that are stored beside its response."""
-_OF_RESPONSE = (
-    "sample_id context_id response stop error doc_id question_id repeat context_tokens "
-    "question_tokens generated_tokens budget_entries held_entries kv_bytes_live kv_bytes_read "
-    "visual_tokens held_visual"
-).split()
-"""Columns of `samples.parquet` that a response has."""
 _SCORES = "score score_se score_lo score_hi full_score diff diff_lo diff_hi".split()
 
 _LARGEST_SCORE = 1e150
@@ -182,7 +172,7 @@ class _Scorer:
             "error": error,
             "higher_is_better": self.task.higher_is_better,
             "discriminative": False,
-            **dict.fromkeys((*_SCORES, *_MEANS), math.nan),
+            **dict.fromkeys((*_SCORES, *AVERAGED), math.nan),
         }
         return cell_row | self._judge_columns(cell_row)
 
@@ -291,8 +281,7 @@ class _Scorer:
         return {
             **{column: [value] * len(responses) for column, value in shared_columns.items()},
             **{
-                column: [getattr(response, column) for response in responses]
-                for column in _OF_RESPONSE
+                column: [getattr(response, column) for response in responses] for column in MEASURED
             },
             "extra": [request.extra for request in requests],
             "prompt_end": [request.prompt_end for request in requests],
@@ -328,5 +317,5 @@ def _means(responses: Sequence[Response]) -> dict[str, float]:
     """Mean costs per response."""
     return {
         column: sum(float(getattr(response, column)) for response in responses) / len(responses)
-        for column in _MEANS
+        for column in AVERAGED
     }

@@ -1,67 +1,403 @@
-"""The schemas of the two result tables. Users rely on their names and types."""
+"""The columns of the result tables: each is declared here once. Users rely on names and types.
+
+A column that is measured for every response is a field of `Response`, with what it means. The
+schemas of both tables, what old tables lack, the means over responses, what is checked when a table
+is read, and the tables of docs/results.md follow from these declarations.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pyarrow as pa
+
+from kvbench.runs.index import Key
 
 if TYPE_CHECKING:
     import pandas as pd
 
 SCHEMA_VERSION = 4
+OLDEST_VERSION = 2
+"""The oldest schema whose tables can be read."""
 
 Columns: TypeAlias = dict[str, Sequence[Any]]
 """Rows of a table, column by column."""
 
-ADDED: dict[int, dict[str, int | str]] = {
-    2: {"visual_tokens": 0, "held_visual": 0, "prompt_end": ""},
-    3: {},
-}
-"""By older version, the columns that its tables lack, with what stands in their place."""
-
-COPIED: dict[int, dict[str, str]] = {3: {"kv_bytes_read": "kv_bytes_live"}}
-"""By older version, the columns that its tables lack and that equal another column."""
+_TEXT, _SHORT, _LONG, _REAL = pa.string(), pa.int32(), pa.int64(), pa.float64()
 
 
-def _schema(columns: dict[Any, str]) -> Any:
-    return pa.schema(
-        [
-            (column, column_type)
-            for column_type, column_names in columns.items()
-            for column in column_names.split()
-        ]
+@dataclass(frozen=True)
+class Column:
+    """A column of a result table.
+
+    Attributes:
+        type: Its Arrow type in `samples.parquet`, or in `cells.parquet` if it is only there.
+        meaning: What it holds, with its unit, in Markdown. "" if the column before it says so.
+        name: Its name.
+        since: The first version of the schema that has it.
+        substitute: What stands for it in tables of earlier versions.
+        copy_of: The column that stands for it in tables of earlier versions.
+        shared: Whether many samples share a text: such texts can be read as categories.
+        sampled: Whether the column is in `samples.parquet`.
+        averaged: Whether its mean over responses is in `cells.parquet`.
+        summarised: Whether the mean over the tasks of a benchmark has it.
+        paged: Whether the page of `kvbench view` has it.
+        always: Whether every cell that has a score has it, as a finite number.
+    """
+
+    type: Any
+    meaning: str = ""
+    name: str = ""
+    since: int = 1
+    substitute: int | str | None = None
+    copy_of: str = ""
+    shared: bool = False
+    sampled: bool = True
+    averaged: bool = False
+    summarised: bool = False
+    paged: bool = False
+    always: bool = False
+
+
+def _field(kind: Any, meaning: str = "", **options: Any) -> Mapping[str, Column]:
+    """Metadata of a field of `Response` that is a column."""
+    return {"column": Column(kind, meaning, **options)}
+
+
+def _cost(kind: Any, meaning: str = "", **options: Any) -> Mapping[str, Column]:
+    """Metadata of a field that is also averaged over the responses of a cell."""
+    return _field(kind, meaning, averaged=True, **options)
+
+
+@dataclass(frozen=True)
+class Response:
+    """What a cell answered to one question, and what it cost: a line of `responses.jsonl`.
+
+    Attributes:
+        cell: Hash of the cell.
+        request: Digest of the request (`Request.digest`); "" in runs of earlier versions.
+    """
+
+    cell: str
+    sample_id: str = field(
+        metadata=_field(
+            _TEXT,
+            "which response; `doc_id` is the row of the data, `question_id` its question, `repeat` "
+            "counts the answers to a question from 0",
+            shared=True,
+        )
     )
+    doc_id: int = field(metadata=_field(_SHORT))
+    question_id: int = field(metadata=_field(_SHORT))
+    repeat: int = field(metadata=_field(_SHORT))
+    context_id: str = field(
+        metadata=_field(_TEXT, "the context, which several questions may share", shared=True)
+    )
+    response: str = field(default="", metadata=_field(_TEXT, "the text of the response"))
+    stop: str = field(
+        default="",
+        metadata=_field(
+            _TEXT,
+            "why the response ended: `eos`, `stop` (a stop string), `length`, or `given`. With "
+            "`given`, a text of the task was measured; the response is then its negative "
+            'log-likelihood in nats and its number of tokens, such as `{"nll": 71.3, "tokens": '
+            "24}`",
+            shared=True,
+        ),
+    )
+    error: str = field(
+        default="",
+        metadata=_field(
+            _TEXT,
+            "why the response failed, or empty. Its score is then NaN, and resuming tries again",
+            shared=True,
+        ),
+    )
+    context_tokens: int = field(default=0, metadata=_field(_SHORT, "token counts"))
+    question_tokens: int = field(default=0, metadata=_field(_SHORT))
+    generated_tokens: int = field(default=0, metadata=_field(_SHORT))
+    budget_entries: int = field(
+        default=0,
+        metadata=_cost(
+            _LONG,
+            "entries that the budget allows, summed over layers and KV heads, and entries held "
+            "right after compression (at `chunked` after the last compression, at `turns` when the "
+            "turn begins). The two are equal, or the cell fails; with a policy that reads few "
+            "entries, the first is what a query reads and the second all entries. At `decode`, and "
+            "in the first turn at `turns`, there may be nothing to evict; `held_entries` is then "
+            "the peak after the first eviction, which at `decode` includes the buffer: until then, "
+            "the whole prompt is held",
+            always=True,
+        ),
+    )
+    held_entries: int = field(default=0, metadata=_cost(_LONG, summarised=True, always=True))
+    kv_bytes_live: int = field(
+        default=0,
+        metadata=_cost(
+            _LONG,
+            "bytes of the held entries, between two forwards, of the full-attention layers: K, V "
+            "(codes, scales and zeros of a quantised cache, the kept channels of pruned keys and "
+            "their index), and whatever else a policy stores per entry or, with a reader, per "
+            "block",
+            summarised=True,
+            paged=True,
+            always=True,
+        ),
+    )
+    kv_bytes_read: int = field(
+        default=0,
+        metadata=_cost(
+            _LONG,
+            "bytes that a decode step reads of them once they are compressed: all, except with a "
+            "policy that reads few entries of a cache that it holds whole (`quest`, "
+            "`seerattn_r`). There, `budget_entries` is what a query reads. In tables of schema 3 "
+            "and before, which lack the column, it equals `kv_bytes_live`",
+            since=4,
+            copy_of="kv_bytes_live",
+            summarised=True,
+            paged=True,
+        ),
+    )
+    kv_bytes_allocated: int = field(
+        default=0,
+        metadata=_cost(
+            _LONG,
+            "bytes allocated for them, including room for the answer and bookkeeping. Blocks of a "
+            "quantised cache are allocated ahead, so its share of the full cache is larger than "
+            "that of `kv_bytes_live`: 47.8% instead of 35.6% for `full:bits=4` on SmolLM2 "
+            "([smollm2.md](smollm2.md#fewer-bytes-instead-of-fewer-entries)). The report shows "
+            "both where a policy holds codes. Neither counts the layer that a forward reads: it is "
+            "decoded to full precision and dropped again",
+            sampled=False,
+            summarised=True,
+            always=True,
+        ),
+    )
+    kv_bytes_full: int = field(
+        default=0,
+        metadata=_cost(
+            _LONG,
+            "bytes of K and V that the full cache would hold for the same tokens: the context, "
+            "plus the question if it is compressed too, plus the answer at `decode`",
+            sampled=False,
+            summarised=True,
+            paged=True,
+            always=True,
+        ),
+    )
+    visual_tokens: int = field(
+        default=0,
+        metadata=_cost(
+            _LONG,
+            "tokens of images and videos in the context, and how many of the held entries are "
+            "theirs (at `decode`, when the answer ends); the rest of `held_entries` is text. Both "
+            "are 0 for text models and in tables of schema 2, which lack them",
+            since=3,
+            substitute=0,
+        ),
+    )
+    held_visual: int = field(default=0, metadata=_cost(_LONG, since=3, substitute=0))
+    prefill_s: float = field(
+        default=0.0,
+        metadata=_cost(
+            _REAL,
+            "seconds per sample. All cells of a context share its prefill; cells may share scores, "
+            "and the first of them pays for them; the decode time of a batch is divided evenly",
+            sampled=False,
+            paged=True,
+        ),
+    )
+    compress_s: float = field(default=0.0, metadata=_cost(_REAL, sampled=False, paged=True))
+    decode_s: float = field(default=0.0, metadata=_cost(_REAL, sampled=False, paged=True))
+    request: str = ""
+
+    @property
+    def key(self) -> Key:
+        """What makes it unique in a run."""
+        return (self.cell, self.sample_id, self.question_id, self.repeat)
 
 
-CELLS_SCHEMA = _schema(
-    {
-        pa.string(): "cell match model model_revision task group policy budget moment metric "
-        "status error task_version data_hash dtype device attention versions",
-        pa.int32(): "schema length samples",
-        pa.int64(): "seed",
-        pa.float64(): "score score_se score_lo score_hi full_score diff diff_lo diff_hi "
-        "budget_entries held_entries kv_bytes_live kv_bytes_read kv_bytes_allocated kv_bytes_full "
-        "visual_tokens held_visual prefill_s compress_s decode_s",
-        pa.bool_(): "higher_is_better discriminative",
-    }
+def _columns(names: str, *columns: Column) -> Iterator[Column]:
+    """Name columns that are explained together."""
+    for name, column in zip(names.split(), columns, strict=True):
+        yield replace(column, name=name)
+
+
+def _measured() -> list[Column]:
+    """The fields of a response that are columns."""
+    return [
+        replace(entry.metadata["column"], name=entry.name)
+        for entry in fields(Response)
+        if "column" in entry.metadata
+    ]
+
+
+_INTERVAL = Column(_REAL, paged=True, always=True)
+
+CELL_COLUMNS: tuple[Column, ...] = (
+    *_columns("schema", Column(_SHORT, "version of these columns")),
+    *_columns(
+        "cell", Column(_TEXT, "hash of everything that can change a response; runs resume by it")
+    ),
+    *_columns(
+        "match",
+        Column(
+            _TEXT,
+            "hash of what was measured: model id, task, length, policy, budget, moment, seed, "
+            "data, and how answers are generated if not greedily. It joins runs from different "
+            "machines or versions",
+        ),
+    ),
+    *_columns(
+        "model model_revision",
+        Column(
+            _TEXT,
+            "the model as given to `--model`; the commit on the hub or a digest of the local files",
+        ),
+        Column(_TEXT),
+    ),
+    *_columns(
+        "task group length",
+        Column(
+            _TEXT,
+            "task; its benchmark; tokens of prompt and answer, or 0 for data that kvbench does not "
+            "resize",
+        ),
+        Column(_TEXT),
+        Column(_SHORT),
+    ),
+    *_columns(
+        "policy budget moment seed",
+        Column(
+            _TEXT,
+            "canonical spellings. `full` has the budget `full` and no moment, except at `turns`: a "
+            "live dialogue has the full cache's own answers in its history",
+        ),
+        Column(_TEXT),
+        Column(_TEXT),
+        Column(_LONG),
+    ),
+    *_columns(
+        "samples metric higher_is_better",
+        Column(
+            _SHORT,
+            "number of samples; name and direction of the metric. If responses are judged, the "
+            "metric's name ends with the judge, such as `(judge gpt-4o-2024-08-06)` or `(local "
+            "judge)`; `versions` names the judge too, and `match` differs between judges "
+            "([judge.md](judge.md))",
+        ),
+        Column(_TEXT),
+        Column(pa.bool_()),
+    ),
+    *_columns(
+        "status error",
+        Column(
+            _TEXT,
+            "`ok`, or `error` and the reason. A policy or metric that fails affects only its own "
+            "cells; their scores are NaN",
+        ),
+        Column(_TEXT),
+    ),
+    *_columns(
+        "score score_se score_lo score_hi",
+        replace(
+            _INTERVAL,
+            meaning="mean (0 to 1 unless the task says otherwise), standard error clustered by "
+            "context, 95% interval",
+        ),
+        Column(_REAL),
+        _INTERVAL,
+        _INTERVAL,
+    ),
+    *_columns(
+        "full_score diff diff_lo diff_hi",
+        Column(
+            _REAL,
+            "score of the full cache on the same samples; paired difference to it with its 95% "
+            "interval, bootstrapped over contexts (NaN with `--no-full`)",
+        ),
+        *[Column(_REAL, paged=True)] * 3,
+    ),
+    *_columns(
+        "discriminative",
+        Column(
+            pa.bool_(),
+            "whether the full cache is above the task's chance level. If it is not, differences "
+            "mean nothing, and the report leaves the task out of means and says so",
+        ),
+    ),
+    *(replace(column, type=_REAL) for column in _measured() if column.averaged),
+    *_columns(
+        "task_version data_hash dtype device attention versions",
+        Column(
+            _TEXT,
+            "what the cell was made with; `versions` is a JSON object, described below",
+        ),
+        *[Column(_TEXT)] * 5,
+    ),
 )
-"""`cells.parquet`: a row per model, leaf task, length, policy, budget, moment and seed."""
+"""`cells.parquet`: a row per model, task, length, policy, budget, moment and seed."""
 
-SAMPLES_SCHEMA = _schema(
-    {
-        pa.string(): "cell task policy budget moment sample_id context_id response stop error "
-        "extra prompt_end",
-        pa.list_(pa.string()): "target",
-        pa.int32(): "schema length doc_id question_id repeat "
-        "context_tokens question_tokens generated_tokens",
-        pa.float64(): "score",
-        pa.int64(): "budget_entries held_entries kv_bytes_live kv_bytes_read visual_tokens "
-        "held_visual",
-    }
+SAMPLE_COLUMNS: tuple[Column, ...] = (
+    *_columns("schema", Column(_SHORT, "version of these columns")),
+    *_columns(
+        "cell task policy budget moment length",
+        Column(_TEXT, "the cell, as in `cells.parquet`", shared=True),
+        *[Column(_TEXT, shared=True)] * 4,
+        Column(_SHORT),
+    ),
+    *_columns(
+        "target score",
+        Column(pa.list_(_TEXT), "the reference answers, and the score of the response"),
+        Column(_REAL),
+    ),
+    *(column for column in _measured() if column.sampled),
+    *_columns(
+        "extra",
+        Column(
+            _TEXT,
+            "a JSON object with what the task knows about the question, such as difficulty, type, "
+            "domain or `depth` (percent of the context before the needle)",
+            shared=True,
+        ),
+    ),
+    *_columns(
+        "prompt_end",
+        Column(
+            _TEXT,
+            "the last 400 characters of the prompt, after `…` if there are more. In a live "
+            "dialogue the history before it has the model's own answers. Empty in tables of schema "
+            "2",
+            since=3,
+            substitute="",
+            shared=True,
+        ),
+    ),
 )
 """`samples.parquet`: a row per cell, sample, question and repeat."""
+
+MEASURED = tuple(column.name for column in _measured() if column.sampled)
+"""Columns of the samples that are fields of their responses."""
+AVERAGED = tuple(column.name for column in CELL_COLUMNS if column.averaged)
+"""Columns of the cells that are means of a field of their responses."""
+
+
+def _schema(columns: Iterable[Column], *types: Any) -> Any:
+    """Columns of a table, by type and then as they are declared."""
+    ordered = sorted(columns, key=lambda column: types.index(column.type))
+    return pa.schema([(column.name, column.type) for column in ordered])
+
+
+CELLS_SCHEMA = _schema(CELL_COLUMNS, _TEXT, _SHORT, _LONG, _REAL, pa.bool_())
+SAMPLES_SCHEMA = _schema(SAMPLE_COLUMNS, _TEXT, pa.list_(_TEXT), _SHORT, _REAL, _LONG)
+
+
+def missing_columns(version: int) -> Iterator[Column]:
+    """Yield the columns that tables of an earlier version lack."""
+    known = {column.name: column for column in (*CELL_COLUMNS, *SAMPLE_COLUMNS)}
+    return (column for column in known.values() if column.since > version)
 
 
 def to_table(frame: pd.DataFrame, schema: Any) -> Any:
@@ -91,12 +427,12 @@ def from_columns(columns: Columns, schema: Any) -> Any:
         ValueError: A column is missing or unknown, or does not fit its type.
     """
     _check(columns, schema)
-    arrays = [pa.array(columns[field.name], field.type, from_pandas=True) for field in schema]
+    arrays = [pa.array(columns[entry.name], entry.type, from_pandas=True) for entry in schema]
     return pa.Table.from_arrays(arrays, schema=schema)
 
 
 def _check(columns: Iterable[str], schema: Any) -> None:
     """Refuse columns that are not those of a schema."""
-    mismatched = set(columns) ^ set(schema.names)
-    if mismatched:
-        raise ValueError(f"columns missing or unknown: {', '.join(sorted(mismatched))}")
+    differing = set(columns) ^ set(schema.names)
+    if differing:
+        raise ValueError(f"columns missing or unknown: {', '.join(sorted(differing))}")

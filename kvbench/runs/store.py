@@ -6,7 +6,7 @@ import fcntl
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,6 +23,7 @@ from kvbench.runs.schema import (
     CELLS_SCHEMA,
     SAMPLES_SCHEMA,
     Columns,
+    Response,
     from_columns,
     to_table,
 )
@@ -32,73 +33,6 @@ GRID = "grid.yaml"
 LOCK = ".lock"
 _ROW_GROUP = 1 << 18
 """Rows of `samples.parquet` that are held in memory: some 200 MB, if prompts are long."""
-
-
-@dataclass(frozen=True)
-class Response:
-    """What a cell answered to one question, and what it cost.
-
-    Attributes:
-        cell: Hash of the cell.
-        sample_id: Sample of the request.
-        question_id: Question of the request.
-        repeat: Index of the answer among the answers to the same question, from 0.
-        doc_id: Row of the request.
-        context_id: Context of the request.
-        response: The text of the answer.
-        stop: Why it ended: "eos", "stop" (a stop string) or "length"; "given" if a text of the task
-            was measured.
-        error: Why there is no response, or an empty string; resuming tries such a request again.
-        context_tokens: Tokens of the context.
-        question_tokens: Tokens of the question.
-        generated_tokens: Tokens of the answer.
-        budget_entries: Entries that the budget allows, over all layers and KV heads: to hold or,
-            with a reader, to read.
-        held_entries: Entries held after compression.
-        kv_bytes_live: Bytes of the held entries, including per-entry extras and the summaries that
-            a reader keeps of blocks.
-        kv_bytes_allocated: Bytes allocated for them.
-        kv_bytes_full: Bytes that the full cache would hold.
-        visual_tokens: Tokens of images and videos in the context.
-        held_visual: How many of the held entries are theirs; at moment `decode`, when the answer
-            ends.
-        prefill_s: Seconds of the prefill.
-        compress_s: Seconds of the compression.
-        decode_s: Seconds of question and decoding.
-        kv_bytes_read: Bytes that a decode step reads of the held entries, once they are compressed;
-            all of them unless the policy has a reader.
-        request: Digest of the request (`Request.digest`); "" in runs of earlier versions.
-    """
-
-    cell: str
-    sample_id: str
-    question_id: int
-    repeat: int
-    doc_id: int
-    context_id: str
-    response: str = ""
-    stop: str = ""
-    error: str = ""
-    context_tokens: int = 0
-    question_tokens: int = 0
-    generated_tokens: int = 0
-    budget_entries: int = 0
-    held_entries: int = 0
-    kv_bytes_live: int = 0
-    kv_bytes_allocated: int = 0
-    kv_bytes_full: int = 0
-    visual_tokens: int = 0
-    held_visual: int = 0
-    prefill_s: float = 0.0
-    compress_s: float = 0.0
-    decode_s: float = 0.0
-    kv_bytes_read: int = 0
-    request: str = ""
-
-    @property
-    def key(self) -> Key:
-        """What makes it unique in a run."""
-        return (self.cell, self.sample_id, self.question_id, self.repeat)
 
 
 class RunStore:

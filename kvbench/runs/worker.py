@@ -34,7 +34,7 @@ from kvbench.runs.cell import Cell
 from kvbench.runs.grid import Grid
 from kvbench.runs.index import Key
 from kvbench.runs.planning import Say, Stage
-from kvbench.runs.store import Response
+from kvbench.runs.schema import Response
 from kvbench.view import Need
 
 _CHANGED = "the policy changed the model's parameter {} in place; change a copy instead"

@@ -19,15 +19,16 @@ from kvbench.report.panel import Panel, panels
 from kvbench.report.remarks import remarks
 from kvbench.report.style import marker_styles
 from kvbench.report.text import tokens
+from kvbench.runs.schema import CELL_COLUMNS
 from kvbench.terminal import printable
 
 WITHIN = (0.5, 1.0, 2.0, 5.0, 10.0)
 """Points within which a reader can look for the cheapest setting, besides those asked for."""
 
 _NUMBERS = (
-    "share read_share allocated_share kv_bytes_live kv_bytes_read kv_bytes_full score score_lo "
-    "score_hi diff diff_lo diff_hi prefill_s compress_s decode_s"
-).split()
+    *("share", "read_share", "allocated_share"),
+    *(column.name for column in CELL_COLUMNS if column.paged),
+)
 _HEAT = ["model", "task", "length", *CONFIG, "depth"]
 
 

@@ -25,7 +25,8 @@ from kvbench.runs.executors.remote import RemoteWorker, Sent
 from kvbench.runs.executors.shards import Queue, Shard, shards_of
 from kvbench.runs.grid import Grid
 from kvbench.runs.planning import Job, JobName
-from kvbench.runs.store import Response, RunStore
+from kvbench.runs.schema import Response
+from kvbench.runs.store import RunStore
 
 ADDRESS = "RAY_ADDRESS"
 

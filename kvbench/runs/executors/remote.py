@@ -18,7 +18,7 @@ from kvbench.runs.executors.base import answer, memory_of, worker_of
 from kvbench.runs.grid import Grid
 from kvbench.runs.index import Key
 from kvbench.runs.planning import Job, JobName, Stage, plan
-from kvbench.runs.store import Response
+from kvbench.runs.schema import Response
 from kvbench.runs.worker import Worker, loaded_model
 
 Sent = Response | str

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.runs.grid import Grid
-from kvbench.runs.store import Key, Response, RunStore
+from kvbench.runs.index import Key
+from kvbench.runs.schema import Response
+from kvbench.runs.store import RunStore
 
 
 def small_grid(out: Path, **changes: Any) -> Grid:

@@ -16,7 +16,7 @@ from kvbench.judge.base import JudgeError, LocalJudge, Verdict
 from kvbench.judge.rubrics import origin
 from kvbench.runs.planning import Job
 from kvbench.runs.results import scored
-from kvbench.runs.store import Response
+from kvbench.runs.schema import Response
 
 from .cells import make_cell
 

@@ -10,7 +10,8 @@ import pytest
 
 import kvbench
 from kvbench.runs.runner import Run
-from kvbench.runs.store import Response, RunStore
+from kvbench.runs.schema import Response
+from kvbench.runs.store import RunStore
 
 GRIDS: dict[str, dict[str, Any]] = {
     "context": {"policy": "quest,snapkv", "budget": "0.1,0.3", "task": "vt"},

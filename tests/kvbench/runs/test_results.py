@@ -18,8 +18,7 @@ from kvbench.harness.protocol import Key, LoadedTask, Request
 from kvbench.runs.cell import Cell
 from kvbench.runs.planning import Job
 from kvbench.runs.results import prompt_end, scored
-from kvbench.runs.schema import CELLS_SCHEMA, SAMPLES_SCHEMA, from_columns, to_table
-from kvbench.runs.store import Response
+from kvbench.runs.schema import CELLS_SCHEMA, SAMPLES_SCHEMA, Response, from_columns, to_table
 
 from .cells import make_cell
 
@@ -66,8 +65,8 @@ def tables(task: LoadedTask, cells: list[Cell], got: list[Response]) -> Any:
 def responses(of: Cell, numbers: list[float], error: str = "") -> list[Response]:
     return [
         Response(
-            of.cell, f"{i // 2}", i % 2, 0, i, f"context{i // 2}", str(x), "stop", error,
-            60, 4, 2, 10, 10, 80 + i, 100, 160, 9, 3 + i, 0.5, 0.25, 1.0 + i,
+            of.cell, f"{i // 2}", i, i % 2, 0, f"context{i // 2}", str(x), "stop", error,
+            60, 4, 2, 10, 10, 80 + i, 80 + i, 100, 160, 9, 3 + i, 0.5, 0.25, 1.0 + i,
         )
         for i, x in enumerate(numbers)
     ]  # fmt: skip

@@ -19,7 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbench.errors import UserError
-from kvbench.runs.store import Response, RunStore
+from kvbench.runs.schema import Response
+from kvbench.runs.store import RunStore
 
 
 def make_response(number: int = 0, **changes: Any) -> Response:

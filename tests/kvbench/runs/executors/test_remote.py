@@ -14,7 +14,7 @@ from kvbench.runs.grid import Grid
 from kvbench.runs.index import Key
 from kvbench.runs.planning import JobName, plan
 from kvbench.runs.runner import execute
-from kvbench.runs.store import Response
+from kvbench.runs.schema import Response
 from tests.kvbench.runs.small import answers, small_grid, stored
 
 GRID = small_grid(Path("unused"))
