@@ -33,10 +33,10 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
-    raise AttributeError(f"module 'kvbench' has no attribute {name!r}")
+def __getattr__(attribute: str) -> Any:
+    if attribute in _HOMES:
+        return getattr(importlib.import_module(_HOMES[attribute]), attribute)
+    raise AttributeError(f"module 'kvbench' has no attribute {attribute!r}")
 
 
 def __dir__() -> list[str]:

@@ -60,145 +60,167 @@ class Artifacts:
     made_for: Callable[[Path], MadeFor]
     files: tuple[str, ...] = ()
 
-    def find(self, model: str, kinds: Sequence[str], named: str | None = None) -> Path:
+    def find(
+        self, model: str, artifact_kinds: Sequence[str], requested_path: str | None = None
+    ) -> Path:
         """Find the artifact of a model: the named one, a shipped one, or the user's own.
 
         Args:
             model: `ModelInfo.name` or what `--model` names: `reference`, a folder or a hub id.
-            kinds: Kinds to look for, the preferred one first; "" if there is only one.
-            named: What the user names, or None; it is not compared with the model.
+            artifact_kinds: Kinds to look for, the preferred one first; "" if there is only one.
+            requested_path: What the user names, or None; it is not compared with the model.
 
         Raises:
             UserError: There is none, or the user's own was made for other weights; the message
                 names the command that makes it.
         """
-        if named is not None:
-            return self.locate(named)
-        for kind in kinds:
-            if (path := self.shipped_path(model, kind)) is not None:
-                return path
-        for kind in kinds:
-            path = self.user_path(model, kind)
-            if not self._exists(path):
+        if requested_path is not None:
+            return self.locate(requested_path)
+        for artifact_kind in artifact_kinds:
+            if (artifact_path := self.shipped_path(model, artifact_kind)) is not None:
+                return artifact_path
+        for artifact_kind in artifact_kinds:
+            artifact_path = self.user_path(model, artifact_kind)
+            if not self._exists(artifact_path):
                 continue
-            if local_model(model) is not None and not self._fits(model, path):
+            if local_model(model) is not None and not self._fits(model, artifact_path):
                 raise UserError(
-                    f"{path} was made for other weights of {model}; run {self.how(model, kind)} "
-                    "again"
+                    f"{artifact_path} was made for other weights of {model}; run "
+                    f"{self.how(model, artifact_kind)} again"
                 )
-            return path
-        kind = f"{kinds[0]} " if len(kinds) == 1 and kinds[0] else ""
+            return artifact_path
+        artifact_kind = (
+            f"{artifact_kinds[0]} " if len(artifact_kinds) == 1 and artifact_kinds[0] else ""
+        )
         raise UserError(
-            f"model {model} has no {kind}{self.noun}; run {self.how(model, kinds[0])}, or set "
+            f"model {model} has no {artifact_kind}{self.noun}; run "
+            f"{self.how(model, artifact_kinds[0])}, or set "
             f"{self.option}= to a {'folder' if self.files else 'file'}"
         )
 
-    def locate(self, named: str) -> Path:
+    def locate(self, requested_path: str) -> Path:
         """Find what the user names: a path, a shipped artifact or, for folders, a hub id.
 
         Raises:
             UserError: There is no such artifact.
         """
-        path = Path(named).expanduser()
-        if self._exists(path):
-            return path
-        if self.files and path.is_dir():
-            raise UserError(f"{self.option}={named}: no {self.files[0]} in that folder")
-        if self.files and path.is_file():
+        local_path = Path(requested_path).expanduser()
+        if self._exists(local_path):
+            return local_path
+        if self.files and local_path.is_dir():
+            raise UserError(f"{self.option}={requested_path}: no {self.files[0]} in that folder")
+        if self.files and local_path.is_file():
             raise UserError(
-                f"{self.option}={named} is a file; name the folder that holds {self.files[0]}"
+                f"{self.option}={requested_path} is a file; name the folder that holds "
+                f"{self.files[0]}"
             )
-        if re.fullmatch(r"[\w.-]+", named) and self._exists(self.shipped / named):
-            return self.shipped / named
-        hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", named) and not named.startswith(".")
+        if re.fullmatch(r"[\w.-]+", requested_path) and self._exists(self.shipped / requested_path):
+            return self.shipped / requested_path
+        hub_id = re.fullmatch(
+            r"[\w.-]+/[\w.-]+(@[\w./-]+)?", requested_path
+        ) and not requested_path.startswith(".")
         if self.files and hub_id:
-            return _fetched(self.option, named, self.files)
-        raise UserError(f"{self.option}={named}: no such {'folder' if self.files else 'file'}")
+            return _fetched(self.option, requested_path, self.files)
+        raise UserError(
+            f"{self.option}={requested_path}: no such {'folder' if self.files else 'file'}"
+        )
 
-    def shipped_path(self, model: str, kind: str) -> Path | None:
+    def shipped_path(self, model: str, artifact_kind: str) -> Path | None:
         """The artifact that ships with the package for a model, or None."""
-        path = self.shipped / self.pattern.format(model=shipped_name(model), kind=kind)
-        return path if self._exists(path) and self._fits(model, path) else None
+        artifact_path = self.shipped / self.pattern.format(
+            model=shipped_name(model), kind=artifact_kind
+        )
+        return (
+            artifact_path
+            if self._exists(artifact_path) and self._fits(model, artifact_path)
+            else None
+        )
 
-    def user_path(self, model: str, kind: str) -> Path:
+    def user_path(self, model: str, artifact_kind: str) -> Path:
         """Where the user's own artifact of a model is kept: in the user's cache."""
-        name = self.pattern.format(model=slug(model), kind=kind)
-        return cache_dir() / self.folder / name
+        file_name = self.pattern.format(model=slug(model), kind=artifact_kind)
+        return cache_dir() / self.folder / file_name
 
-    def digest(self, path: Path) -> str:
+    def digest(self, artifact_path: Path) -> str:
         """16 hex digits of the content of an artifact.
 
         Raises:
             UserError: A file cannot be read.
         """
-        contents = []
-        for file in [path / name for name in self.files] or [path]:
+        file_contents = []
+        for file_path in [artifact_path / file_name for file_name in self.files] or [artifact_path]:
             try:
-                contents.append(file.read_bytes())
+                file_contents.append(file_path.read_bytes())
             except OSError as error:
-                raise UserError(f"cannot read {file}: {error.strerror}") from None
+                raise UserError(f"cannot read {file_path}: {error.strerror}") from None
         if not self.files:
-            return hashlib.sha256(contents[0]).hexdigest()[:16]
-        whole = hashlib.sha256()
-        for content in contents:
-            whole.update(hashlib.sha256(content).digest())
-        return whole.hexdigest()[:16]
+            return hashlib.sha256(file_contents[0]).hexdigest()[:16]
+        combined_hash = hashlib.sha256()
+        for file_content in file_contents:
+            combined_hash.update(hashlib.sha256(file_content).digest())
+        return combined_hash.hexdigest()[:16]
 
-    def how(self, model: str, kind: str) -> str:
+    def how(self, model: str, artifact_kind: str) -> str:
         """The command that makes an artifact of a model, in backquotes."""
-        return f"`{self.command.format(model=model, kind=kind)}`"
+        return f"`{self.command.format(model=model, kind=artifact_kind)}`"
 
-    def _exists(self, path: Path) -> bool:
-        return (path / self.files[0] if self.files else path).is_file()
+    def _exists(self, artifact_path: Path) -> bool:
+        return (artifact_path / self.files[0] if self.files else artifact_path).is_file()
 
-    def _fits(self, model: str, path: Path) -> bool:
+    def _fits(self, model: str, artifact_path: Path) -> bool:
         """Whether an artifact was made for a model, as far as can be told."""
-        main = path / self.files[0] if self.files else path
-        return _compared(self, model, path, state_of(main))
+        main_file = artifact_path / self.files[0] if self.files else artifact_path
+        return _compared(self, model, artifact_path, state_of(main_file))
 
 
 def shipped_name(model: str) -> str:
     """The model's part in the name of an artifact that ships: folder, GGUF file or hub name."""
-    local = local_model(model)
-    return model.rpartition("/")[2] if local is None else _base_name(local)
+    local_path = local_model(model)
+    return model.rpartition("/")[2] if local_path is None else _base_name(local_path)
 
 
 def slug(model: str) -> str:
     """File name for a model: its hub id, or the name and a hash of its folder or GGUF file."""
-    local = local_model(model)
-    name = model if local is None else _base_name(local)
-    text = re.sub(r"[^A-Za-z0-9._]+", "--", name).strip("-") or "model"
-    if local is None:
-        return text
-    return f"{text}-{hashlib.sha256(str(local.resolve()).encode()).hexdigest()[:8]}"
+    local_path = local_model(model)
+    base_name = model if local_path is None else _base_name(local_path)
+    slug_text = re.sub(r"[^A-Za-z0-9._]+", "--", base_name).strip("-") or "model"
+    if local_path is None:
+        return slug_text
+    return f"{slug_text}-{hashlib.sha256(str(local_path.resolve()).encode()).hexdigest()[:8]}"
 
 
-def _base_name(local: Path) -> str:
+def _base_name(local_path: Path) -> str:
     """The name of a model's folder, or of its GGUF file without the suffix."""
-    path = local.resolve()
-    return path.stem if path.is_file() else path.name
+    resolved_path = local_path.resolve()
+    return resolved_path.stem if resolved_path.is_file() else resolved_path.name
 
 
 @functools.lru_cache(maxsize=64)
-def _compared(artifacts: Artifacts, model: str, path: Path, state: State) -> bool:
+def _compared(artifacts: Artifacts, model: str, artifact_path: Path, file_state: State) -> bool:
     """Compare once for each state of the artifact, since its description has to be read."""
-    made_for, local = artifacts.made_for(path), local_model(model)
-    if local is None:
+    made_for, local_path = artifacts.made_for(artifact_path), local_model(model)
+    if local_path is None:
         return made_for.model == model
-    return not made_for.revision or made_for.revision == model_digest(str(local))
+    return not made_for.revision or made_for.revision == model_digest(str(local_path))
 
 
 @functools.cache
-def _fetched(option: str, named: str, files: tuple[str, ...]) -> Path:
+def _fetched(option: str, requested_path: str, file_names: tuple[str, ...]) -> Path:
     """Files of a hub repository, in the hub's own cache."""
     from huggingface_hub import hf_hub_download  # imports slowly, and few users need it
 
-    name, _, revision = named.partition("@")
+    repository, _, revision = requested_path.partition("@")
     try:
-        paths = [hf_hub_download(name, file, revision=revision or None) for file in files]
+        local_paths = [
+            hf_hub_download(repository, file_name, revision=revision or None)
+            for file_name in file_names
+        ]
     except Exception as error:  # the hub's errors share no base class
-        reason = next((s for s in str(error).splitlines() if s.strip()), type(error).__name__)
+        reason = next(
+            (message_line for message_line in str(error).splitlines() if message_line.strip()),
+            type(error).__name__,
+        )
         raise UserError(
-            f"{option}={named}: no such folder, and the hub does not give it: {reason}"
+            f"{option}={requested_path}: no such folder, and the hub does not give it: {reason}"
         ) from None
-    return Path(paths[0]).parent
+    return Path(local_paths[0]).parent

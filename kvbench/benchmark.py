@@ -192,8 +192,10 @@ class Benchmark:
 
     def __post_init__(self) -> None:
         if bool(self.judge) != (self.ask is not None):
-            given, missing = ("judge", "ask") if self.judge else ("ask", "judge")
-            raise UserError(f"benchmark {self.name} sets {given} but not {missing}; set both")
+            present_field, missing_field = ("judge", "ask") if self.judge else ("ask", "judge")
+            raise UserError(
+                f"benchmark {self.name} sets {present_field} but not {missing_field}; set both"
+            )
 
     def version_of(self, leaf: str, lexicon: str) -> str:
         """The version of a leaf's data, prompts and metric in a lexicon."""

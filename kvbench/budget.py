@@ -57,29 +57,34 @@ class Budget:
             if not 1 <= int(value) <= _LARGEST:
                 raise UserError(f"budget {quoted(value)} is out of range; {_RIGHT}")
             return cls(tokens=int(value))
-        text = str(value).strip()
-        if text.startswith(_VISUAL):
-            inner = cls.parse(text.removeprefix(_VISUAL))
-            if inner.visual:
-                raise UserError(f"budget {quoted(text)} says visual twice; {_RIGHT}")
-            return inner if inner.is_full else replace(inner, visual=True)
-        if text == "full":
+        spelling = str(value).strip()
+        if spelling.startswith(_VISUAL):
+            inner_budget = cls.parse(spelling.removeprefix(_VISUAL))
+            if inner_budget.visual:
+                raise UserError(f"budget {quoted(spelling)} says visual twice; {_RIGHT}")
+            return inner_budget if inner_budget.is_full else replace(inner_budget, visual=True)
+        if spelling == "full":
             return cls(ratio=Fraction(1))
-        if isinstance(value, str) and re.fullmatch(r"[0-9]{1,400}", text):
-            return cls.parse(int(text))
+        if isinstance(value, str) and re.fullmatch(r"[0-9]{1,400}", spelling):
+            return cls.parse(int(spelling))
         try:
-            if not text.isascii() or text.startswith("+") or "_" in text or "/" in text:
+            if (
+                not spelling.isascii()
+                or spelling.startswith("+")
+                or "_" in spelling
+                or "/" in spelling
+            ):
                 raise ValueError
-            number = float(text)
-            if not math.isfinite(number):
+            float_value = float(spelling)
+            if not math.isfinite(float_value):
                 raise ValueError
-            ratio = Fraction(text)
+            ratio = Fraction(spelling)
         except ValueError:
-            raise UserError(f"budget {quoted(text)} is not a number; {_RIGHT}") from None
-        if 0 < ratio <= 1 and Fraction(repr(number)) != ratio:
-            raise UserError(f"budget {text} has more digits than a float can hold; {_RIGHT}")
+            raise UserError(f"budget {quoted(spelling)} is not a number; {_RIGHT}") from None
+        if 0 < ratio <= 1 and Fraction(repr(float_value)) != ratio:
+            raise UserError(f"budget {spelling} has more digits than a float can hold; {_RIGHT}")
         if not 0 < ratio <= 1:
-            raise UserError(f"budget {text} is out of range; {_RIGHT}")
+            raise UserError(f"budget {spelling} is out of range; {_RIGHT}")
         return cls(ratio=ratio)
 
     @property
@@ -121,8 +126,11 @@ class Budget:
         """
         if self.visual:
             return False
-        full = sum(self.per_head(n) < n and reserved(n) >= self.per_head(n) for n in lengths)
-        return 2 * full > len(lengths)
+        filled_count = sum(
+            self.per_head(length) < length and reserved(length) >= self.per_head(length)
+            for length in lengths
+        )
+        return 2 * filled_count > len(lengths)
 
     def __str__(self) -> str:
         if self.visual:

@@ -55,7 +55,7 @@ class CheckResult:
 @functools.cache
 def _models() -> dict[str, nn.Module]:
     """Random weights large enough that attention is far from even."""
-    shape: dict[str, Any] = {
+    config_values: dict[str, Any] = {
         "vocab_size": _VOCABULARY,
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -66,11 +66,13 @@ def _models() -> dict[str, nn.Module]:
     }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        llama = LlamaForCausalLM(LlamaConfig(num_attention_heads=4, **shape))
-        qwen = Qwen3ForCausalLM(Qwen3Config(num_attention_heads=8, head_dim=8, **shape))
-        for weight in (*llama.parameters(), *qwen.parameters()):
-            if weight.dim() == 1:  # norms: with weights of 1 all of Qwen3's keys are equally long
-                weight.data += 0.3 * torch.randn_like(weight)
+        llama = LlamaForCausalLM(LlamaConfig(num_attention_heads=4, **config_values))
+        qwen = Qwen3ForCausalLM(Qwen3Config(num_attention_heads=8, head_dim=8, **config_values))
+        for parameter in (*llama.parameters(), *qwen.parameters()):
+            if (
+                parameter.dim() == 1
+            ):  # norms: with weights of 1 all of Qwen3's keys are equally long
+                parameter.data += 0.3 * torch.randn_like(parameter)
     return {"Llama, G=2": llama.eval(), "Qwen3, G=4": qwen.eval()}
 
 
@@ -80,30 +82,35 @@ def _folder() -> TemporaryDirectory[str]:
     return TemporaryDirectory()
 
 
-def _tokens(rows: int, length: int) -> Tensor:
+def _tokens(row_count: int, length: int) -> Tensor:
     """Ids `[rows, length]`, no id twice in a row: two equal keys would tie but for rounding."""
-    generator = torch.Generator().manual_seed(rows * 1000 + length)
-    return torch.rand(rows, _VOCABULARY, generator=generator).argsort(1)[:, :length]
+    generator = torch.Generator().manual_seed(row_count * 1000 + length)
+    return torch.rand(row_count, _VOCABULARY, generator=generator).argsort(1)[:, :length]
 
 
 def _keep(
-    model: nn.Module, ids: Tensor, p: Policy, budget: str, mask: Tensor | None = None, seed: int = 0
+    model: nn.Module,
+    token_ids: Tensor,
+    candidate: Policy,
+    budget: str,
+    attention_mask: Tensor | None = None,
+    seed: int = 0,
 ) -> Tensor:
     """What is kept, bool `[L, B, H, T]`; files that a model should have are made up.
 
     With a reader: what the token after the last one reads, `[L, B, H, T + 1]`.
     """
-    p = p.stand_in(model_info(model), Path(_folder().name))
-    look = kept if p.read is None else entries_read
-    layers = look(model, ids, p, budget, mask, seed=seed)
-    return torch.stack([layer for layer in layers if layer is not None])
+    candidate = candidate.stand_in(model_info(model), Path(_folder().name))
+    measure_kept = kept if candidate.read is None else entries_read
+    layer_masks = measure_kept(model, token_ids, candidate, budget, attention_mask, seed=seed)
+    return torch.stack([layer_mask for layer_mask in layer_masks if layer_mask is not None])
 
 
-def run_checks(spec: str) -> list[CheckResult]:
+def run_checks(policy_spec: str) -> list[CheckResult]:
     """Try the invariants that every policy must hold.
 
     Args:
-        spec: A policy's spelling, as `./my_policy.py:MyPolicy`.
+        policy_spec: A policy's spelling, as `./my_policy.py:MyPolicy`.
 
     Returns:
         A result per invariant.
@@ -111,8 +118,8 @@ def run_checks(spec: str) -> list[CheckResult]:
     Raises:
         UserError: The policy cannot be loaded.
     """
-    p = policy(spec)
-    results = [CheckResult("loads", True, str(p))]
+    candidate = policy(policy_spec)
+    results = [CheckResult("loads", True, str(candidate))]
     checks: list[tuple[str, Callable[[Policy], str]]] = [
         ("parameters are spelled back", _parameters),
         ("scores are finite and inputs untouched", _clean),
@@ -123,13 +130,13 @@ def run_checks(spec: str) -> list[CheckResult]:
         ("deterministic", _deterministic),
         ("bfloat16", _bfloat16),
     ]
-    for name, check in checks:
+    for check_name, check in checks:
         try:
-            results.append(CheckResult(name, True, check(p)))
+            results.append(CheckResult(check_name, True, check(candidate)))
         except Failed as failure:
-            results.append(CheckResult(name, False, str(failure)))
+            results.append(CheckResult(check_name, False, str(failure)))
         except (Exception, SystemExit) as error:  # a plugin may raise anything
-            results.append(CheckResult(name, False, _where(error)))
+            results.append(CheckResult(check_name, False, _where(error)))
     if not all(result.ok for result in results):  # the policy may have changed the models
         _models.cache_clear()
         _in_bfloat16.cache_clear()
@@ -138,19 +145,25 @@ def run_checks(spec: str) -> list[CheckResult]:
 
 def _where(error: BaseException) -> str:
     """An error in one line, with the place in the plugin where it came from."""
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = (__file__, torch.__file__, transformers.__file__)
-    folders = tuple(str(Path(file or "").parent) for file in ours)
-    own = [f for f in frames if not f.filename.startswith(folders)]
-    place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
-    lines = message_of(error).splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}{place}"
+    stack_frames = traceback.extract_tb(error.__traceback__)
+    own_files = (__file__, torch.__file__, transformers.__file__)
+    own_folders = tuple(str(Path(module_file or "").parent) for module_file in own_files)
+    plugin_frames = [
+        stack_frame
+        for stack_frame in stack_frames
+        if not stack_frame.filename.startswith(own_folders)
+    ]
+    location = (
+        f" ({plugin_frames[-1].filename}:{plugin_frames[-1].lineno})" if plugin_frames else ""
+    )
+    message_lines = message_of(error).splitlines()
+    return f"{type(error).__name__}: {message_lines[0] if message_lines else ''}{location}"
 
 
-def _small(p: Policy) -> str:
+def _small(candidate: Policy) -> str:
     """A small budget that the policy does not refuse."""
     try:
-        _keep(next(iter(_models().values())), _tokens(1, _TOKENS), p, "0.2")
+        _keep(next(iter(_models().values())), _tokens(1, _TOKENS), candidate, "0.2")
     except BudgetRefused:
         return "0.73"
     except Exception:  # the check itself says what it is
@@ -161,138 +174,169 @@ def _small(p: Policy) -> str:
 # --- the invariants -------------------------------------------------------------------------------
 
 
-def _count(p: Policy, keep: Tensor, budget: str, lengths: list[int], what: str) -> None:
+def _count(
+    candidate: Policy, kept_masks: Tensor, budget: str, lengths: list[int], description: str
+) -> None:
     """Hold the entries of every sequence against the budget."""
-    layers, _, heads, _ = keep.shape
-    for row, length in enumerate(lengths):
-        b = Budget.parse(budget).per_head(length) if p.has_budget else length
-        expected, got = layers * heads * b, int(keep[:, row].sum())
-        if got != expected:
+    layer_count, _, head_count, _ = kept_masks.shape
+    for row_index, length in enumerate(lengths):
+        head_budget = Budget.parse(budget).per_head(length) if candidate.has_budget else length
+        expected_count, actual_count = (
+            layer_count * head_count * head_budget,
+            int(kept_masks[:, row_index].sum()),
+        )
+        if actual_count != expected_count:
             raise Failed(
-                f"{what}, {length} tokens, budget {budget}: expected N = {layers} x {heads} x {b} "
-                f"= {expected} entries, got {got}"
+                f"{description}, {length} tokens, budget {budget}: expected N = {layer_count} x "
+                f"{head_count} x {head_budget} = {expected_count} entries, got {actual_count}"
             )
 
 
-def _exact(p: Policy) -> str:
-    met: dict[str, None] = {}
-    for name, model in _models().items():
+def _exact(candidate: Policy) -> str:
+    accepted: dict[str, None] = {}
+    for model_name, model in _models().items():
         for budget in _BUDGETS:
             with suppress(BudgetRefused):
-                _count(p, _keep(model, _tokens(1, _TOKENS), p, budget), budget, [_TOKENS], name)
-                met[budget] = None
-    refused = [budget for budget in _BUDGETS if budget not in met]
-    said = f"; refused: {', '.join(refused)}" if refused else ""
-    return f"{_TOKENS} tokens, budgets {', '.join(met)}, {' and '.join(_models())}{said}"
+                _count(
+                    candidate,
+                    _keep(model, _tokens(1, _TOKENS), candidate, budget),
+                    budget,
+                    [_TOKENS],
+                    model_name,
+                )
+                accepted[budget] = None
+    refused_budgets = [budget for budget in _BUDGETS if budget not in accepted]
+    refusals = f"; refused: {', '.join(refused_budgets)}" if refused_budgets else ""
+    return f"{_TOKENS} tokens, budgets {', '.join(accepted)}, {' and '.join(_models())}{refusals}"
 
 
-def _odd(p: Policy) -> str:
+def _odd(candidate: Policy) -> str:
     lengths = (1, 2, 3, 7, 33)
-    for name, model in _models().items():
+    for model_name, model in _models().items():
         for length in lengths:
             for budget in ("1", "0.4"):
                 with suppress(BudgetRefused):
-                    keep = _keep(model, _tokens(1, length), p, budget)
-                    _count(p, keep, budget, [length], name)
+                    kept_masks = _keep(model, _tokens(1, length), candidate, budget)
+                    _count(candidate, kept_masks, budget, [length], model_name)
     return f"{', '.join(map(str, lengths))} tokens"
 
 
 def _padded() -> tuple[Tensor, Tensor]:
     """Ids and mask of a batch padded on the left, `[B, T]` each."""
-    mask = torch.arange(_TOKENS) >= _TOKENS - torch.tensor(_LENGTHS)[:, None]
-    return _tokens(len(_LENGTHS), _TOKENS), mask
+    attention_mask = torch.arange(_TOKENS) >= _TOKENS - torch.tensor(_LENGTHS)[:, None]
+    return _tokens(len(_LENGTHS), _TOKENS), attention_mask
 
 
-def _padding(p: Policy) -> str:
-    ids, mask = _padded()
-    for name, model in _models().items():
-        for budget in dict.fromkeys(("1", "0.2", "13", _small(p))):
+def _padding(candidate: Policy) -> str:
+    token_ids, attention_mask = _padded()
+    for model_name, model in _models().items():
+        for budget in dict.fromkeys(("1", "0.2", "13", _small(candidate))):
             with suppress(BudgetRefused):
-                keep = _keep(model, ids, p, budget, mask)
-                _count(p, keep, budget, list(_LENGTHS), f"{name}, padded on the left")
-                for row, length in enumerate(_LENGTHS):
-                    alone = _keep(model, ids[row : row + 1, -length:], p, budget)
-                    padding = f"{length} tokens and {_TOKENS - length} of padding"
+                kept_masks = _keep(model, token_ids, candidate, budget, attention_mask)
+                _count(
+                    candidate,
+                    kept_masks,
+                    budget,
+                    list(_LENGTHS),
+                    f"{model_name}, padded on the left",
+                )
+                for row_index, length in enumerate(_LENGTHS):
+                    single_masks = _keep(
+                        model, token_ids[row_index : row_index + 1, -length:], candidate, budget
+                    )
+                    padding_text = f"{length} tokens and {_TOKENS - length} of padding"
                     _same(
-                        keep[:, row, :, -alone.shape[-1] :],
-                        alone[:, 0],
-                        f"{name}, budget {budget}, {padding}",
+                        kept_masks[:, row_index, :, -single_masks.shape[-1] :],
+                        single_masks[:, 0],
+                        f"{model_name}, budget {budget}, {padding_text}",
                     )
     return f"rows of {', '.join(map(str, _LENGTHS))} tokens in one batch"
 
 
-def _batch(p: Policy) -> str:
-    ids, budget = _tokens(3, 33), _small(p)
-    for name, model in _models().items():
-        together = _keep(model, ids, p, budget)
-        turned = _keep(model, ids.flip(0), p, budget).flip(1)
-        _same(together, turned, f"{name}, the same rows in another order")
-        for row in range(3):
-            alone = _keep(model, ids[row : row + 1], p, budget)
-            _same(together[:, row], alone[:, 0], f"{name}, row {row} of 3 against itself alone")
+def _batch(candidate: Policy) -> str:
+    token_ids, budget = _tokens(3, 33), _small(candidate)
+    for model_name, model in _models().items():
+        batch_masks = _keep(model, token_ids, candidate, budget)
+        reversed_masks = _keep(model, token_ids.flip(0), candidate, budget).flip(1)
+        _same(batch_masks, reversed_masks, f"{model_name}, the same rows in another order")
+        for row_index in range(3):
+            single_masks = _keep(model, token_ids[row_index : row_index + 1], candidate, budget)
+            _same(
+                batch_masks[:, row_index],
+                single_masks[:, 0],
+                f"{model_name}, row {row_index} of 3 against itself alone",
+            )
     return "three rows together, in another order, and alone"
 
 
-def _deterministic(p: Policy) -> str:
-    seeded, budget = False, _small(p)
-    for name, model in _models().items():
-        ids = _tokens(2, _TOKENS)
-        first = _keep(model, ids, p, budget)
-        _same(_keep(model, ids, p, budget), first, f"{name}, twice the same")
-        seeded |= not torch.equal(_keep(model, ids, p, budget, seed=1), first)
-    return "twice the same; another seed " + ("keeps others" if seeded else "changes nothing")
+def _deterministic(candidate: Policy) -> str:
+    seed_matters, budget = False, _small(candidate)
+    for model_name, model in _models().items():
+        token_ids = _tokens(2, _TOKENS)
+        first_masks = _keep(model, token_ids, candidate, budget)
+        _same(
+            _keep(model, token_ids, candidate, budget), first_masks, f"{model_name}, twice the same"
+        )
+        seed_matters |= not torch.equal(
+            _keep(model, token_ids, candidate, budget, seed=1), first_masks
+        )
+    return "twice the same; another seed " + ("keeps others" if seed_matters else "changes nothing")
 
 
-def _same(got: Tensor, expected: Tensor, what: str) -> None:
+def _same(actual_masks: Tensor, expected_masks: Tensor, description: str) -> None:
     """Compare kept sets `[L, ..., T]`."""
-    wrong = got != expected
-    if bool(wrong.any()):
-        layer = int(wrong.flatten(1).any(1).nonzero()[0])
-        token = int(wrong[layer].flatten(0, -2).any(0).nonzero()[0])
+    differences = actual_masks != expected_masks
+    if bool(differences.any()):
+        layer_index = int(differences.flatten(1).any(1).nonzero()[0])
+        token_index = int(differences[layer_index].flatten(0, -2).any(0).nonzero()[0])
         raise Failed(
-            f"{what}: {int((got & wrong).sum())} entries are kept and "
-            f"{int((expected & wrong).sum())} evicted otherwise than expected, first token {token} "
-            f"in layer {layer}"
+            f"{description}: {int((actual_masks & differences).sum())} entries are kept and "
+            f"{int((expected_masks & differences).sum())} evicted otherwise than expected, first "
+            f"token {token_index} in layer {layer_index}"
         )
 
 
-def _clean(p: Policy) -> str:
-    if not p.has_budget:
+def _clean(candidate: Policy) -> str:
+    if not candidate.has_budget:
         return "nothing is scored"
     probe: Any
-    if p.score is not None:
-        probe = ScoreProbe(p.score)
-        watched = replace(p, base=None, score=probe)
+    if candidate.score is not None:
+        probe = ScoreProbe(candidate.score)
+        probed_policy = replace(candidate, base=None, score=probe)
     else:
-        assert p.read is not None
-        probe = ReaderProbe(p.read, dense_layers=p.read.dense_layers)
-        watched = replace(p, base=None, read=probe)
-    (ids, mask), budget = _padded(), _small(p)
-    for name, model in _models().items():
+        assert candidate.read is not None
+        probe = ReaderProbe(candidate.read, dense_layers=candidate.read.dense_layers)
+        probed_policy = replace(candidate, base=None, read=probe)
+    (token_ids, attention_mask), budget = _padded(), _small(candidate)
+    for model_name, model in _models().items():
         weights = Weights(model)
         error: Exception | None = None
         try:
-            _keep(model, ids, watched, budget, mask)
+            _keep(model, token_ids, probed_policy, budget, attention_mask)
         except Exception as raised:
             error = raised
         probe.settle()
-        if changed := weights.changed():
-            raise Failed(f"{name}: the model's parameter {changed} was changed in place")
-        if probe.found:  # a change is a better reason than an error that follows from it
-            raise Failed(f"{name}: {probe.found[0]}")
+        if changed_name := weights.changed():
+            raise Failed(f"{model_name}: the model's parameter {changed_name} was changed in place")
+        if probe.problems:  # a change is a better reason than an error that follows from it
+            raise Failed(f"{model_name}: {probe.problems[0]}")
         if error is not None:
             raise error
     return "in every layer, with padding"
 
 
-def _bfloat16(p: Policy) -> str:
-    for name, model in _models().items():
-        half = _in_bfloat16(model)
-        for budget in dict.fromkeys(("1", "0.2", _small(p))):
+def _bfloat16(candidate: Policy) -> str:
+    for model_name, model in _models().items():
+        half_model = _in_bfloat16(model)
+        for budget in dict.fromkeys(("1", "0.2", _small(candidate))):
             with suppress(BudgetRefused):
-                keep = _keep(half, _tokens(1, _TOKENS), p, budget)
-                _count(p, keep, budget, [_TOKENS], f"{name} in bfloat16")
-                _same(_keep(half, _tokens(1, _TOKENS), p, budget), keep, f"{name}, twice the same")
+                kept_masks = _keep(half_model, _tokens(1, _TOKENS), candidate, budget)
+                _count(candidate, kept_masks, budget, [_TOKENS], f"{model_name} in bfloat16")
+                _same(
+                    _keep(half_model, _tokens(1, _TOKENS), candidate, budget),
+                    kept_masks,
+                    f"{model_name}, twice the same",
+                )
     return "exactly N, twice the same"
 
 
@@ -304,52 +348,61 @@ def _in_bfloat16(model: nn.Module) -> nn.Module:
 # --- parameters -----------------------------------------------------------------------------------
 
 
-def _parameters(p: Policy) -> str:
-    if policy(str(p)) != p:
-        raise Failed(f"{p} read again gives {policy(str(p))}")
-    names = []
-    for kind in KINDS:
-        piece: Part | None = getattr(p, kind)
-        if piece is None:
+def _parameters(candidate: Policy) -> str:
+    if policy(str(candidate)) != candidate:
+        raise Failed(f"{candidate} read again gives {policy(str(candidate))}")
+    parameter_keys = []
+    for part_kind in KINDS:
+        component: Part | None = getattr(candidate, part_kind)
+        if component is None:
             continue
-        types = piece.parameter_types()
-        for key, value in piece.parameters().items():
-            names.append(key)
-            _spelled_back(p, key, value, types[key])
-    return ", ".join(names) or "there are none"
+        value_types = component.parameter_types()
+        for parameter_key, default_value in component.parameters().items():
+            parameter_keys.append(parameter_key)
+            _spelled_back(candidate, parameter_key, default_value, value_types[parameter_key])
+    return ", ".join(parameter_keys) or "there are none"
 
 
-def _spelled_back(p: Policy, key: str, value: object, hint: object) -> None:
-    if policy(p, **{key: spell(value)}) != p:
+def _spelled_back(
+    candidate: Policy, parameter_key: str, default_value: object, type_hint: object
+) -> None:
+    if policy(candidate, **{parameter_key: spell(default_value)}) != candidate:
         raise Failed(
-            f"{key}={spell(value)}, its own default, is not read back as {value!r}; a parameter is "
-            "an int, float, bool, str or a Literal"
+            f"{parameter_key}={spell(default_value)}, its own default, is not read back as "
+            f"{default_value!r}; a parameter is an int, float, bool, str or a Literal"
         )
-    for other in _others(value, hint):
+    for other_value in _others(default_value, type_hint):
         try:
-            changed = policy(p, **{key: other})
+            changed_policy = policy(candidate, **{parameter_key: other_value})
         except UserError:
             continue  # out of its range, and said in one line
         except Exception as error:
             raise Failed(
-                f"{key}={spell(other)} raises {type(error).__name__}; raise UserError with one "
-                "line instead"
+                f"{parameter_key}={spell(other_value)} raises {type(error).__name__}; raise "
+                "UserError with one line instead"
             ) from error
-        again = policy(str(changed))
-        if again != changed or str(again) == str(p):
-            raise Failed(f"{key}={spell(other)} is spelled {changed}, which reads as {again}")
+        reparsed_policy = policy(str(changed_policy))
+        if reparsed_policy != changed_policy or str(reparsed_policy) == str(candidate):
+            raise Failed(
+                f"{parameter_key}={spell(other_value)} is spelled {changed_policy}, which reads as "
+                f"{reparsed_policy}"
+            )
 
 
-def _others(value: object, hint: object) -> Iterator[object]:
+def _others(default_value: object, type_hint: object) -> Iterator[object]:
     """Values other than the default, in range or not."""
-    options = typing.get_args(hint)
-    if typing.get_origin(hint) is typing.Literal:
-        yield from (option for option in options if option != value)
-    elif isinstance(value, bool):
-        yield not value
-    elif isinstance(value, int):
-        yield from (value + 2, max(1, value // 2) if value != 1 else 3, -1)
-    elif isinstance(value, float):
-        yield from (value / 2 if value else 0.5, 1.0 if value != 1 else 0.25, -1.0)
-    elif value is None and int in options:
+    choices = typing.get_args(type_hint)
+    if typing.get_origin(type_hint) is typing.Literal:
+        yield from (choice for choice in choices if choice != default_value)
+    elif isinstance(default_value, bool):
+        yield not default_value
+    elif isinstance(default_value, int):
+        yield from (default_value + 2, max(1, default_value // 2) if default_value != 1 else 3, -1)
+    elif isinstance(default_value, float):
+        yield from (
+            default_value / 2 if default_value else 0.5,
+            1.0 if default_value != 1 else 0.25,
+            -1.0,
+        )
+    elif default_value is None and int in choices:
         yield from (5, -1)

@@ -38,22 +38,22 @@ class Sampling:
             raise UserError(f"top_k must be at least 1 (or 0 for all tokens), not {self.top_k}")
 
 
-def from_yaml(kwargs: Mapping[str, Any], where: str) -> Sampling | None:
+def from_yaml(kwargs: Mapping[str, Any], yaml_label: str) -> Sampling | None:
     """Read the sampling from the `generation_kwargs` of an lm-eval YAML, as lm-eval does.
 
     Args:
         kwargs: Without `do_sample`, a temperature above 0 means sampling. With `do_sample: true`
             the default temperature is 1.
-        where: The name of the task, for messages.
+        yaml_label: The name of the task, for messages.
 
     Raises:
         UserError: A value is out of range.
     """
     temperature = kwargs.get("temperature")
-    wanted = kwargs.get("do_sample")
-    if wanted is None:
-        wanted = bool(temperature)
-    if not wanted:
+    do_sample = kwargs.get("do_sample")
+    if do_sample is None:
+        do_sample = bool(temperature)
+    if not do_sample:
         return None
     try:
         return Sampling(
@@ -62,7 +62,7 @@ def from_yaml(kwargs: Mapping[str, Any], where: str) -> Sampling | None:
             int(kwargs.get("top_k") or 0),
         )
     except (UserError, TypeError, ValueError) as error:
-        raise UserError(f"{where}: generation_kwargs in its YAML: {error}") from None
+        raise UserError(f"{yaml_label}: generation_kwargs in its YAML: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -75,14 +75,18 @@ class Thinking:
     @classmethod
     def of(cls, tokenizer: Any) -> Thinking | None:
         """The tokens of a tokenizer; None if it has no token that closes thinking."""
-        ids = [_token(tokenizer, text) for text in (THINK, THOUGHT)]
-        return None if ids[1] < 0 else cls(*ids)
+        token_ids = [_token(tokenizer, marker_text) for marker_text in (THINK, THOUGHT)]
+        return None if token_ids[1] < 0 else cls(*token_ids)
 
 
-def _token(tokenizer: Any, text: str) -> int:
+def _token(tokenizer: Any, marker_text: str) -> int:
     """Id of a token; -1 if the tokenizer does not have it."""
-    found = tokenizer.convert_tokens_to_ids(text)
-    return -1 if found is None or tokenizer.convert_ids_to_tokens(found) != text else int(found)
+    token_id = tokenizer.convert_tokens_to_ids(marker_text)
+    return (
+        -1
+        if token_id is None or tokenizer.convert_ids_to_tokens(token_id) != marker_text
+        else int(token_id)
+    )
 
 
 def scored_text(response: str, until: Sequence[str]) -> str:
@@ -91,7 +95,9 @@ def scored_text(response: str, until: Sequence[str]) -> str:
     It is the text after the thinking, cut at the first stop string, as lm-eval does with
     `think_end_token`. If the thinking was never closed, the whole response is scored.
     """
-    thought, end, rest = response.rpartition(THOUGHT)
-    text = rest.lstrip() if end else thought + rest
-    ends = [text.find(u) for u in until if u and u in text]
-    return text[: min(ends)] if ends else text
+    thought, end_marker, remainder = response.rpartition(THOUGHT)
+    answer = remainder.lstrip() if end_marker else thought + remainder
+    stop_positions = [
+        answer.find(stop_text) for stop_text in until if stop_text and stop_text in answer
+    ]
+    return answer[: min(stop_positions)] if stop_positions else answer

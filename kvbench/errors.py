@@ -53,12 +53,12 @@ def out_of_memory(error: BaseException) -> bool:
     Goes by names and messages, so that it needs no import of torch: torch's CPU allocator raises a
     plain RuntimeError.
     """
-    names = {kind.__name__ for kind in type(error).__mro__}
-    if names & {"MemoryError", "OutOfMemoryError"}:
+    class_names = {base_class.__name__ for base_class in type(error).__mro__}
+    if class_names & {"MemoryError", "OutOfMemoryError"}:
         return True
-    text = message_of(error)
+    message = message_of(error)
     return isinstance(error, RuntimeError) and (
-        "can't allocate memory" in text or "CUDA out of memory" in text
+        "can't allocate memory" in message or "CUDA out of memory" in message
     )
 
 
@@ -92,7 +92,7 @@ def shorten(text: str) -> str:
 
 def shorten_words(text: str) -> str:
     """Apply `shorten` to each word of a message."""
-    return _LONG_WORD.sub(lambda word: shorten(word[0]), text)
+    return _LONG_WORD.sub(lambda match: shorten(match[0]), text)
 
 
 def quoted(value: object) -> str:
@@ -113,46 +113,58 @@ def message_of(error: BaseException) -> str:
 
 def reason_of(error: BaseException) -> str:
     """Describe in one line what was raised, and where."""
-    text = shorten_words((message_of(error) or "no message").splitlines()[0])
+    first_line = shorten_words((message_of(error) or "no message").splitlines()[0])
     if isinstance(error, (BudgetError, PluginError, UserError)):
-        return text
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {text}{where}"
+        return first_line
+    stack_frames = traceback.extract_tb(error.__traceback__)
+    location = (
+        f" ({Path(stack_frames[-1].filename).name}:{stack_frames[-1].lineno})"
+        if stack_frames
+        else ""
+    )
+    return f"{type(error).__name__}: {first_line}{location}"
 
 
 def first_lines(error: Exception) -> str:
     """An error in one line; its first line alone if that is a sentence of its own."""
-    lines = [line.strip() for line in message_of(error).splitlines() if line.strip()]
-    if not lines:
+    message_lines = [
+        message_line.strip()
+        for message_line in message_of(error).splitlines()
+        if message_line.strip()
+    ]
+    if not message_lines:
         return type(error).__name__
-    text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    summary = " ".join(message_lines[:2]) if message_lines[0].endswith(":") else message_lines[0]
     # transformers logs its report, which kvbench silences, so nothing is "above".
-    text = _REPORT.sub("", text).strip()
-    plain = isinstance(error, (OSError, ValueError, ImportError))
-    return text if plain else f"{type(error).__name__}: {text}"
+    summary = _REPORT.sub("", summary).strip()
+    is_plain = isinstance(error, (OSError, ValueError, ImportError))
+    return summary if is_plain else f"{type(error).__name__}: {summary}"
 
 
-def nearest(name: str, names: Iterable[str], n: int = 3) -> str:
+def nearest(unknown_name: str, known_names: Iterable[str], max_matches: int = 3) -> str:
     """Suggest the known names closest to an unknown one.
 
     Args:
-        name: The unknown name.
-        names: All known names.
-        n: The largest number of suggestions.
+        unknown_name: The unknown name.
+        known_names: All known names.
+        max_matches: The largest number of suggestions.
 
     Returns:
         `"; did you mean a, b?"`, or an empty string if no name is close.
     """
-    known = {k.lower(): k for k in sorted(set(names))}
-    low = name.lower()
-    close = difflib.get_close_matches(low, known, n=n, cutoff=0.6)
-    close += [k for k in known if k not in close and low and low in k]
-    close = [known[k] for k in close]
-    return f"; did you mean {', '.join(close[:n])}?" if close else ""
+    names_by_lower = {candidate.lower(): candidate for candidate in sorted(set(known_names))}
+    lower_name = unknown_name.lower()
+    close_matches = difflib.get_close_matches(lower_name, names_by_lower, n=max_matches, cutoff=0.6)
+    close_matches += [
+        candidate
+        for candidate in names_by_lower
+        if candidate not in close_matches and lower_name and lower_name in candidate
+    ]
+    close_matches = [names_by_lower[candidate] for candidate in close_matches]
+    return f"; did you mean {', '.join(close_matches[:max_matches])}?" if close_matches else ""
 
 
-def unknown(kind: str, name: object, names: Iterable[str], see: str = "") -> UserError:
+def unknown(kind: str, name: object, names: Iterable[str], list_command: str = "") -> UserError:
     """Make the error for a name that is not known.
 
     Args:
@@ -160,15 +172,15 @@ def unknown(kind: str, name: object, names: Iterable[str], see: str = "") -> Use
         name: The unknown name.
         names: All known names. The nearest are suggested. If none is close, a few names are listed
             in full, and of many the least distant.
-        see: The command that lists all names, such as "kvbench list tasks".
+        list_command: The command that lists all names, such as "kvbench list tasks".
     """
-    known = list(names)
-    text = name if isinstance(name, str) else quoted(name)
-    hint = nearest(text, known)
-    if not hint and len(known) <= _FEW:
-        hint = f"; choose from {', '.join(known) or 'nothing: none exists'}"
+    known_names = list(names)
+    name_text = name if isinstance(name, str) else quoted(name)
+    hint = nearest(name_text, known_names)
+    if not hint and len(known_names) <= _FEW:
+        hint = f"; choose from {', '.join(known_names) or 'nothing: none exists'}"
     elif not hint:
-        near = difflib.get_close_matches(text.lower(), known, cutoff=0.3)
-        hint = f"; the nearest are {', '.join(near)}" if near else ""
-    shown = f" ({see} shows all)" if see else ""
-    return UserError(f"unknown {kind} {quoted(name)}{hint}{shown}")
+        near_matches = difflib.get_close_matches(name_text.lower(), known_names, cutoff=0.3)
+        hint = f"; the nearest are {', '.join(near_matches)}" if near_matches else ""
+    list_hint = f" ({list_command} shows all)" if list_command else ""
+    return UserError(f"unknown {kind} {quoted(name)}{hint}{list_hint}")

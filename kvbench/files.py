@@ -24,13 +24,13 @@ def cache_dir() -> Path:
     """The folder for generated data: `$KVBENCH_CACHE`, or `kvbench` in the user's cache."""
     if os.environ.get("KVBENCH_CACHE"):
         return Path(os.environ["KVBENCH_CACHE"])
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "kvbench"
+    cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache_home) / "kvbench"
 
 
-def cannot(verb: str, path: str | Path, error: OSError) -> UserError:
+def cannot(verb: str, target_path: str | Path, error: OSError) -> UserError:
     """Describe in one line why a file cannot be read or written."""
-    return UserError(f"cannot {verb} {path}: {error.strerror or error}")
+    return UserError(f"cannot {verb} {target_path}: {error.strerror or error}")
 
 
 # --- digests --------------------------------------------------------------------------------------
@@ -38,8 +38,8 @@ def cannot(verb: str, path: str | Path, error: OSError) -> UserError:
 
 def digest_of(value: object) -> str:
     """16 hex digits of any JSON value; the order of keys in mappings does not count."""
-    text = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    json_text = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    return hashlib.sha256(json_text.encode()).hexdigest()[:16]
 
 
 State: TypeAlias = tuple[int, ...]
@@ -49,7 +49,7 @@ _SETTLED = 2 * 10**9
 """Nanoseconds after a change: a second change could leave an earlier file's times as they are."""
 
 
-def state_of(path: Path) -> State:
+def state_of(file_path: Path) -> State:
     """Size, modification time, change time, inode and device of a file.
 
     Tools such as `cp -p` and `rsync -t` keep size and modification time; the change time is the
@@ -58,11 +58,17 @@ def state_of(path: Path) -> State:
     Raises:
         OSError: The file cannot be read.
     """
-    at = path.stat()
-    return (at.st_size, at.st_mtime_ns, at.st_ctime_ns, at.st_ino, at.st_dev)
+    file_status = file_path.stat()
+    return (
+        file_status.st_size,
+        file_status.st_mtime_ns,
+        file_status.st_ctime_ns,
+        file_status.st_ino,
+        file_status.st_dev,
+    )
 
 
-def file_digests(paths: Iterable[Path]) -> list[str]:
+def file_digests(file_paths: Iterable[Path]) -> list[str]:
     """SHA-256 of each file.
 
     Large files are read once: their digests are cached by path and `state_of`.
@@ -70,70 +76,77 @@ def file_digests(paths: Iterable[Path]) -> list[str]:
     Raises:
         OSError: A file cannot be read.
     """
-    cached = cache_dir() / "digests.json"
-    known = _known_digests(cached)
-    before = dict(known)
+    cache_path = cache_dir() / "digests.json"
+    cached_digests = _known_digests(cache_path)
+    previous_digests = dict(cached_digests)
     digests = []
-    for path in paths:
-        name, state = str(path.resolve()), list(state_of(path))
-        if name not in known or known[name][0] != state:
-            with path.open("rb") as file:
-                known[name] = [state, hashlib.file_digest(file, "sha256").hexdigest()]
-        digests.append(known[name][1])
-        if time.time_ns() - state[2] < _SETTLED or list(state_of(path)) != state:
-            del known[name]
-    if known != before:
+    for file_path in file_paths:
+        resolved_name, file_state = str(file_path.resolve()), list(state_of(file_path))
+        if resolved_name not in cached_digests or cached_digests[resolved_name][0] != file_state:
+            with file_path.open("rb") as file_handle:
+                cached_digests[resolved_name] = [
+                    file_state,
+                    hashlib.file_digest(file_handle, "sha256").hexdigest(),
+                ]
+        digests.append(cached_digests[resolved_name][1])
+        if time.time_ns() - file_state[2] < _SETTLED or list(state_of(file_path)) != file_state:
+            del cached_digests[resolved_name]
+    if cached_digests != previous_digests:
         with contextlib.suppress(OSError, UserError):  # it only saves time
-            cached.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(cached) as part:
-                part.write_text(json.dumps(known))
+            cache_path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(cache_path) as partial_path:
+                partial_path.write_text(json.dumps(cached_digests))
     return digests
 
 
-def _known_digests(path: Path) -> dict[str, Any]:
+def _known_digests(cache_path: Path) -> dict[str, Any]:
     """State and digest by path; entries of earlier versions are dropped."""
     try:
-        known = json.loads(path.read_text())
+        cached_digests = json.loads(cache_path.read_text())
     except (OSError, ValueError):
         return {}
-    if not isinstance(known, dict):
+    if not isinstance(cached_digests, dict):
         return {}
-    return {k: v for k, v in known.items() if isinstance(v, list) and len(v) == 2}
+    return {
+        resolved_name: cached_digest
+        for resolved_name, cached_digest in cached_digests.items()
+        if isinstance(cached_digest, list) and len(cached_digest) == 2
+    }
 
 
 # --- whole files ----------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Give a path to write to; it takes the place of `path` once everything is on disk.
+def replacing(target_path: Path) -> Iterator[Path]:
+    """Give a path to write to; it takes the place of `target_path` once everything is on disk.
 
-    If `path` is a symbolic link, the file that it points to is replaced.
+    If `target_path` is a symbolic link, the file that it points to is replaced.
 
     Raises:
-        UserError: The file cannot be written; `path` is unchanged.
+        UserError: The file cannot be written; `target_path` is unchanged.
     """
-    if os.path.islink(path):
-        path = Path(os.path.realpath(path))
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    if os.path.islink(target_path):
+        target_path = Path(os.path.realpath(target_path))
+    partial_path = target_path.with_name(f".{target_path.name}.{os.getpid()}.part")
     try:
-        yield part
-        _sync(part)
-        part.replace(path)
-        _sync(path.parent)
+        yield partial_path
+        _sync(partial_path)
+        partial_path.replace(target_path)
+        _sync(target_path.parent)
     except OSError as error:
-        raise cannot("write", path, error) from None
+        raise cannot("write", target_path, error) from None
     finally:
         with contextlib.suppress(OSError):  # such as a name that is too long, which never existed
-            part.unlink()
+            partial_path.unlink()
 
 
-def unfinished(path: Path) -> list[Path]:
-    """What processes have begun to write to take the place of `path`; they may be running."""
-    return sorted(path.parent.glob(f".{glob.escape(path.name)}.*.part"))
+def unfinished(file_path: Path) -> list[Path]:
+    """What processes have begun to write to take the place of `file_path`; they may be running."""
+    return sorted(file_path.parent.glob(f".{glob.escape(file_path.name)}.*.part"))
 
 
-def write_whole(path: Path, content: bytes) -> None:
+def write_whole(target_path: Path, content: bytes) -> None:
     """Write a file and the folders above it; the file appears once everything is on disk.
 
     A device such as `/dev/stdout` or a named pipe is opened and written to instead.
@@ -142,57 +155,60 @@ def write_whole(path: Path, content: bytes) -> None:
         UserError: The file cannot be written; an earlier one is unchanged.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and _is_stream(path):
-            with open(os.open(path, os.O_WRONLY | os.O_APPEND), "wb") as stream:
+        target_path.parent.mkdir(parents=True, exist_ok=True)
+        if target_path.exists() and _is_stream(target_path):
+            with open(os.open(target_path, os.O_WRONLY | os.O_APPEND), "wb") as stream:
                 stream.write(content)
             return
     except OSError as error:
-        raise cannot("write", path, error) from None
-    with replacing(path) as part:
-        part.write_bytes(content)
+        raise cannot("write", target_path, error) from None
+    with replacing(target_path) as partial_path:
+        partial_path.write_bytes(content)
 
 
-def _is_stream(path: Path) -> bool:
+def _is_stream(file_path: Path) -> bool:
     """Whether a path names a device, a pipe or, as `/dev/stdout` does, a file that is open."""
-    return not stat.S_ISREG(path.stat().st_mode) or path.absolute().parts[1] in ("dev", "proc")
+    return not stat.S_ISREG(file_path.stat().st_mode) or file_path.absolute().parts[1] in (
+        "dev",
+        "proc",
+    )
 
 
-def _sync(path: Path) -> None:
+def _sync(file_path: Path) -> None:
     """Wait until a file's content, or a folder's list of names, is on disk."""
-    opened = os.open(path, os.O_RDONLY)
+    descriptor = os.open(file_path, os.O_RDONLY)
     try:
-        os.fsync(opened)
+        os.fsync(descriptor)
     finally:
-        os.close(opened)
+        os.close(descriptor)
 
 
 @contextlib.contextmanager
-def replacing_folder(path: Path) -> Iterator[Path]:
-    """Give an empty folder to write to; it becomes `path` once all of its files are on disk.
+def replacing_folder(folder: Path) -> Iterator[Path]:
+    """Give an empty folder to write to; it becomes `folder` once all of its files are on disk.
 
-    If another process makes `path` in the meantime, that folder stays and this one is discarded.
+    If another process makes `folder` in the meantime, that folder stays and this one is discarded.
 
     Raises:
-        UserError: The folder cannot be written; `path` does not exist.
+        UserError: The folder cannot be written; `folder` does not exist.
     """
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    partial_folder = folder.with_name(f".{folder.name}.{os.getpid()}.part")
     try:
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-        yield part
-        for file in part.rglob("*"):
-            _sync(file)
+        shutil.rmtree(partial_folder, ignore_errors=True)
+        partial_folder.mkdir(parents=True)
+        yield partial_folder
+        for file_path in partial_folder.rglob("*"):
+            _sync(file_path)
         try:
-            part.rename(path)
+            partial_folder.rename(folder)
         except OSError:
-            if not path.is_dir():
+            if not folder.is_dir():
                 raise
-        _sync(path.parent)
+        _sync(folder.parent)
     except OSError as error:
-        raise cannot("write", path, error) from None
+        raise cannot("write", folder, error) from None
     finally:
-        shutil.rmtree(part, ignore_errors=True)
+        shutil.rmtree(partial_folder, ignore_errors=True)
 
 
 # --- the journal ----------------------------------------------------------------------------------
@@ -225,13 +241,13 @@ class Journal:
         UserError: The file is not a journal.
     """
 
-    def __init__(self, path: Path, mode: int = 0o644) -> None:
-        self.path = path
+    def __init__(self, journal_path: Path, file_mode: int = 0o644) -> None:
+        self.path = journal_path
         self.damaged = 0
         self._file = -1
-        if path.exists():
+        if journal_path.exists():
             self._recover()
-        self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, mode)
+        self._file = os.open(journal_path, os.O_RDWR | os.O_APPEND | os.O_CREAT, file_mode)
 
     def __enter__(self) -> Self:
         return self
@@ -251,28 +267,28 @@ class Journal:
 
     def placed(self) -> Iterator[tuple[Place, Any]]:
         """Read the objects of the file one at a time, in order, each with its place."""
-        start = 0
-        with self.path.open("rb") as file:
-            for line in file:
-                yield (start, len(line)), json.loads(line[_PAYLOAD:-2])
-                start += len(line)
+        line_start = 0
+        with self.path.open("rb") as file_handle:
+            for journal_line in file_handle:
+                yield (line_start, len(journal_line)), json.loads(journal_line[_PAYLOAD:-2])
+                line_start += len(journal_line)
 
-    def at(self, place: Place) -> Any:
+    def at(self, line_span: Place) -> Any:
         """Read the object at a place.
 
         Raises:
             OSError: The file cannot be read.
             UserError: The line is no longer what it was when the file was opened.
         """
-        start, size = place
-        line = os.pread(self._file, size, start)
-        if not _is_intact(line):
+        line_start, line_length = line_span
+        journal_line = os.pread(self._file, line_length, line_start)
+        if not _is_intact(journal_line):
             raise UserError(
                 f"{self.path} was changed while it was in use; run the same command again"
             )
-        return json.loads(line[_PAYLOAD:-2])
+        return json.loads(journal_line[_PAYLOAD:-2])
 
-    def append(self, objects: Iterable[Mapping[str, Any]]) -> list[Place]:
+    def append(self, new_entries: Iterable[Mapping[str, Any]]) -> list[Place]:
         """Write objects and wait until the disk has them.
 
         Returns:
@@ -281,89 +297,99 @@ class Journal:
         Raises:
             OSError: The disk is full or fails; nothing of these objects remains in the file.
         """
-        lines = [_line(one) for one in objects]
-        left = memoryview(b"".join(lines))
-        start = os.fstat(self._file).st_size
+        journal_lines = [_line(new_entry) for new_entry in new_entries]
+        unwritten_bytes = memoryview(b"".join(journal_lines))
+        append_offset = os.fstat(self._file).st_size
         try:
-            while left:
-                left = left[os.write(self._file, left) :]
+            while unwritten_bytes:
+                unwritten_bytes = unwritten_bytes[os.write(self._file, unwritten_bytes) :]
             os.fsync(self._file)
         except BaseException:
             with contextlib.suppress(OSError):  # the next open cuts off a torn line as well
-                os.ftruncate(self._file, start)
+                os.ftruncate(self._file, append_offset)
             raise
-        sizes = [len(line) for line in lines]
-        return list(zip(accumulate(sizes, initial=start), sizes, strict=False))
+        line_lengths = [len(journal_line) for journal_line in journal_lines]
+        return list(
+            zip(accumulate(line_lengths, initial=append_offset), line_lengths, strict=False)
+        )
 
     def _recover(self) -> None:
         """Cut off a torn line and move damaged ones aside."""
-        ours, foreign, size, tail = False, False, 0, 0
-        with self.path.open("rb") as file:
-            for line in file:
-                size += len(line)
-                if _is_intact(line):
-                    ours = True
+        has_entries, has_foreign_text, byte_count, torn_bytes = False, False, 0, 0
+        with self.path.open("rb") as file_handle:
+            for journal_line in file_handle:
+                byte_count += len(journal_line)
+                if _is_intact(journal_line):
+                    has_entries = True
                     continue
-                text = line.removesuffix(b"\n")
-                ours = ours or _begins(text)
-                foreign = foreign or bool(text)
-                if line.endswith(b"\n"):
+                line_content = journal_line.removesuffix(b"\n")
+                has_entries = has_entries or _begins(line_content)
+                has_foreign_text = has_foreign_text or bool(line_content)
+                if journal_line.endswith(b"\n"):
                     self.damaged += 1
                 else:
-                    tail = len(line)
-        if foreign and not ours:
+                    torn_bytes = len(journal_line)
+        if has_foreign_text and not has_entries:
             raise UserError(f"{self.path} was not written by kvbench, so nothing is added to it")
         if self.damaged:
             self._mend()
-        elif tail:
-            os.truncate(self.path, size - tail)
+        elif torn_bytes:
+            os.truncate(self.path, byte_count - torn_bytes)
 
     def _mend(self) -> None:
-        aside = self.path.with_name(f"{self.path.name}.damaged")
-        with replacing(self.path) as part:
-            with self.path.open("rb") as file, part.open("wb") as kept, aside.open("ab") as broken:
-                for line in file:
-                    if line.endswith(b"\n"):
-                        (kept if _is_intact(line) else broken).write(line)
-            part.chmod(self.path.stat().st_mode)
+        damaged_path = self.path.with_name(f"{self.path.name}.damaged")
+        with replacing(self.path) as partial_path:
+            with (
+                self.path.open("rb") as source_handle,
+                partial_path.open("wb") as intact_handle,
+                damaged_path.open("ab") as damaged_handle,
+            ):
+                for journal_line in source_handle:
+                    if journal_line.endswith(b"\n"):
+                        (intact_handle if _is_intact(journal_line) else damaged_handle).write(
+                            journal_line
+                        )
+            partial_path.chmod(self.path.stat().st_mode)
 
 
 @contextlib.contextmanager
-def locked_journal(path: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[Journal]:
+def locked_journal(
+    journal_path: Path, waiting: Callable[[], None] = lambda: None
+) -> Iterator[Journal]:
     """Open a journal that no other process or thread can open meanwhile.
 
     Args:
-        path: The file, readable by its owner only; it is created if it does not exist.
+        journal_path: The file, readable by its owner only; it is created if it does not exist.
         waiting: Called if another holds the journal, before this one waits for it.
 
     Raises:
         UserError: The file cannot be read or written, now or later in the block.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.with_suffix(".lock").open("a") as lock:
+        journal_path.parent.mkdir(parents=True, exist_ok=True)
+        with journal_path.with_suffix(".lock").open("a") as lock_handle:
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(lock_handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 waiting()
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            with Journal(path, 0o600) as journal:
+                fcntl.flock(lock_handle, fcntl.LOCK_EX)
+            with Journal(journal_path, 0o600) as journal:
                 yield journal
     except OSError as error:
-        raise cannot("write", path, error) from None
+        raise cannot("write", journal_path, error) from None
 
 
-def _line(value: Mapping[str, Any]) -> bytes:
-    payload = json.dumps(value, separators=(",", ":")).encode()
+def _line(journal_entry: Mapping[str, Any]) -> bytes:
+    payload = json.dumps(journal_entry, separators=(",", ":")).encode()
     return _HEAD + b"%08x" % zlib.crc32(payload) + _MIDDLE + payload + b"}\n"
 
 
-def _is_intact(line: bytes) -> bool:
+def _is_intact(journal_line: bytes) -> bool:
     """Whether a line is whole, with its newline, and agrees with its CRC."""
-    payload = line[_PAYLOAD:-2]
-    return line == _HEAD + b"%08x" % zlib.crc32(payload) + _MIDDLE + payload + b"}\n"
+    payload = journal_line[_PAYLOAD:-2]
+    return journal_line == _HEAD + b"%08x" % zlib.crc32(payload) + _MIDDLE + payload + b"}\n"
 
 
-def _begins(line: bytes) -> bool:
+def _begins(journal_line: bytes) -> bool:
     """Whether a line could be the beginning of a damaged or torn one."""
-    return line.startswith(_HEAD[: len(line)]) and bool(line)
+    return journal_line.startswith(_HEAD[: len(journal_line)]) and bool(journal_line)

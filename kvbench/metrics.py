@@ -19,39 +19,45 @@ _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
-def normalize_answer(text: str) -> str:
+def normalize_answer(answer: str) -> str:
     """Lower the case, drop ASCII punctuation, then English articles, and single the spaces.
 
     Punctuation goes first and leaves no gap: "the-end" becomes "theend", which is not an article.
     """
-    return " ".join(_ARTICLE.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+    return " ".join(_ARTICLE.sub(" ", answer.lower().translate(_PUNCTUATION)).split())
 
 
-def answer_words(text: str, *, split_first: bool = False) -> list[str]:
+def answer_words(answer: str, *, split_first: bool = False) -> list[str]:
     """Split a text into its normalised words.
 
     Args:
-        text: An answer.
+        answer: An answer.
         split_first: Split at white space before dropping articles. An article that touches a
             non-ASCII mark, such as the one in "“the", is then kept; SQuAD drops it.
     """
     if not split_first:
-        return normalize_answer(text).split()
-    words = text.lower().translate(_PUNCTUATION).split()
+        return normalize_answer(answer).split()
+    words = answer.lower().translate(_PUNCTUATION).split()
     return [word for word in words if word not in _ARTICLES]
 
 
-def f1_words(found: Sequence[str], wanted: Sequence[str], *, both_empty: float = 0.0) -> float:
+def f1_words(
+    response_words: Sequence[str], reference_words: Sequence[str], *, both_empty: float = 0.0
+) -> float:
     """Harmonic mean of precision and recall of words, each counted as often as it occurs.
 
     Args:
-        found: Words of the response.
-        wanted: Words of the reference.
+        response_words: Words of the response.
+        reference_words: Words of the reference.
         both_empty: Score where neither has a word. It is 0 where only one of them has words.
     """
-    if not found and not wanted:
+    if not response_words and not reference_words:
         return both_empty
-    return _harmonic((Counter(found) & Counter(wanted)).total(), len(found), len(wanted))
+    return _harmonic(
+        (Counter(response_words) & Counter(reference_words)).total(),
+        len(response_words),
+        len(reference_words),
+    )
 
 
 def f1(response: str, reference: str, *, both_empty: float = 0.0) -> float:
@@ -75,8 +81,14 @@ def rouge_l(response: str, reference: str) -> float:
     Words are runs of ASCII letters and digits, in lower case. Memory grows with the length of one
     text, not with the product of both as in `rouge_score`.
     """
-    found, wanted = (re.findall(r"[a-z0-9]+", text.lower()) for text in (response, reference))
-    return _harmonic(_common_subsequence(found, wanted), len(found), len(wanted))
+    response_words, reference_words = (
+        re.findall(r"[a-z0-9]+", answer.lower()) for answer in (response, reference)
+    )
+    return _harmonic(
+        _common_subsequence(response_words, reference_words),
+        len(response_words),
+        len(reference_words),
+    )
 
 
 def rouge_lsum(response: str, references: Sequence[str]) -> float:
@@ -94,17 +106,19 @@ def _rouge_scorer() -> Any:
     return RougeScorer(["rougeLsum"], use_stemmer=False)
 
 
-def _harmonic(shared: int, found: int, wanted: int) -> float:
-    return 2 * shared / (found + wanted) if shared else 0.0
+def _harmonic(shared_count: int, response_count: int, reference_count: int) -> float:
+    return 2 * shared_count / (response_count + reference_count) if shared_count else 0.0
 
 
-def _common_subsequence(a: Sequence[str], b: Sequence[str]) -> int:
+def _common_subsequence(first_words: Sequence[str], second_words: Sequence[str]) -> int:
     """Length of the longest common subsequence, one row of the table at a time."""
-    row = [0] * (len(b) + 1)
-    for word in a:
+    length_row = [0] * (len(second_words) + 1)
+    for word in first_words:
         diagonal = 0
-        for j, other in enumerate(b, 1):
-            above = row[j]
-            row[j] = diagonal + 1 if word == other else max(above, row[j - 1])
-            diagonal = above
-    return row[-1]
+        for column, other_word in enumerate(second_words, 1):
+            upper_length = length_row[column]
+            length_row[column] = (
+                diagonal + 1 if word == other_word else max(upper_length, length_row[column - 1])
+            )
+            diagonal = upper_length
+    return length_row[-1]

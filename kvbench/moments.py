@@ -44,23 +44,25 @@ class Timing:
         Raises:
             UserError: The moment is unknown, or the chunk size is not a number.
         """
-        name, colon, size = spelling.partition(":")
-        moment = next((m for m in MOMENTS if m == name), None)
+        moment_name, separator, chunk_size = spelling.partition(":")
+        moment = next((candidate for candidate in MOMENTS if candidate == moment_name), None)
         if moment is None:
             raise unknown("moment", spelling, MOMENTS)
         if moment != "chunked":
-            if colon:
-                raise UserError(f"moment {quoted(spelling)}: {name} takes no number; use {name}")
+            if separator:
+                raise UserError(
+                    f"moment {quoted(spelling)}: {moment_name} takes no number; use {moment_name}"
+                )
             return cls(moment)
-        if not colon:
+        if not separator:
             return cls(moment, CHUNK)
         # Python reads no integer of more than 4,300 digits.
-        if not (size.isdecimal() and len(size) <= 10 and 1 <= int(size) < 2**31):
+        if not (chunk_size.isdecimal() and len(chunk_size) <= 10 and 1 <= int(chunk_size) < 2**31):
             raise UserError(
                 f"moment {quoted(spelling)}: the chunk size is not a number of tokens; use "
                 "chunked:512"
             )
-        return cls(moment, int(size))
+        return cls(moment, int(chunk_size))
 
     def __str__(self) -> str:
         if self.moment == "chunked" and self.chunk != CHUNK:

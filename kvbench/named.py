@@ -43,15 +43,15 @@ class NamedModel:
     reads: Callable[[Any], bool] | None = None
 
 
-def shipped(name: str, folder: Path) -> Callable[[], Path]:
+def shipped(model_name: str, folder: Path) -> Callable[[], Path]:
     """The `folder` of a named model whose files are in a package."""
 
-    def found() -> Path:
+    def find_folder() -> Path:
         if not (folder / "config.json").is_file():
-            raise UserError(f"the files of {name} are missing from {folder}")
+            raise UserError(f"the files of {model_name} are missing from {folder}")
         return folder
 
-    return found
+    return find_folder
 
 
 def knows_only(words: Collection[str]) -> Callable[[Any], bool]:
@@ -65,131 +65,152 @@ def named_models() -> dict[str, NamedModel]:
     Raises:
         UserError: A package that registers one cannot be imported.
     """
-    return {name: registry.get(registry.MODELS, name) for name in registry.names(registry.MODELS)}
+    return {
+        model_name: registry.get(registry.MODELS, model_name)
+        for model_name in registry.names(registry.MODELS)
+    }
 
 
 def lexicon_of(tokenizer: Any) -> str:
     """The lexicon of the prompts that a tokenizer can read; "natural" unless it has its own."""
-    for model in named_models().values():
-        if model.reads is not None and model.reads(tokenizer):
-            return model.lexicon
+    for named_model in named_models().values():
+        if named_model.reads is not None and named_model.reads(tokenizer):
+            return named_model.lexicon
     return "natural"
 
 
-def resolve_model(name: str) -> str:
+def resolve_model(model_name: str) -> str:
     """Turn the name of a model into where it is: a folder, a GGUF file or a hub id.
 
     Args:
-        name: A named model such as `reference`, a local folder, a GGUF file, or a hub id. A folder
-            that has no `config.json` but one GGUF file stands for that file.
+        model_name: A named model such as `reference`, a local folder, a GGUF file, or a hub id. A
+            folder that has no `config.json` but one GGUF file stands for that file.
 
     Raises:
         UserError: The folder or file does not exist or is not a model.
     """
-    path = local_model(name)
-    if path is None:
-        return _hub_id(name)
-    if path.is_dir() and not (path / "config.json").is_file():
-        files = sorted(file.name for file in _gguf_files(path))
-        if files:
+    local_path = local_model(model_name)
+    if local_path is None:
+        return _hub_id(model_name)
+    if local_path.is_dir() and not (local_path / "config.json").is_file():
+        gguf_names = sorted(gguf_path.name for gguf_path in _gguf_files(local_path))
+        if gguf_names:
             raise UserError(
-                f"model {name}: the folder has several GGUF files ({', '.join(files)}); "
-                f"use --model {path / files[0]} or another of them"
+                f"model {model_name}: the folder has several GGUF files ({', '.join(gguf_names)}); "
+                f"use --model {local_path / gguf_names[0]} or another of them"
             )
-        raise UserError(f"model {name}: the folder has no config.json and no GGUF file")
-    if path.is_dir():
-        _shards(name, path)
-    return str(path)
+        raise UserError(f"model {model_name}: the folder has no config.json and no GGUF file")
+    if local_path.is_dir():
+        _shards(model_name, local_path)
+    return str(local_path)
 
 
-def local_model(name: str) -> Path | None:
+def local_model(model_name: str) -> Path | None:
     """The folder or GGUF file of a local model; None for a hub model.
 
     Raises:
         UserError: A named model is not installed.
     """
-    if name in registry.names(registry.MODELS):
-        path: Path = registry.get(registry.MODELS, name).folder()
+    if model_name in registry.names(registry.MODELS):
+        local_path: Path = registry.get(registry.MODELS, model_name).folder()
     else:
-        path = Path(name).expanduser()
-    if path.is_dir():
-        files = [] if (path / "config.json").is_file() else _gguf_files(path)
-        return files[0] if len(files) == 1 else path
-    return path if path.suffix == GGUF and path.is_file() else None
+        local_path = Path(model_name).expanduser()
+    if local_path.is_dir():
+        gguf_paths = [] if (local_path / "config.json").is_file() else _gguf_files(local_path)
+        return gguf_paths[0] if len(gguf_paths) == 1 else local_path
+    return local_path if local_path.suffix == GGUF and local_path.is_file() else None
 
 
-def is_gguf(source: str) -> bool:
+def is_gguf(model_source: str) -> bool:
     """Whether what `resolve_model` returns is a GGUF file, which has to be converted."""
-    return source.endswith(GGUF) and Path(source).is_file()
+    return model_source.endswith(GGUF) and Path(model_source).is_file()
 
 
 def _gguf_files(folder: Path) -> list[Path]:
-    return [path for path in folder.iterdir() if path.suffix == GGUF and path.is_file()]
+    return [
+        file_path
+        for file_path in folder.iterdir()
+        if file_path.suffix == GGUF and file_path.is_file()
+    ]
 
 
-def _hub_id(name: str) -> str:
+def _hub_id(model_name: str) -> str:
     """Check that a name that stands for nothing on this machine can be a hub id."""
-    if name.endswith(GGUF):
-        raise UserError(f"model {name}: no such file")
-    repository, mark, revision = name.partition("@")
-    if mark:
-        raise UserError(f"model {name}: use --model {repository} --revision {revision}")
-    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
-    if looks_local or name.count("/") != 1:
-        named = registry.names(registry.MODELS)
+    if model_name.endswith(GGUF):
+        raise UserError(f"model {model_name}: no such file")
+    repository, separator, revision = model_name.partition("@")
+    if separator:
+        raise UserError(f"model {model_name}: use --model {repository} --revision {revision}")
+    looks_local = model_name.startswith((".", "/", "~")) or model_name.count("/") > 1
+    if looks_local or model_name.count("/") != 1:
+        model_names = registry.names(registry.MODELS)
         raise UserError(
-            f"model {name}: no such folder{nearest(name, named)}; use {', '.join(named)}, a local "
-            "folder, a GGUF file or a hub id (organisation/name)"
+            f"model {model_name}: no such folder{nearest(model_name, model_names)}; use "
+            f"{', '.join(model_names)}, a local folder, a GGUF file or a hub id (organisation/name)"
         )
-    return name
+    return model_name
 
 
-def model_digest(name: str) -> str:
+def model_digest(model_name: str) -> str:
     """Digest of every file of a local model that can change a response; "" for a hub model.
 
     For a GGUF model it is the digest of that file alone, so that it does not depend on how the file
     is converted.
     """
-    path = Path(resolve_model(name))
-    if path.is_file():
-        return _digests(name, [path])[0][:16]
-    return _folder_digest(name, path) if path.is_dir() else ""
+    local_path = Path(resolve_model(model_name))
+    if local_path.is_file():
+        return _digests(model_name, [local_path])[0][:16]
+    return _folder_digest(model_name, local_path) if local_path.is_dir() else ""
 
 
-def _folder_digest(name: str, folder: Path) -> str:
-    paths = sorted(p for p in folder.iterdir() if p.suffix in _MODEL_FILES and p.is_file())
-    paths += [folder / shard for shard in _shards(name, folder) if folder / shard not in paths]
-    paths += sorted(folder.glob("additional_chat_templates/*.jinja"))
-    digest = hashlib.sha256()
-    for path, content in zip(paths, _digests(name, paths), strict=True):
-        digest.update(f"{path.relative_to(folder)}|{content}|".encode())
-    return digest.hexdigest()[:16]
+def _folder_digest(model_name: str, folder: Path) -> str:
+    file_paths = sorted(
+        file_path
+        for file_path in folder.iterdir()
+        if file_path.suffix in _MODEL_FILES and file_path.is_file()
+    )
+    file_paths += [
+        folder / shard_name
+        for shard_name in _shards(model_name, folder)
+        if folder / shard_name not in file_paths
+    ]
+    file_paths += sorted(folder.glob("additional_chat_templates/*.jinja"))
+    folder_hash = hashlib.sha256()
+    for file_path, file_digest in zip(file_paths, _digests(model_name, file_paths), strict=True):
+        folder_hash.update(f"{file_path.relative_to(folder)}|{file_digest}|".encode())
+    return folder_hash.hexdigest()[:16]
 
 
-def _digests(name: str, paths: list[Path]) -> list[str]:
+def _digests(model_name: str, file_paths: list[Path]) -> list[str]:
     try:
-        return file_digests(paths)
+        return file_digests(file_paths)
     except OSError as error:
-        raise UserError(f"model {name}: cannot read {error.filename}: {error.strerror}") from None
+        raise UserError(
+            f"model {model_name}: cannot read {error.filename}: {error.strerror}"
+        ) from None
 
 
-def _shards(name: str, folder: Path) -> list[str]:
+def _shards(model_name: str, folder: Path) -> list[str]:
     """The files that the index of a sharded checkpoint names, each inside the folder.
 
     Raises:
         UserError: The index is not valid, or names a file that is missing or outside the folder.
     """
-    index = folder / _INDEX
-    if not index.is_file() or (folder / "model.safetensors").is_file():
+    index_path = folder / _INDEX
+    if not index_path.is_file() or (folder / "model.safetensors").is_file():
         return []
     try:
-        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        paths = [PurePosixPath(shard) for shard in shards]
+        shard_names = sorted(
+            set(json.loads(index_path.read_text(encoding="utf-8"))["weight_map"].values())
+        )
+        shard_paths = [PurePosixPath(shard_name) for shard_name in shard_names]
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise UserError(f"model {name}: {_INDEX} is not a valid index of shards") from None
-    for shard, path in zip(shards, paths, strict=True):
-        if path.is_absolute() or ".." in path.parts or "\\" in shard:
-            raise UserError(f"model {name}: {_INDEX} names {shard!r}, which is outside the folder")
-        if not (folder / shard).is_file():
-            raise UserError(f"model {name}: {_INDEX} names {shard!r}, which is missing")
-    return shards
+        raise UserError(f"model {model_name}: {_INDEX} is not a valid index of shards") from None
+    for shard_name, shard_path in zip(shard_names, shard_paths, strict=True):
+        if shard_path.is_absolute() or ".." in shard_path.parts or "\\" in shard_name:
+            raise UserError(
+                f"model {model_name}: {_INDEX} names {shard_name!r}, which is outside the folder"
+            )
+        if not (folder / shard_name).is_file():
+            raise UserError(f"model {model_name}: {_INDEX} names {shard_name!r}, which is missing")
+    return shard_names

@@ -32,19 +32,23 @@ def rank_entries(scores: Scores, valid: Tensor) -> Tensor:
     Returns:
         Rank of every entry, int64 `[B, H, n]`; 0 is kept first.
     """
-    n = valid.shape[-1]
-    classes = scores.protect.to(torch.int8).masked_fill(~valid, -1).flip(-1)
-    value = scores.value.masked_fill(~valid, float("-inf")).flip(-1)
+    entry_count = valid.shape[-1]
+    entry_classes = scores.protect.to(torch.int8).masked_fill(~valid, -1).flip(-1)
+    sort_values = scores.value.masked_fill(~valid, float("-inf")).flip(-1)
     # Flipped, so that a stable sort leaves the more recent of two equals in front.
-    value = value.masked_fill(classes > Scores.CHOSEN, 0.0)
+    sort_values = sort_values.masked_fill(entry_classes > Scores.CHOSEN, 0.0)
     # Entries stand in the order of their positions; flipped, the first sink has the largest index.
-    flipped = torch.arange(n, device=value.device, dtype=torch.float32)
-    value = torch.where(classes == Scores.SINK, flipped, value)
-    by_value = value.argsort(dim=-1, descending=True, stable=True)
-    by_class = classes.gather(-1, by_value).argsort(dim=-1, descending=True, stable=True)
-    order = n - 1 - by_value.gather(-1, by_class)
-    rank = torch.empty_like(order)
-    return rank.scatter_(-1, order, torch.arange(n, device=order.device).expand_as(order))
+    flipped_indices = torch.arange(entry_count, device=sort_values.device, dtype=torch.float32)
+    sort_values = torch.where(entry_classes == Scores.SINK, flipped_indices, sort_values)
+    value_order = sort_values.argsort(dim=-1, descending=True, stable=True)
+    class_order = entry_classes.gather(-1, value_order).argsort(
+        dim=-1, descending=True, stable=True
+    )
+    entry_order = entry_count - 1 - value_order.gather(-1, class_order)
+    entry_ranks = torch.empty_like(entry_order)
+    return entry_ranks.scatter_(
+        -1, entry_order, torch.arange(entry_count, device=entry_order.device).expand_as(entry_order)
+    )
 
 
 def order_key(v: View, scores: Scores) -> Tensor:
@@ -62,20 +66,28 @@ def order_key(v: View, scores: Scores) -> Tensor:
 
 def entry_key(value: Tensor, protect: Tensor, position: Tensor, valid: Tensor) -> Tensor:
     """`order_key` of values, protection classes, positions and validity, of one shape each."""
-    rows = len(value)
-    value, protect, position, valid = (_distinct(x) for x in (value, protect, position, valid))
-    bits = (value.float() + 0.0).view(torch.int32).long()  # + 0.0: no negative zero
-    turned = torch.where(bits < 0, -1 - (bits & 0x7FFFFFFF), bits) + (1 << 31)
-    classes = protect.long()
-    worth = (classes << 32) + turned.masked_fill(classes > Scores.CHOSEN, 0)
-    place = torch.where(classes == Scores.SINK, (1 << 28) - 1 - position, position)
-    key = ((worth << 28) + place).masked_fill(~valid, -1)
-    return key.expand(rows, *key.shape[1:]) if len(key) < rows else key
+    row_count = len(value)
+    value, protect, position, valid = (
+        _distinct(tensor) for tensor in (value, protect, position, valid)
+    )
+    float_bits = (value.float() + 0.0).view(torch.int32).long()  # + 0.0: no negative zero
+    ordered_bits = torch.where(float_bits < 0, -1 - (float_bits & 0x7FFFFFFF), float_bits) + (
+        1 << 31
+    )
+    entry_classes = protect.long()
+    value_keys = (entry_classes << 32) + ordered_bits.masked_fill(entry_classes > Scores.CHOSEN, 0)
+    position_keys = torch.where(entry_classes == Scores.SINK, (1 << 28) - 1 - position, position)
+    entry_keys = ((value_keys << 28) + position_keys).masked_fill(~valid, -1)
+    return (
+        entry_keys.expand(row_count, *entry_keys.shape[1:])
+        if len(entry_keys) < row_count
+        else entry_keys
+    )
 
 
-def _distinct(x: Tensor) -> Tensor:
+def _distinct(tensor: Tensor) -> Tensor:
     """The first row, if all rows are the same memory: budgets that are decided together."""
-    return x[:1] if len(x) > 1 and x.stride(0) == 0 else x
+    return tensor[:1] if len(tensor) > 1 and tensor.stride(0) == 0 else tensor
 
 
 def best(key: Tensor, count: Tensor, unique: bool = False) -> Tensor:
@@ -89,19 +101,25 @@ def best(key: Tensor, count: Tensor, unique: bool = False) -> Tensor:
     Returns:
         bool `[..., m]`.
     """
-    rows = _distinct(key)
+    distinct_keys = _distinct(key)
     if key.device.type == "cpu":  # a partial sort; a GPU would have to wait for the number
-        most = min(max(int(count.max()), 1), key.shape[-1])
-        ordered = rows.topk(most, dim=-1).values
+        top_count = min(max(int(count.max()), 1), key.shape[-1])
+        sorted_keys = distinct_keys.topk(top_count, dim=-1).values
     else:
-        ordered = rows.sort(dim=-1, descending=True).values
-    ordered = ordered.expand(*key.shape[:-1], -1)
-    last = ordered.gather(-1, (count[..., None] - 1).clamp(min=0, max=ordered.shape[-1] - 1))
+        sorted_keys = distinct_keys.sort(dim=-1, descending=True).values
+    sorted_keys = sorted_keys.expand(*key.shape[:-1], -1)
+    threshold = sorted_keys.gather(
+        -1, (count[..., None] - 1).clamp(min=0, max=sorted_keys.shape[-1] - 1)
+    )
     if unique:
-        return (key >= last) & (key >= 0) & (count[..., None] > 0)
-    above, equal = key > last, key == last
-    left = count[..., None] - above.sum(-1, keepdim=True)
-    return (above | (equal & (equal.cumsum(-1) <= left))) & (key >= 0) & (count[..., None] > 0)
+        return (key >= threshold) & (key >= 0) & (count[..., None] > 0)
+    above_threshold, at_threshold = key > threshold, key == threshold
+    remaining = count[..., None] - above_threshold.sum(-1, keepdim=True)
+    return (
+        (above_threshold | (at_threshold & (at_threshold.cumsum(-1) <= remaining)))
+        & (key >= 0)
+        & (count[..., None] > 0)
+    )
 
 
 @dataclass(frozen=True)
@@ -125,8 +143,8 @@ def spread_evenly(total: Tensor, heads: int) -> Tensor:
     Returns:
         int64 `[..., heads]` summing to `total`.
     """
-    index = torch.arange(heads, device=total.device)
-    return total[..., None] // heads + (index < (total % heads)[..., None])
+    head_indices = torch.arange(heads, device=total.device)
+    return total[..., None] // heads + (head_indices < (total % heads)[..., None])
 
 
 def portion(count: Tensor, ratio: float, heads: int = 1) -> Tensor:
@@ -137,8 +155,8 @@ def portion(count: Tensor, ratio: float, heads: int = 1) -> Tensor:
         ratio: In [0, 1], read as it is written (to six digits where it has more).
         heads: Divides the count.
     """
-    exact = Fraction(str(ratio)).limit_denominator(1_000_000)
-    return count * exact.numerator // (exact.denominator * heads)
+    exact_ratio = Fraction(str(ratio)).limit_denominator(1_000_000)
+    return count * exact_ratio.numerator // (exact_ratio.denominator * heads)
 
 
 @dataclass(frozen=True)
@@ -149,12 +167,14 @@ class Uniform(Allocator):
 
     def allocate(self, layers: Sequence[Scored], total: Tensor) -> Tensor:
         """Spread a total over the heads, int64 `[B, len(layers), H]`."""
-        first = layers[0].view
-        shares = spread_evenly(total, len(layers) * first.model.kv_heads)
-        if first.moment in LATER:  # what an earlier cut left may be less than an even share
-            held = torch.cat([layer.view.valid.sum(-1) for layer in layers], 1)
-            shares = apportion(torch.ones_like(held).double(), total, held)
-        return shares.view(-1, len(layers), first.model.kv_heads)
+        first_view = layers[0].view
+        head_shares = spread_evenly(total, len(layers) * first_view.model.kv_heads)
+        if first_view.moment in LATER:  # what an earlier cut left may be less than an even share
+            held_entries = torch.cat(
+                [scored_layer.view.valid.sum(-1) for scored_layer in layers], 1
+            )
+            head_shares = apportion(torch.ones_like(held_entries).double(), total, held_entries)
+        return head_shares.view(-1, len(layers), first_view.model.kv_heads)
 
 
 @dataclass(frozen=True)
@@ -174,10 +194,14 @@ class FunctionScore(Score):
         parameters = list(inspect.signature(function).parameters.values())
         if not parameters:
             raise UserError(f"{function.__name__} takes no argument; a score takes a View")
-        for p in parameters[1:]:
-            if p.default is p.empty:
-                raise UserError(f"parameter {p.name} of {function.__name__} needs a default")
-        return cls(function, tuple((p.name, p.default) for p in parameters[1:]))
+        for parameter in parameters[1:]:
+            if parameter.default is parameter.empty:
+                raise UserError(
+                    f"parameter {parameter.name} of {function.__name__} needs a default"
+                )
+        return cls(
+            function, tuple((parameter.name, parameter.default) for parameter in parameters[1:])
+        )
 
     def parameters(self) -> dict[str, Any]:
         """The function's keyword parameters."""
@@ -185,8 +209,10 @@ class FunctionScore(Score):
 
     def parameter_types(self) -> dict[str, Any]:
         """Types from the annotations, or from the defaults where there is none."""
-        hints = typing.get_type_hints(self.function)
-        return {k: hints.get(k, type(value)) for k, value in self.keywords}
+        type_hints = typing.get_type_hints(self.function)
+        return {
+            keyword: type_hints.get(keyword, type(default)) for keyword, default in self.keywords
+        }
 
     def replace(self, **changes: Any) -> Self:
         """Give a copy with other keyword parameters."""
@@ -215,16 +241,16 @@ def fill(weight: Tensor, total: Tensor, most: Tensor, least: Tensor | int = 0) -
     Returns:
         float64 `[B, K]` summing to `total` (up to rounding).
     """
-    high = most.double()
-    low = torch.as_tensor(least, device=weight.device).double().expand_as(high)
+    upper_limits = most.double()
+    lower_limits = torch.as_tensor(least, device=weight.device).double().expand_as(upper_limits)
 
-    def proportional(left: Tensor, fixed: Tensor) -> Tensor:
-        free = weight.double().masked_fill(fixed, 0.0)
-        nothing = free.sum(-1, keepdim=True) <= 0
-        free = torch.where(nothing, (~fixed).double(), free)
-        return left * free / free.sum(-1, keepdim=True).clamp(min=1e-300)
+    def proportional(remaining: Tensor, fixed_mask: Tensor) -> Tensor:
+        free_weights = weight.double().masked_fill(fixed_mask, 0.0)
+        is_weightless = free_weights.sum(-1, keepdim=True) <= 0
+        free_weights = torch.where(is_weightless, (~fixed_mask).double(), free_weights)
+        return remaining * free_weights / free_weights.sum(-1, keepdim=True).clamp(min=1e-300)
 
-    return water_fill(proportional, total, high, torch.minimum(low, high))
+    return water_fill(proportional, total, upper_limits, torch.minimum(lower_limits, upper_limits))
 
 
 def water_fill(
@@ -242,23 +268,27 @@ def water_fill(
     Returns:
         float64 `[B, K]` summing to `total` (up to rounding).
     """
-    fixed = torch.zeros_like(high, dtype=torch.bool)
-    share = low
+    fixed_mask = torch.zeros_like(high, dtype=torch.bool)
+    head_shares = low
     for _ in range(high.shape[-1] + 1):  # every round but the last pins a share to a bound
-        left = total.double() - share.masked_fill(~fixed, 0.0).sum(-1)
-        part = propose(left[:, None], fixed)
-        clipped = torch.minimum(torch.maximum(part, low), high)
-        share = torch.where(fixed, share, clipped)
-        surplus = (clipped - part).masked_fill(fixed, 0.0).sum(-1, keepdim=True)
+        remaining = total.double() - head_shares.masked_fill(~fixed_mask, 0.0).sum(-1)
+        proposed = propose(remaining[:, None], fixed_mask)
+        clipped_shares = torch.minimum(torch.maximum(proposed, low), high)
+        head_shares = torch.where(fixed_mask, head_shares, clipped_shares)
+        surplus = (clipped_shares - proposed).masked_fill(fixed_mask, 0.0).sum(-1, keepdim=True)
         surplus = surplus.masked_fill(surplus.abs() < 1e-9 * total.double()[:, None], 0.0)
         # If lower bounds add more than upper bounds cut off, the lower bounds are final, and vice
         # versa.
-        below, above = ~fixed & (part < low), ~fixed & (part > high)
-        pinned = torch.where(surplus > 0, below, torch.where(surplus < 0, above, below | above))
-        if not bool(pinned.any()):
+        below_limit, above_limit = ~fixed_mask & (proposed < low), ~fixed_mask & (proposed > high)
+        newly_fixed = torch.where(
+            surplus > 0,
+            below_limit,
+            torch.where(surplus < 0, above_limit, below_limit | above_limit),
+        )
+        if not bool(newly_fixed.any()):
             break
-        fixed = fixed | pinned
-    return share
+        fixed_mask = fixed_mask | newly_fixed
+    return head_shares
 
 
 def largest_remainder(real: Tensor, total: Tensor, most: Tensor, least: Tensor | int = 0) -> Tensor:
@@ -273,27 +303,37 @@ def largest_remainder(real: Tensor, total: Tensor, most: Tensor, least: Tensor |
     Returns:
         int64 `[B, K]`; the largest fractions are rounded up, of equal ones the first.
     """
-    low = torch.as_tensor(least, device=real.device).long().expand_as(most)
-    low = torch.minimum(low, most)
+    lower_limits = torch.as_tensor(least, device=real.device).long().expand_as(most)
+    lower_limits = torch.minimum(lower_limits, most)
     # A share that is whole but for the last bits of a float stays whole.
-    near = real.round()
-    real = torch.where((real - near).abs() < 1e-9 * near.abs().clamp(min=1.0), near, real)
-    share = torch.minimum(torch.maximum(real.floor().long(), low), most)
+    nearest_integers = real.round()
+    real = torch.where(
+        (real - nearest_integers).abs() < 1e-9 * nearest_integers.abs().clamp(min=1.0),
+        nearest_integers,
+        real,
+    )
+    head_shares = torch.minimum(torch.maximum(real.floor().long(), lower_limits), most)
     # Fractions that differ by the last bits of a float alone are equal.
-    fraction = ((real - share) * 2**30).round()
-    order = fraction.argsort(dim=-1, descending=True, stable=True)
-    for sign in (1, -1):
-        room = ((most - share) if sign > 0 else (share - low)).gather(-1, order)
-        if sign < 0:
-            order, room = order.flip(-1), room.flip(-1)
-        left = (sign * (total - share.sum(-1)))[:, None].clamp(min=0)
+    fractions = ((real - head_shares) * 2**30).round()
+    fraction_order = fractions.argsort(dim=-1, descending=True, stable=True)
+    for direction in (1, -1):
+        headroom = ((most - head_shares) if direction > 0 else (head_shares - lower_limits)).gather(
+            -1, fraction_order
+        )
+        if direction < 0:
+            fraction_order, headroom = fraction_order.flip(-1), headroom.flip(-1)
+        remaining = (direction * (total - head_shares.sum(-1)))[:, None].clamp(min=0)
         # First one each in the order of the fractions, then whatever room is left.
-        one = ((room > 0) & ((room > 0).cumsum(-1) <= left)).long()
-        rest = left - one.sum(-1, keepdim=True)
-        spare = room - one
-        more = torch.minimum(spare, (rest - (spare.cumsum(-1) - spare)).clamp(min=0))
-        share = share.scatter_add(-1, order, sign * (one + more))
-    return share
+        single_entries = ((headroom > 0) & ((headroom > 0).cumsum(-1) <= remaining)).long()
+        unassigned = remaining - single_entries.sum(-1, keepdim=True)
+        spare_room = headroom - single_entries
+        extra_entries = torch.minimum(
+            spare_room, (unassigned - (spare_room.cumsum(-1) - spare_room)).clamp(min=0)
+        )
+        head_shares = head_shares.scatter_add(
+            -1, fraction_order, direction * (single_entries + extra_entries)
+        )
+    return head_shares
 
 
 def apportion(weight: Tensor, total: Tensor, most: Tensor, least: Tensor | int = 0) -> Tensor:

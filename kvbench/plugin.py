@@ -139,12 +139,20 @@ class Part:
 
     def parameters(self) -> dict[str, Any]:
         """Parameters and their values, in order."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}
+        return {
+            parameter.name: getattr(self, parameter.name)
+            for parameter in dataclasses.fields(self)
+            if parameter.init
+        }
 
     def parameter_types(self) -> dict[str, Any]:
         """Types of the parameters."""
-        hints = typing.get_type_hints(type(self))
-        return {f.name: hints[f.name] for f in dataclasses.fields(self) if f.init}
+        type_hints = typing.get_type_hints(type(self))
+        return {
+            parameter.name: type_hints[parameter.name]
+            for parameter in dataclasses.fields(self)
+            if parameter.init
+        }
 
     def replace(self, **changes: Any) -> Self:
         """Return a copy with other parameters; a part checks their range in `__post_init__`."""
@@ -372,29 +380,40 @@ class Policy:
 
     @property
     def _by_kind(self) -> dict[str, Part]:
-        kinds = ("score", "allocate", "select", "merge", "read")
-        return {kind: part for kind in kinds if (part := getattr(self, kind)) is not None}
+        part_kinds = ("score", "allocate", "select", "merge", "read")
+        return {
+            part_kind: component
+            for part_kind in part_kinds
+            if (component := getattr(self, part_kind)) is not None
+        }
 
     @property
     def needs(self) -> frozenset[Need]:
         """Everything that the engine must observe for this policy."""
-        own: set[Need] = set() if self.key_channels == 1 else {CHANNEL_QUERIES}
-        return frozenset(own.union(*(p.needs for p in self.parts)))
+        channel_needs: set[Need] = set() if self.key_channels == 1 else {CHANNEL_QUERIES}
+        return frozenset(channel_needs.union(*(component.needs for component in self.parts)))
 
     @property
     def part_versions(self) -> dict[str, int]:
         """Versions of the parts above 1, by kind and name, for example `{"merge.value": 2}`."""
-        parts = self._by_kind.items()
-        return {f"{kind}.{p.name}": p.version for kind, p in parts if p.version > 1}
+        components = self._by_kind.items()
+        return {
+            f"{part_kind}.{component.name}": component.version
+            for part_kind, component in components
+            if component.version > 1
+        }
 
     def fingerprint(self, model: str) -> str:
         """Digest of all files that the parts read for a model; "" where they read none."""
-        return "|".join(filter(None, (p.fingerprint(model) for p in self.parts)))
+        return "|".join(filter(None, (component.fingerprint(model) for component in self.parts)))
 
     def stand_in(self, model: ModelInfo, folder: Path) -> Policy:
         """Give a policy whose parts read made-up files of a model (see `Part.stand_in`)."""
-        made: Any = {kind: p.stand_in(model, folder) for kind, p in self._by_kind.items()}
-        return dataclasses.replace(self, **made)
+        replacements: Any = {
+            part_kind: component.stand_in(model, folder)
+            for part_kind, component in self._by_kind.items()
+        }
+        return dataclasses.replace(self, **replacements)
 
     @property
     def evicts(self) -> bool:

@@ -24,8 +24,8 @@ class ScoreProbe(Score):
     """A score that watches another: are its values finite, do its inputs stay as they were?"""
 
     inner: Score
-    found: list[str] = field(default_factory=list, compare=False)
-    shown: list[tuple[str, Tensor, Tensor]] = field(default_factory=list, compare=False)
+    problems: list[str] = field(default_factory=list, compare=False)
+    snapshots: list[tuple[str, Tensor, Tensor]] = field(default_factory=list, compare=False)
 
     def __post_init__(self) -> None:
         # The engine reads these from the instance, which stands for its class here.
@@ -41,32 +41,36 @@ class ScoreProbe(Score):
 
     def score(self, v: View) -> Scores:
         self.settle()
-        self.shown[:] = [(str(name), x, x.clone()) for name, x in v.tensors()]
+        self.snapshots[:] = [
+            (str(tensor_name), tensor, tensor.clone()) for tensor_name, tensor in v.tensors()
+        ]
         v.share(self._once)
         try:
-            found = checked_scores(self.inner.score(v), v)
+            scores = checked_scores(self.inner.score(v), v)
         except BudgetError as error:
             raise Failed(f"layer {v.layer}: {error}") from error
-        value = found.value
-        bad = int((~value.isfinite() & v.valid).sum())
-        if bad:
-            self.found.append(
-                f"{bad} of {int(v.valid.sum())} scores of layer {v.layer} are not finite"
+        score_values = scores.value
+        bad_count = int((~score_values.isfinite() & v.valid).sum())
+        if bad_count:
+            self.problems.append(
+                f"{bad_count} of {int(v.valid.sum())} scores of layer {v.layer} are not finite"
             )
-            value = value.nan_to_num(0.0, 0.0, 0.0)
-        return replace(found, value=value)
+            score_values = score_values.nan_to_num(0.0, 0.0, 0.0)
+        return replace(scores, value=score_values)
 
-    def _once(self, name: Hashable, make: Callable[[], Tensor]) -> Tensor:
-        made = make()
-        self.shown.append((str(name), made, made.clone()))
-        return made
+    def _once(self, tensor_name: Hashable, make_tensor: Callable[[], Tensor]) -> Tensor:
+        tensor = make_tensor()
+        self.snapshots.append((str(tensor_name), tensor, tensor.clone()))
+        return tensor
 
     def settle(self) -> None:
         """Compare what the last view showed with what it was."""
-        self.found.extend(
-            f"{name} was changed in place" for name, x, was in self.shown if not torch.equal(x, was)
+        self.problems.extend(
+            f"{tensor_name} was changed in place"
+            for tensor_name, tensor, snapshot in self.snapshots
+            if not torch.equal(tensor, snapshot)
         )
-        self.shown.clear()
+        self.snapshots.clear()
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ class ReaderProbe(Reader):
     """A reader that watches another, as `ScoreProbe` watches a score."""
 
     inner: Reader
-    found: list[str] = field(default_factory=list, compare=False)
+    problems: list[str] = field(default_factory=list, compare=False)
 
     def stand_in(self, model: ModelInfo, folder: Path) -> Self:
         return replace(self, inner=self.inner.stand_in(model, folder))
@@ -84,16 +88,22 @@ class ReaderProbe(Reader):
 
     def rate(self, v: Blocks) -> Tensor:
         self.inner.summary(v.model)
-        names = ("query", "key", "position", "query_position")
-        inputs: dict[str, Tensor] = {name: getattr(v, name) for name in names}
-        was = {name: x.clone() for name, x in inputs.items()}
-        rating = self.inner.rate(v)
-        changed = [name for name, x in inputs.items() if not x.equal(was[name])]
-        self.found.extend(f"{name} was changed in place" for name in changed)
-        if bad := int((~rating.isfinite()).sum()):
-            self.found.append(
-                f"{bad} of {rating.numel()} ratings of layer {v.layer} are not finite"
+        field_names = ("query", "key", "position", "query_position")
+        inputs: dict[str, Tensor] = {
+            field_name: getattr(v, field_name) for field_name in field_names
+        }
+        snapshots = {field_name: tensor.clone() for field_name, tensor in inputs.items()}
+        ratings = self.inner.rate(v)
+        changed_names = [
+            field_name
+            for field_name, tensor in inputs.items()
+            if not tensor.equal(snapshots[field_name])
+        ]
+        self.problems.extend(f"{field_name} was changed in place" for field_name in changed_names)
+        if bad_count := int((~ratings.isfinite()).sum()):
+            self.problems.append(
+                f"{bad_count} of {ratings.numel()} ratings of layer {v.layer} are not finite"
             )
-        return rating.nan_to_num(0.0, 0.0, 0.0)
+        return ratings.nan_to_num(0.0, 0.0, 0.0)
 
     def settle(self) -> None: ...

@@ -75,16 +75,16 @@ class Lines:
     def __init__(
         self,
         write: Callable[[str], None],
-        every: float = 10.0,
+        min_interval: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._write = write
-        self._every = every
+        self._every = min_interval
         self._clock = clock
         self._running = False
         self._description = ""
         self._done = self._total = 0
-        self._began = self._said = 0.0
+        self._began = self._last_written = 0.0
 
     def busy(self, text: str) -> None:
         """See `Bar`. A log gets no line: what is loaded says so when it is."""
@@ -94,16 +94,22 @@ class Lines:
         self.stop()
         self._running, self._description = True, description
         self._done, self._total = 0, total_units
-        self._began = self._said = self._clock()
+        self._began = self._last_written = self._clock()
 
     def advance(self, n: int = 1) -> None:
         """See `Reporter`."""
         self._done += n
-        now = self._clock()
-        if self._running and self._done < self._total and now - self._said >= self._every:
-            self._said = now
-            left = (now - self._began) / self._done * (self._total - self._done)
-            self._write(f"{self._description}: {self._done}/{self._total}, {duration(left)} left")
+        clock_time = self._clock()
+        if (
+            self._running
+            and self._done < self._total
+            and clock_time - self._last_written >= self._every
+        ):
+            self._last_written = clock_time
+            seconds_left = (clock_time - self._began) / self._done * (self._total - self._done)
+            self._write(
+                f"{self._description}: {self._done}/{self._total}, {duration(seconds_left)} left"
+            )
 
     def message(self, text: str) -> None:
         """See `Reporter`."""
@@ -112,8 +118,8 @@ class Lines:
     def stop(self) -> None:
         """See `Reporter`."""
         if self._running and self._done:
-            spent = duration(self._clock() - self._began)
-            self._write(f"{self._description}: {self._done}/{self._total} in {spent}")
+            elapsed_text = duration(self._clock() - self._began)
+            self._write(f"{self._description}: {self._done}/{self._total} in {elapsed_text}")
         self._running = False
 
 
@@ -193,33 +199,33 @@ class Late:
     ) -> None:
         self._reporter, self._clock = reporter, clock
         self._total, self._description = total_units, description
-        self._began, self._done, self._told = clock(), 0, False
+        self._began, self._done, self._has_started = clock(), 0, False
 
     def advance(self) -> None:
         """Count a unit as done."""
         self._done += 1
-        if self._told and self._reporter is not None:
+        if self._has_started and self._reporter is not None:
             self._reporter.advance()
         elif self._reporter is not None and self._clock() - self._began >= self.AFTER:
-            self._told = True
+            self._has_started = True
             self._reporter.start(self._total, self._description)
             self._reporter.advance(self._done)
 
     def stop(self) -> None:
         """End the stretch."""
-        if self._told and self._reporter is not None:
+        if self._has_started and self._reporter is not None:
             self._reporter.stop()
-        self._told = False
+        self._has_started = False
 
 
 def duration(seconds: float) -> str:
     """Seconds as `42 s`, `3 min 20 s` or `2 h 5 min`."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    minutes, rest = divmod(whole, 60)
+    total_seconds = round(seconds)
+    if total_seconds < 60:
+        return f"{total_seconds} s"
+    minutes, remainder = divmod(total_seconds, 60)
     if minutes < 60:
-        return f"{minutes} min {rest} s"
+        return f"{minutes} min {remainder} s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min"
 
@@ -228,4 +234,6 @@ def reporter(console: Console) -> Bar | Lines:
     """A bar where the console is a terminal, else plain lines."""
     if console.is_terminal:
         return Bar(console)
-    return Lines(lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True))
+    return Lines(
+        lambda message: console.print(message, markup=False, highlight=False, soft_wrap=True)
+    )

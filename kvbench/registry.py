@@ -33,58 +33,67 @@ _LISTED_BY = {POLICIES: "kvbench list policies"}
 
 
 @functools.cache
-def _entries(group: str) -> dict[str, tuple[EntryPoint, ...]]:
+def _entries(entry_group: str) -> dict[str, tuple[EntryPoint, ...]]:
     """Entry points by name; a name has several only if packages disagree."""
-    found: dict[str, dict[str, EntryPoint]] = {}
-    for entry in entry_points(group=group):
-        found.setdefault(entry.name, {}).setdefault(entry.value, entry)
-    return {name: tuple(found[name].values()) for name in sorted(found)}
+    entries_by_name: dict[str, dict[str, EntryPoint]] = {}
+    for entry_point in entry_points(group=entry_group):
+        entries_by_name.setdefault(entry_point.name, {}).setdefault(entry_point.value, entry_point)
+    return {
+        entry_name: tuple(entries_by_name[entry_name].values())
+        for entry_name in sorted(entries_by_name)
+    }
 
 
-def names(group: str) -> list[str]:
+def names(entry_group: str) -> list[str]:
     """List the names that installed packages register, sorted.
 
     Args:
-        group: `POLICIES`, `PARTS`, `TASKS`, `TRAINERS` or `MODELS`.
+        entry_group: `POLICIES`, `PARTS`, `TASKS`, `TRAINERS` or `MODELS`.
     """
-    return list(_entries(group))
+    return list(_entries(entry_group))
 
 
-def get(group: str, name: str) -> Any:
+def get(entry_group: str, entry_name: str) -> Any:
     """Load the object that a name is registered for.
 
     Args:
-        group: `POLICIES`, `PARTS`, `TASKS`, `TRAINERS` or `MODELS`.
-        name: A registered name.
+        entry_group: `POLICIES`, `PARTS`, `TASKS`, `TRAINERS` or `MODELS`.
+        entry_name: A registered name.
 
     Raises:
         UserError: The name is unknown, two packages register it, or its package cannot be imported.
     """
-    return _load(_entry(group, name))
+    return _load(_entry(entry_group, entry_name))
 
 
-def origin(group: str, name: str) -> str:
+def origin(entry_group: str, entry_name: str) -> str:
     """Return the package that registers a name, such as `package==1.0`.
 
     Raises:
         UserError: The name is unknown, or two packages register it.
     """
-    return _package(_entry(group, name))
+    return _package(_entry(entry_group, entry_name))
 
 
-def _entry(group: str, name: str) -> EntryPoint:
-    known = _entries(group)
-    if name not in known:
-        raise unknown(_KIND[group], name, known, _LISTED_BY.get(group, ""))
-    first, *others = known[name]
-    if others:
-        packages = ", ".join(_package(entry) for entry in (first, *others))
-        raise UserError(f"{_KIND[group]} {name!r} is registered by two packages: {packages}")
-    return first
+def _entry(entry_group: str, entry_name: str) -> EntryPoint:
+    entries_by_name = _entries(entry_group)
+    if entry_name not in entries_by_name:
+        raise unknown(
+            _KIND[entry_group], entry_name, entries_by_name, _LISTED_BY.get(entry_group, "")
+        )
+    first_entry, *other_entries = entries_by_name[entry_name]
+    if other_entries:
+        package_names = ", ".join(
+            _package(entry_point) for entry_point in (first_entry, *other_entries)
+        )
+        raise UserError(
+            f"{_KIND[entry_group]} {entry_name!r} is registered by two packages: {package_names}"
+        )
+    return first_entry
 
 
-def _package(entry: EntryPoint) -> str:
-    return _release(entry.dist) if entry.dist else entry.value
+def _package(entry_point: EntryPoint) -> str:
+    return _release(entry_point.dist) if entry_point.dist else entry_point.value
 
 
 @functools.cache
@@ -93,15 +102,16 @@ def _release(package: Distribution) -> str:
     return f"{package.name}=={package.version}"
 
 
-def _load(entry: EntryPoint) -> Any:
+def _load(entry_point: EntryPoint) -> Any:
     try:
-        return entry.load()
+        return entry_point.load()
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        kind = _KIND.get(entry.group, "plugin")
+        plugin_kind = _KIND.get(entry_point.group, "plugin")
         raise UserError(
-            f"{kind} {entry.name!r} of package {_package(entry)} cannot be loaded: {_line(error)}"
+            f"{plugin_kind} {entry_point.name!r} of package {_package(entry_point)} cannot be "
+            f"loaded: {_line(error)}"
         ) from error
 
 
@@ -122,10 +132,10 @@ def split_file(spec: str) -> tuple[Path, str] | None:
     Returns:
         Path and name (empty if none is given), or None if `spec` is a registered name.
     """
-    path, mark, rest = spec.partition(".py")
-    if not mark or (rest and not rest.startswith(":")):
+    path_stem, file_suffix, remainder = spec.partition(".py")
+    if not file_suffix or (remainder and not remainder.startswith(":")):
         return None
-    return Path(path + mark), rest[1:].partition(":")[0]
+    return Path(path_stem + file_suffix), remainder[1:].partition(":")[0]
 
 
 def file_digest(spec: str) -> str:
@@ -137,62 +147,77 @@ def file_digest(spec: str) -> str:
     Raises:
         UserError: A file cannot be read.
     """
-    file = split_file(spec)
-    path = file[0] if file else Path(spec)
-    digest = hashlib.sha256(_read(path))
-    path = path.resolve()
-    for module in sorted(_modules_beside(path)):  # none leaves the digest of the file alone
-        name = module.relative_to(path.parent).as_posix()
-        digest.update(f"|{name}|{hashlib.sha256(_read(module)).hexdigest()}".encode())
-    return digest.hexdigest()[:16]
+    path_and_name = split_file(spec)
+    file_path = path_and_name[0] if path_and_name else Path(spec)
+    file_hash = hashlib.sha256(_read(file_path))
+    file_path = file_path.resolve()
+    for module_path in sorted(
+        _modules_beside(file_path)
+    ):  # none leaves the digest of the file alone
+        relative_name = module_path.relative_to(file_path.parent).as_posix()
+        file_hash.update(
+            f"|{relative_name}|{hashlib.sha256(_read(module_path)).hexdigest()}".encode()
+        )
+    return file_hash.hexdigest()[:16]
 
 
-def _modules_beside(path: Path) -> set[Path]:
+def _modules_beside(file_path: Path) -> set[Path]:
     """The modules in the folder of a file that it imports, at any depth."""
-    folder, found, waiting = path.parent, set[Path](), [path]
-    while waiting:
-        for name in _imported(_read(waiting.pop())):
-            top, *rest = name.split(".")
-            if top in _recorded_packages():
+    folder, module_paths, pending_paths = file_path.parent, set[Path](), [file_path]
+    while pending_paths:
+        for imported_name in _imported(_read(pending_paths.pop())):
+            top_package, *submodules = imported_name.split(".")
+            if top_package in _recorded_packages():
                 continue
-            if (folder / top / "__init__.py").is_file():
-                modules = set((folder / top).rglob("*.py"))
+            if (folder / top_package / "__init__.py").is_file():
+                candidates = set((folder / top_package).rglob("*.py"))
             else:
-                depths = range(len(rest) + 1)
-                modules = {folder.joinpath(top, *rest[:n]).with_suffix(".py") for n in depths}
-            new = {module for module in modules if module.is_file()} - found - {path}
-            found |= new
-            waiting += new
-    return found
+                depths = range(len(submodules) + 1)
+                candidates = {
+                    folder.joinpath(top_package, *submodules[:depth]).with_suffix(".py")
+                    for depth in depths
+                }
+            new_modules = (
+                {module_path for module_path in candidates if module_path.is_file()}
+                - module_paths
+                - {file_path}
+            )
+            module_paths |= new_modules
+            pending_paths += new_modules
+    return module_paths
 
 
 def _imported(source: bytes) -> set[str]:
     """What a module's import statements name, such as `helper` or `package.module`."""
     try:
-        nodes = list(ast.walk(ast.parse(source)))
+        syntax_nodes = list(ast.walk(ast.parse(source)))
     except (SyntaxError, ValueError, RecursionError):  # executing it says what is wrong
         return set()
-    names = {a.name for node in nodes if isinstance(node, ast.Import) for a in node.names}
-    for node in nodes:
+    imported_names = {
+        alias.name for node in syntax_nodes if isinstance(node, ast.Import) for alias in node.names
+    }
+    for node in syntax_nodes:
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return names
+            imported_names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return imported_names
 
 
 @functools.cache
 def _recorded_packages() -> frozenset[str]:
     """Packages whose versions a cell records: they are not a file's own, even beside it."""
-    entries = (entry for group in _KIND for named in _entries(group).values() for entry in named)
-    return frozenset({"kvbench", *(entry.module.partition(".")[0] for entry in entries)})
+    all_entries = (
+        entry for group in _KIND for homonyms in _entries(group).values() for entry in homonyms
+    )
+    return frozenset({"kvbench", *(entry.module.partition(".")[0] for entry in all_entries)})
 
 
-def _read(path: Path) -> bytes:
+def _read(file_path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return file_path.read_bytes()
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
+        raise UserError(f"cannot read {file_path}: {error.strerror}") from None
     except ValueError as error:  # a path with a NUL byte
-        raise UserError(f"cannot read {path}: {error}") from None
+        raise UserError(f"cannot read {file_path}: {error}") from None
 
 
 def load_file(spec: str) -> Any:
@@ -206,57 +231,73 @@ def load_file(spec: str) -> Any:
     Raises:
         UserError: There is no such file or object, or executing the file fails.
     """
-    file = split_file(spec)
-    if file is None or not file[1]:
+    path_and_name = split_file(spec)
+    if path_and_name is None or not path_and_name[1]:
         raise UserError(
             f"{quoted(spec)} does not name an object in a file; write ./my_policy.py:MyPolicy"
         )
-    path, name = file
-    module = _run_file(path.resolve(), str(path), file_digest(spec))
-    if not hasattr(module, name):
-        public = [n for n in vars(module) if not n.startswith("_")]
-        raise UserError(f"{path} has no {quoted(name)}{nearest(name, public)}")
-    return getattr(module, name)
+    file_path, object_name = path_and_name
+    module = _run_file(file_path.resolve(), str(file_path), file_digest(spec))
+    if not hasattr(module, object_name):
+        public_names = [attribute for attribute in vars(module) if not attribute.startswith("_")]
+        raise UserError(
+            f"{file_path} has no {quoted(object_name)}{nearest(object_name, public_names)}"
+        )
+    return getattr(module, object_name)
 
 
 @functools.cache
-def _run_file(path: Path, shown: str, digest: str) -> Any:
-    name = f"kvbench_file_{path.stem}_{digest}"
-    found = importlib.util.spec_from_file_location(name, path)
-    assert found is not None
-    assert found.loader is not None
-    _forget_compiled(path)
-    module = importlib.util.module_from_spec(found)
-    sys.modules[name] = module  # dataclasses and pickle look a class's module up there
+def _run_file(file_path: Path, path_label: str, source_digest: str) -> Any:
+    module_name = f"kvbench_file_{file_path.stem}_{source_digest}"
+    module_spec = importlib.util.spec_from_file_location(module_name, file_path)
+    assert module_spec is not None
+    assert module_spec.loader is not None
+    _forget_compiled(file_path)
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_name] = module  # dataclasses and pickle look a class's module up there
     try:
-        found.loader.exec_module(module)
+        module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        del sys.modules[name]
-        frames = traceback.extract_tb(error.__traceback__)
-        line = next((f.lineno for f in reversed(frames) if f.filename == str(path)), None)
+        del sys.modules[module_name]
+        stack_frames = traceback.extract_tb(error.__traceback__)
+        line_number = next(
+            (
+                stack_frame.lineno
+                for stack_frame in reversed(stack_frames)
+                if stack_frame.filename == str(file_path)
+            ),
+            None,
+        )
         if isinstance(error, SyntaxError):
-            line, text = error.lineno, f"SyntaxError: {error.msg}"
+            line_number, reason = error.lineno, f"SyntaxError: {error.msg}"
         else:
-            text = _line(error)
-        where = f"{shown}:{line}" if line else shown
-        raise UserError(f"{where} cannot be executed: {text}") from error
+            reason = _line(error)
+        location = f"{path_label}:{line_number}" if line_number else path_label
+        raise UserError(f"{location} cannot be executed: {reason}") from error
     return module
 
 
-def _forget_compiled(path: Path) -> None:
+def _forget_compiled(file_path: Path) -> None:
     """Make the next import of a file and of the modules beside it read what is in them now.
 
     Python imports a module once per process, and takes a compiled one for current if size and
     modification time are the source's.
     """
-    beside = _modules_beside(path)
-    tops = {module.relative_to(path.parent).parts[0].removesuffix(".py") for module in beside}
-    for name in [name for name in sys.modules if name.partition(".")[0] in tops]:
+    module_paths = _modules_beside(file_path)
+    top_packages = {
+        module.relative_to(file_path.parent).parts[0].removesuffix(".py") for module in module_paths
+    }
+    for module_name in [
+        module_name for module_name in sys.modules if module_name.partition(".")[0] in top_packages
+    ]:
         # A package without __init__.py has no file, but it holds its submodules.
-        module = sys.modules[name]
-        places = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]
-        if any(place and Path(place).resolve().is_relative_to(path.parent) for place in places):
-            del sys.modules[name]
-    for source in (path, *beside):
+        module = sys.modules[module_name]
+        locations = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]
+        if any(
+            location and Path(location).resolve().is_relative_to(file_path.parent)
+            for location in locations
+        ):
+            del sys.modules[module_name]
+    for source_path in (file_path, *module_paths):
         with contextlib.suppress(OSError):  # a folder that is read-only
-            Path(importlib.util.cache_from_source(str(source))).unlink()
+            Path(importlib.util.cache_from_source(str(source_path))).unlink()

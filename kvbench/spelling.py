@@ -55,265 +55,331 @@ def policy(spec: str | Policy, **params: Any) -> Policy:
         UserError: The name or a parameter is unknown (the message names the nearest) or ill-typed.
     """
     if isinstance(spec, Policy):
-        made = spec if spec.base is not None else dataclasses.replace(spec, base=spec)
-        return _finished(_apply(made, params), spec.origin)
+        resolved_policy = spec if spec.base is not None else dataclasses.replace(spec, base=spec)
+        return _finished(_apply(resolved_policy, params), spec.origin)
     if not isinstance(spec, str):
         raise UserError(f"{quoted(spec)} is not a policy; give a name such as 'snapkv:window=64'")
-    name, pairs = _split(spec)
-    if ".py:" in name:
-        made, origin = as_policy(registry.load_file(name), name), registry.file_digest(name)
+    policy_name, parameters = _split(spec)
+    if ".py:" in policy_name:
+        resolved_policy, origin = (
+            as_policy(registry.load_file(policy_name), policy_name),
+            registry.file_digest(policy_name),
+        )
     else:
-        made = as_policy(registry.get(registry.POLICIES, name), name)
-        origin = registry.origin(registry.POLICIES, name)
-    return _finished(_apply(made, {**pairs, **params}), origin)
+        resolved_policy = as_policy(registry.get(registry.POLICIES, policy_name), policy_name)
+        origin = registry.origin(registry.POLICIES, policy_name)
+    return _finished(_apply(resolved_policy, {**parameters, **params}), origin)
 
 
-def _finished(p: Policy, origin: str) -> Policy:
+def _finished(policy: Policy, origin: str) -> Policy:
     """A copy of a policy that knows its canonical spelling and its origin."""
-    p = dataclasses.replace(p)
-    object.__setattr__(p, "spelling", canonical(p))
-    object.__setattr__(p, "origin", origin)
-    return p
+    policy = dataclasses.replace(policy)
+    object.__setattr__(policy, "spelling", canonical(policy))
+    object.__setattr__(policy, "origin", origin)
+    return policy
 
 
-def as_policy(obj: object, name: str) -> Policy:
+def as_policy(plugin: object, policy_name: str) -> Policy:
     """Make a policy from what a plugin defines: a `Policy`, a `Score` or a function of a `View`.
 
     Args:
-        obj: What the entry point or the name in the file refers to. A `Score` can be a class.
-        name: How the user named it; a policy from a file keeps the spelling of the file.
+        plugin: What the entry point or the name in the file refers to. A `Score` can be a class.
+        policy_name: How the user named it; a policy from a file keeps the spelling of the file.
 
     Raises:
         UserError: It is none of these.
     """
-    if isinstance(obj, type) and issubclass(obj, Score):
-        obj = obj()
-    elif inspect.isfunction(obj):
-        obj = FunctionScore.of(obj)
-    if isinstance(obj, Score):
-        doc = inspect.getdoc(obj.function if isinstance(obj, FunctionScore) else obj) or ""
-        summary = doc.strip().split("\n")[0]
-        obj = Policy(name=name, score=obj, allocate=Uniform(), select=TopK(), summary=summary)
-    if not isinstance(obj, Policy):
-        raise UserError(
-            f"{name} is {type(obj).__name__}, not a policy; define a Policy, a Score or a function "
-            "of a View"
+    if isinstance(plugin, type) and issubclass(plugin, Score):
+        plugin = plugin()
+    elif inspect.isfunction(plugin):
+        plugin = FunctionScore.of(plugin)
+    if isinstance(plugin, Score):
+        docstring = (
+            inspect.getdoc(plugin.function if isinstance(plugin, FunctionScore) else plugin) or ""
         )
-    if ".py:" in name or obj.name not in registry.names(registry.POLICIES):
-        obj = dataclasses.replace(obj, name=name)
-    return dataclasses.replace(obj, base=obj)
+        summary = docstring.strip().split("\n")[0]
+        plugin = Policy(
+            name=policy_name, score=plugin, allocate=Uniform(), select=TopK(), summary=summary
+        )
+    if not isinstance(plugin, Policy):
+        raise UserError(
+            f"{policy_name} is {type(plugin).__name__}, not a policy; define a Policy, a Score or "
+            "a function of a View"
+        )
+    if ".py:" in policy_name or plugin.name not in registry.names(registry.POLICIES):
+        plugin = dataclasses.replace(plugin, name=policy_name)
+    return dataclasses.replace(plugin, base=plugin)
 
 
-def part(kind: str, name: str) -> Part:
+def part(part_kind: str, part_name: str) -> Part:
     """Make a part by its kind (`score`, `allocate`, ...) and name, with its defaults.
 
     Raises:
         UserError: There is no such part; the message names the nearest.
     """
-    generic = _GENERIC.get(f"{kind}.{name}")
-    if generic is not None:
-        return generic()
-    prefix = f"{kind}."
-    known = [n.removeprefix(prefix) for n in registry.names(registry.PARTS) if n.startswith(prefix)]
-    if name not in known:
-        known += [n.removeprefix(prefix) for n in _GENERIC if n.startswith(prefix)]
-        listed = f"known: {', '.join(sorted(known))}" if known else "none is installed"
-        raise UserError(f"unknown part {kind}={name}{nearest(name, known)} ({listed})")
-    made = registry.get(registry.PARTS, prefix + name)
-    instance = made() if isinstance(made, type) else made
-    if not isinstance(instance, KINDS[kind]):
-        raise UserError(f"{kind}={name} is not a {KINDS[kind].__name__}")
-    return instance
+    generic_class = _GENERIC.get(f"{part_kind}.{part_name}")
+    if generic_class is not None:
+        return generic_class()
+    prefix = f"{part_kind}."
+    known_names = [
+        entry_name.removeprefix(prefix)
+        for entry_name in registry.names(registry.PARTS)
+        if entry_name.startswith(prefix)
+    ]
+    if part_name not in known_names:
+        known_names += [
+            entry_name.removeprefix(prefix)
+            for entry_name in _GENERIC
+            if entry_name.startswith(prefix)
+        ]
+        choices_text = (
+            f"known: {', '.join(sorted(known_names))}" if known_names else "none is installed"
+        )
+        raise UserError(
+            f"unknown part {part_kind}={part_name}{nearest(part_name, known_names)} "
+            f"({choices_text})"
+        )
+    registered = registry.get(registry.PARTS, prefix + part_name)
+    part_instance = registered() if isinstance(registered, type) else registered
+    if not isinstance(part_instance, KINDS[part_kind]):
+        raise UserError(f"{part_kind}={part_name} is not a {KINDS[part_kind].__name__}")
+    return part_instance
 
 
-def exchanged_parts(p: Policy) -> dict[str, Part | None]:
+def exchanged_parts(policy: Policy) -> dict[str, Part | None]:
     """The parts of a policy, by kind, that are of another type than those of its base."""
-    base = p.base if p.base is not None else p
+    base_policy = policy.base if policy.base is not None else policy
     return {
-        kind: getattr(p, kind)
-        for kind in KINDS
-        if type(getattr(p, kind)) is not type(getattr(base, kind))
+        part_kind: getattr(policy, part_kind)
+        for part_kind in KINDS
+        if type(getattr(policy, part_kind)) is not type(getattr(base_policy, part_kind))
     }
 
 
-def canonical(p: Policy) -> str:
+def canonical(policy: Policy) -> str:
     """Spell a policy in its only canonical way: what differs from its base, sorted."""
-    base = p.base if p.base is not None else p
-    exchanged = exchanged_parts(p)
-    text = [p.name]
-    text += [f"{kind}={_label(piece)}" for kind, piece in exchanged.items()]
+    base_policy = policy.base if policy.base is not None else policy
+    replaced_parts = exchanged_parts(policy)
+    spelled_fields = [policy.name]
+    spelled_fields += [
+        f"{part_kind}={_label(component)}" for part_kind, component in replaced_parts.items()
+    ]
     # By key and kind: the value, and whether it differs from the default.
-    values: dict[str, dict[str, tuple[Any, bool]]] = {}
-    for kind in KINDS:
-        piece, default = getattr(p, kind), getattr(base, kind)
-        if kind in exchanged and piece is not None:
+    values_by_key: dict[str, dict[str, tuple[Any, bool]]] = {}
+    for part_kind in KINDS:
+        component, default_part = getattr(policy, part_kind), getattr(base_policy, part_kind)
+        if part_kind in replaced_parts and component is not None:
             # A part without a registered name has no defaults to compare with.
-            default = part(kind, piece.name) if piece.name else piece
-        if piece is None or default is None:
+            default_part = part(part_kind, component.name) if component.name else component
+        if component is None or default_part is None:
             continue
-        defaults = default.parameters()
-        for key, value in piece.parameters().items():
-            values.setdefault(key, {})[kind] = (value, value != defaults[key])
-    changed: dict[str, Any] = {}
-    for key, by_kind in values.items():
-        held = [value for value, _ in by_kind.values()]
-        if not any(differs for _, differs in by_kind.values()):
+        default_values = default_part.parameters()
+        for parameter_key, parameter_value in component.parameters().items():
+            values_by_key.setdefault(parameter_key, {})[part_kind] = (
+                parameter_value,
+                parameter_value != default_values[parameter_key],
+            )
+    changed_values: dict[str, Any] = {}
+    for parameter_key, values_by_kind in values_by_key.items():
+        part_values = [parameter_value for parameter_value, _ in values_by_kind.values()]
+        if not any(is_changed for _, is_changed in values_by_kind.values()):
             continue
-        if all(type(v) is type(held[0]) and v == held[0] for v in held):
-            changed[key] = held[0]
+        if all(
+            type(part_value) is type(part_values[0]) and part_value == part_values[0]
+            for part_value in part_values
+        ):
+            changed_values[parameter_key] = part_values[0]
         else:  # parts share the key with different values: spell each part's own
-            changed |= {f"{kind}.{key}": v for kind, (v, differs) in by_kind.items() if differs}
-    for key in _OF_POLICY:
-        if getattr(p, key) != getattr(base, key):
-            changed[key] = getattr(p, key)
-    return ":".join(text + [f"{k}={spell(changed[k])}" for k in sorted(changed)])
+            changed_values |= {
+                f"{part_kind}.{parameter_key}": part_value
+                for part_kind, (part_value, is_changed) in values_by_kind.items()
+                if is_changed
+            }
+    for parameter_key in _OF_POLICY:
+        if getattr(policy, parameter_key) != getattr(base_policy, parameter_key):
+            changed_values[parameter_key] = getattr(policy, parameter_key)
+    return ":".join(
+        spelled_fields
+        + [
+            f"{changed_key}={spell(changed_values[changed_key])}"
+            for changed_key in sorted(changed_values)
+        ]
+    )
 
 
-def _label(piece: Part | None) -> str:
-    return "none" if piece is None else piece.name or type(piece).__name__
+def _label(component: Part | None) -> str:
+    return "none" if component is None else component.name or type(component).__name__
 
 
 def _split(spec: str) -> tuple[str, dict[str, str]]:
-    fields = spec.strip().split(":")
-    start = 1
-    if fields[0].endswith(".py"):
-        if len(fields) < 2 or "=" in fields[1]:
-            raise UserError(f"{spec}: name an object in the file, such as {fields[0]}:MyPolicy")
-        start = 2
-    pairs: dict[str, str] = {}
-    for item in fields[start:]:
-        key, equals, value = item.partition("=")
-        if not equals or not key or not value:
-            raise UserError(f"{spec}: {quoted(item)} is not key=value; write snapkv:window=64")
-        if key in pairs:
-            raise UserError(f"{spec}: {key} is given twice")
-        pairs[key] = value
-    return ":".join(fields[:start]), pairs
+    spec_fields = spec.strip().split(":")
+    first_pair = 1
+    if spec_fields[0].endswith(".py"):
+        if len(spec_fields) < 2 or "=" in spec_fields[1]:
+            raise UserError(
+                f"{spec}: name an object in the file, such as {spec_fields[0]}:MyPolicy"
+            )
+        first_pair = 2
+    parameters: dict[str, str] = {}
+    for pair_text in spec_fields[first_pair:]:
+        parameter_key, separator, value_text = pair_text.partition("=")
+        if not separator or not parameter_key or not value_text:
+            raise UserError(f"{spec}: {quoted(pair_text)} is not key=value; write snapkv:window=64")
+        if parameter_key in parameters:
+            raise UserError(f"{spec}: {parameter_key} is given twice")
+        parameters[parameter_key] = value_text
+    return ":".join(spec_fields[:first_pair]), parameters
 
 
-def _apply(p: Policy, params: dict[str, Any]) -> Policy:
-    given = dict(params)
+def _apply(policy: Policy, parameters: dict[str, Any]) -> Policy:
+    pending_values = dict(parameters)
     changes: dict[str, Any] = {}
     for kind in KINDS:
-        if kind in given:
-            name = given.pop(kind)
-            if kind == "read" and p.read is None:
+        if kind in pending_values:
+            name = pending_values.pop(kind)
+            if kind == "read" and policy.read is None:
                 raise UserError(
-                    f"{p.name} reads all that it holds; only a policy with a reader takes read="
+                    f"{policy.name} reads all that it holds; only a policy with a reader takes "
+                    "read="
                 )
-            if kind != "read" and not p.evicts:
-                raise UserError(f"{p.name} keeps everything and has no {kind}")
-            none = kind == "merge" and name in (None, "none")
-            current = getattr(p, kind)
-            if none:
+            if kind != "read" and not policy.evicts:
+                raise UserError(f"{policy.name} keeps everything and has no {kind}")
+            removes_part = kind == "merge" and name in (None, "none")
+            current_part = getattr(policy, kind)
+            if removes_part:
                 changes[kind] = None
             elif isinstance(name, Part):
                 changes[kind] = name
-            elif current is None or current.name != name:
+            elif current_part is None or current_part.name != name:
                 changes[kind] = part(kind, str(name))
-    if "buffer" in given and not p.evicts:
-        raise UserError(f"{p.name} keeps everything and has no buffer")
-    for key, kind in _OF_POLICY.items():
-        if key in given:
-            changes[key] = _cast(key, given.pop(key), kind)
-    p = dataclasses.replace(p, **changes)
-    _check_own(p, changes)
-    known: set[str] = {*_OF_POLICY, *KINDS}
+    if "buffer" in pending_values and not policy.evicts:
+        raise UserError(f"{policy.name} keeps everything and has no buffer")
+    for parameter_key, kind in _OF_POLICY.items():
+        if parameter_key in pending_values:
+            changes[parameter_key] = _cast(parameter_key, pending_values.pop(parameter_key), kind)
+    policy = dataclasses.replace(policy, **changes)
+    _check_own(policy, changes)
+    known_keys: set[str] = {*_OF_POLICY, *KINDS}
     for kind in KINDS:
-        piece = getattr(p, kind)
-        if piece is None:
+        component = getattr(policy, kind)
+        if component is None:
             continue
-        names = piece.parameter_types()
-        known |= set(names) | {f"{kind}.{name}" for name in names}
-        plain = {k: v for k, v in given.items() if k in names}
-        own = {k.removeprefix(f"{kind}."): v for k, v in given.items() if k.startswith(f"{kind}.")}
-        mine = {k: v for k, v in {**plain, **own}.items() if k in names}
-        if mine:
-            exchanged: dict[str, Any] = {kind: _replaced(p, kind, piece, mine)}
-            p = dataclasses.replace(p, **exchanged)
-    for key in given:
-        if key not in known:
-            listed = ", ".join(sorted(k for k in known if "." not in k))
-            if key == "seed":
+        value_types = component.parameter_types()
+        known_keys |= set(value_types) | {f"{kind}.{name}" for name in value_types}
+        shared_values = {
+            value_key: value
+            for value_key, value in pending_values.items()
+            if value_key in value_types
+        }
+        qualified_values = {
+            value_key.removeprefix(f"{kind}."): value
+            for value_key, value in pending_values.items()
+            if value_key.startswith(f"{kind}.")
+        }
+        part_values = {
+            value_key: value
+            for value_key, value in {**shared_values, **qualified_values}.items()
+            if value_key in value_types
+        }
+        if part_values:
+            replacement: dict[str, Any] = {kind: _replaced(policy, kind, component, part_values)}
+            policy = dataclasses.replace(policy, **replacement)
+    for parameter_key in pending_values:
+        if parameter_key not in known_keys:
+            known_text = ", ".join(
+                sorted(value_key for value_key in known_keys if "." not in value_key)
+            )
+            if parameter_key == "seed":
                 raise UserError("noise uses the seed of the run; use --seed")
             raise UserError(
-                f"{p.name} has no parameter {quoted(key)}{nearest(key, known)} (it has: {listed})"
+                f"{policy.name} has no parameter "
+                f"{quoted(parameter_key)}{nearest(parameter_key, known_keys)} (it has: "
+                f"{known_text})"
             )
-    return p
+    return policy
 
 
-def _check_own(p: Policy, changes: dict[str, Any]) -> None:
+def _check_own(policy: Policy, changes: dict[str, Any]) -> None:
     """Check the ranges of what a policy has besides its parts."""
-    if p.buffer < 0:
+    if policy.buffer < 0:
         raise UserError("buffer must be a number of entries, 0 or more")
-    if p.group_size < 1 or p.residual < 0:
+    if policy.group_size < 1 or policy.residual < 0:
         raise UserError("group_size must be 1 or more entries, residual 0 or more")
-    if not 0 < p.key_channels <= 1:
+    if not 0 < policy.key_channels <= 1:
         raise UserError("key_channels must be a share of the channels, such as 0.6, and at most 1")
-    if p.read is not None and p.key_channels < 1:
-        raise UserError(f"{p.name} rates blocks by whole keys; leave key_channels out")
-    if "group_size" in changes and p.bits is None:
+    if policy.read is not None and policy.key_channels < 1:
+        raise UserError(f"{policy.name} rates blocks by whole keys; leave key_channels out")
+    if "group_size" in changes and policy.bits is None:
         raise UserError("group_size belongs to a quantised cache; give bits=4 as well")
-    if "quantizer" in changes and p.bits is None:
+    if "quantizer" in changes and policy.bits is None:
         raise UserError("quantizer belongs to a quantised cache; give bits=4 as well")
-    if p.quantizer == "quanto" and p.bits == 8:
+    if policy.quantizer == "quanto" and policy.bits == 8:
         raise UserError("quanto has no groups of 8-bit codes; use bits=4, or quantizer=hqq")
-    if "residual" in changes and not p.recodes:
+    if "residual" in changes and not policy.recodes:
         raise UserError(
             "residual belongs to quantised caches and pruned keys; give bits=4 as well, or "
             "key_channels=0.6"
         )
 
 
-def _replaced(p: Policy, kind: str, piece: Part, given: dict[str, Any]) -> Part:
+def _replaced(policy: Policy, part_kind: str, component: Part, new_values: dict[str, Any]) -> Part:
     """Give a part other parameters.
 
     Raises:
         UserError: A value does not fit. If other parts have the same key, the message names them.
     """
-    names = piece.parameter_types()
+    value_types = component.parameter_types()
     try:
-        return piece.replace(**{k: _cast(k, v, names[k]) for k, v in given.items()})
+        return component.replace(
+            **{name: _cast(name, value, value_types[name]) for name, value in new_values.items()}
+        )
     except UserError as error:
-        for key in given:
-            others = [
-                k
-                for k in KINDS
-                if (o := getattr(p, k)) is not None and k != kind and key in o.parameter_types()
+        for parameter_key in new_values:
+            other_kinds = [
+                name
+                for name in KINDS
+                if (other_part := getattr(policy, name)) is not None
+                and name != part_kind
+                and parameter_key in other_part.parameter_types()
             ]
-            if others and f"{key}=" in str(error):
-                ways = " or ".join(f"{k}.{key}=" for k in (kind, *others))
+            if other_kinds and f"{parameter_key}=" in str(error):
+                spellings = " or ".join(
+                    f"{name}.{parameter_key}=" for name in (part_kind, *other_kinds)
+                )
                 raise UserError(
-                    f"{error} ({kind} and {', '.join(others)} have this parameter; use {ways})"
+                    f"{error} ({part_kind} and {', '.join(other_kinds)} have this parameter; use "
+                    f"{spellings})"
                 ) from None
         raise
 
 
-def _cast(key: str, value: Any, kind: Any) -> Any:
-    options = typing.get_args(kind)
-    if typing.get_origin(kind) is typing.Literal:
-        value = {str(option): option for option in options}.get(str(value), value)
-        if value not in options:
-            raise UserError(f"{key}={value}: choose from {', '.join(map(str, options))}")
+def _cast(parameter_key: str, value: Any, value_type: Any) -> Any:
+    choices = typing.get_args(value_type)
+    if typing.get_origin(value_type) is typing.Literal:
+        value = {str(choice): choice for choice in choices}.get(str(value), value)
+        if value not in choices:
+            raise UserError(f"{parameter_key}={value}: choose from {', '.join(map(str, choices))}")
         return value
-    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+    if typing.get_origin(value_type) in (typing.Union, types.UnionType):
         if value in (None, "none"):
             return None
-        return _cast(key, value, next(o for o in options if o is not type(None)))
-    try:
-        if kind is bool:
-            return {"true": True, "1": True, "false": False, "0": False}[str(value).lower()]
-        if kind is int and isinstance(value, float) and not value.is_integer():
-            raise ValueError
-        found = kind(value)
-    except (KeyError, TypeError, ValueError):
-        word = {bool: "true or false", int: "a whole number", float: "a number"}.get(
-            kind, str(kind)
+        return _cast(
+            parameter_key, value, next(choice for choice in choices if choice is not type(None))
         )
-        raise UserError(f"{key}={value} is not {word}") from None
-    if kind is int and abs(found) > _LARGEST:
-        raise UserError(f"{key}={value} is too large; the limit is {_LARGEST}")
-    return found
+    try:
+        if value_type is bool:
+            return {"true": True, "1": True, "false": False, "0": False}[str(value).lower()]
+        if value_type is int and isinstance(value, float) and not value.is_integer():
+            raise ValueError
+        converted = value_type(value)
+    except (KeyError, TypeError, ValueError):
+        type_text = {bool: "true or false", int: "a whole number", float: "a number"}.get(
+            value_type, str(value_type)
+        )
+        raise UserError(f"{parameter_key}={value} is not {type_text}") from None
+    if value_type is int and abs(converted) > _LARGEST:
+        raise UserError(f"{parameter_key}={value} is too large; the limit is {_LARGEST}")
+    return converted
 
 
 def spell(value: Any) -> str:

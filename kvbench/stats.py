@@ -87,7 +87,7 @@ NO_DIFFERENCE = Difference(math.nan, math.nan, math.nan)
 
 
 def summary(
-    scores: npt.ArrayLike, clusters: Sequence[str], *, seed: int = 0, n: int = DRAWS
+    scores: npt.ArrayLike, clusters: Sequence[str], *, seed: int = 0, draw_count: int = DRAWS
 ) -> Estimate:
     """Mean, clustered standard error and 95% interval of the scores of one cell.
 
@@ -98,7 +98,7 @@ def summary(
         scores: `[n]`, finite.
         clusters: `[n]`, the context of each score.
         seed: Seed of the bootstrap.
-        n: Draws of the bootstrap.
+        draw_count: Draws of the bootstrap.
 
     Returns:
         The estimate. One context alone gives an infinite interval if scores are not in [0, 1],
@@ -107,62 +107,87 @@ def summary(
     Raises:
         ValueError: No scores, a score that is not finite, or lengths that differ.
     """
-    values = checked(scores, clusters)
-    totals, sizes = by_cluster(values, clusters)
-    mean = float(totals.sum() / sizes.sum())
-    bounded = bool(values.min() >= 0.0 and values.max() <= 1.0)
-    lo, hi = _interval(totals, sizes, bounded, signed=False, seed=seed, n=n)
-    se = clustered_se(totals, sizes)
-    if not se > 0.0:
-        se = (hi - lo) / (2 * Z)
-    return Estimate(mean, se, lo, hi, len(values), len(sizes))
+    score_values = checked(scores, clusters)
+    cluster_totals, cluster_sizes = by_cluster(score_values, clusters)
+    mean_score = float(cluster_totals.sum() / cluster_sizes.sum())
+    is_bounded = bool(score_values.min() >= 0.0 and score_values.max() <= 1.0)
+    lower_bound, upper_bound = _interval(
+        cluster_totals, cluster_sizes, is_bounded, signed=False, seed=seed, draw_count=draw_count
+    )
+    standard_error = clustered_se(cluster_totals, cluster_sizes)
+    if not standard_error > 0.0:
+        standard_error = (upper_bound - lower_bound) / (2 * Z)
+    return Estimate(
+        mean_score, standard_error, lower_bound, upper_bound, len(score_values), len(cluster_sizes)
+    )
 
 
 def paired(
-    a: Mapping[Key, float],
-    b: Mapping[Key, float],
+    scores: Mapping[Key, float],
+    reference_scores: Mapping[Key, float],
     clusters: Mapping[Key, str],
     *,
     seed: int = 0,
-    n: int = DRAWS,
+    draw_count: int = DRAWS,
 ) -> Difference:
     """Mean of `a - b` over the keys that both have, with a bootstrap clustered by context.
 
     Args:
-        a: Score by key, such as `(sample_id, question_id, repeat)`.
-        b: The scores to compare with, usually those of the full cache.
+        scores: Score by key, such as `(sample_id, question_id, repeat)`.
+        reference_scores: The scores to compare with, usually those of the full cache.
         clusters: Context by key; may hold more keys.
         seed: Seed of the bootstrap.
-        n: Draws.
+        draw_count: Draws.
 
     Returns:
         The difference; NaN with `n = 0` if they have no key in common.
     """
-    keys = [key for key in a if key in b]
-    if not keys:
+    shared_keys = [shared_key for shared_key in scores if shared_key in reference_scores]
+    if not shared_keys:
         return NO_DIFFERENCE
-    names = [clusters[key] for key in keys]
-    return paired_values([a[key] for key in keys], [b[key] for key in keys], names, seed=seed, n=n)
+    cluster_names = [clusters[shared_key] for shared_key in shared_keys]
+    return paired_values(
+        [scores[shared_key] for shared_key in shared_keys],
+        [reference_scores[shared_key] for shared_key in shared_keys],
+        cluster_names,
+        seed=seed,
+        draw_count=draw_count,
+    )
 
 
 def paired_values(
-    a: npt.ArrayLike, b: npt.ArrayLike, clusters: Clusters, *, seed: int = 0, n: int = DRAWS
+    scores: npt.ArrayLike,
+    reference_scores: npt.ArrayLike,
+    clusters: Clusters,
+    *,
+    seed: int = 0,
+    draw_count: int = DRAWS,
 ) -> Difference:
     """`paired` of scores of the same keys.
 
     Args:
-        a: `[n]`, at least one score.
-        b: `[n]`, the scores to compare with.
+        scores: `[n]`, at least one score.
+        reference_scores: `[n]`, the scores to compare with.
         clusters: `[n]`, the context of each score.
         seed: Seed of the bootstrap.
-        n: Draws.
+        draw_count: Draws.
     """
-    first, second = checked(a, clusters), checked(b, clusters)
+    score_values, reference_values = checked(scores, clusters), checked(reference_scores, clusters)
     # Bounds are read off the scores: differences in [-1, 1] may also come from unbounded scores.
-    bounded = bool(min(first.min(), second.min()) >= 0 and max(first.max(), second.max()) <= 1)
-    totals, sizes = by_cluster(first - second, clusters)
-    lo, hi = _interval(totals, sizes, bounded, signed=True, seed=seed, n=n)
-    return Difference(float(totals.sum() / sizes.sum()), lo, hi, len(first))
+    is_bounded = bool(
+        min(score_values.min(), reference_values.min()) >= 0
+        and max(score_values.max(), reference_values.max()) <= 1
+    )
+    cluster_totals, cluster_sizes = by_cluster(score_values - reference_values, clusters)
+    lower_bound, upper_bound = _interval(
+        cluster_totals, cluster_sizes, is_bounded, signed=True, seed=seed, draw_count=draw_count
+    )
+    return Difference(
+        float(cluster_totals.sum() / cluster_sizes.sum()),
+        lower_bound,
+        upper_bound,
+        len(score_values),
+    )
 
 
 def discriminative(full_lo: float, chance: float) -> bool:
@@ -174,16 +199,25 @@ def discriminative(full_lo: float, chance: float) -> bool:
     return bool(full_lo > chance)
 
 
-def wilson(p: float, n: float) -> tuple[float, float]:
-    """Wilson's 95% score interval of a proportion `p` seen in `n` independent trials."""
-    shrink = 1.0 + Z * Z / n
-    centre = (p + Z * Z / (2 * n)) / shrink
-    half = Z / shrink * math.sqrt(p * (1 - p) / n + Z * Z / (4 * n * n))
+def wilson(proportion: float, sample_size: float) -> tuple[float, float]:
+    """Wilson's 95% score interval of `proportion`, seen in `sample_size` independent trials."""
+    shrinkage = 1.0 + Z * Z / sample_size
+    centre = (proportion + Z * Z / (2 * sample_size)) / shrinkage
+    half_width = (
+        Z
+        / shrinkage
+        * math.sqrt(
+            proportion * (1 - proportion) / sample_size + Z * Z / (4 * sample_size * sample_size)
+        )
+    )
     # At p = 0 and 1 the ends are exact; rounding must not leave the mean outside its interval.
-    return (max(0.0, min(p, centre - half)), min(1.0, max(p, centre + half)))
+    return (
+        max(0.0, min(proportion, centre - half_width)),
+        min(1.0, max(proportion, centre + half_width)),
+    )
 
 
-def tail(contexts: int) -> float:
+def tail(context_count: int) -> float:
     """Share of the resamples beyond each end of an expanded 95% percentile interval.
 
     Hesterberg 2015, "What Teachers Should Know About the Bootstrap" (The American Statistician 69,
@@ -191,35 +225,40 @@ def tail(contexts: int) -> float:
     of Student's t are due. The share makes up for both: it is at most 2.5%, and approaches that
     with more contexts.
     """
-    df = contexts - 1
-    return _NORMAL.cdf(-math.sqrt(contexts / df) * student_quantile(df))
+    degrees = context_count - 1
+    return _NORMAL.cdf(-math.sqrt(context_count / degrees) * student_quantile(degrees))
 
 
-def student_quantile(df: int) -> float:
+def student_quantile(degrees: int) -> float:
     """The 97.5% quantile of Student's t, right to four digits.
 
     Above the degrees of freedom of `T` it is Fisher's expansion around the normal quantile
     (Abramowitz and Stegun, 26.7.5).
     """
-    if df <= len(T):
-        return T[df - 1]
+    if degrees <= len(T):
+        return T[degrees - 1]
     z = Z
     return (
         z
-        + (z**3 + z) / (4 * df)
-        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * df**2)
-        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * df**3)
-        + (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / (92160 * df**4)
+        + (z**3 + z) / (4 * degrees)
+        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
+        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * degrees**3)
+        + (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / (92160 * degrees**4)
     )
 
 
-def normal_quantile(share: float) -> float:
-    """The number below which a standard normal variable lies with probability `share`."""
-    return _NORMAL.inv_cdf(share)
+def normal_quantile(probability: float) -> float:
+    """The number below which a standard normal variable lies with `probability`."""
+    return _NORMAL.inv_cdf(probability)
 
 
 def resampled(
-    of: Callable[[Floats], Floats], clusters: int, *, seed: int = 0, n: int = DRAWS, stream: int = 0
+    statistic: Callable[[Floats], Floats],
+    cluster_count: int,
+    *,
+    seed: int = 0,
+    draw_count: int = DRAWS,
+    stream: int = 0,
 ) -> Floats:
     """What a function makes of the resamples of a bootstrap, in blocks that fit into memory.
 
@@ -227,128 +266,156 @@ def resampled(
     a grid cheap: a resample of any cell is one row of a matrix product.
 
     Args:
-        of: Takes how often each context is drawn in some of the resamples, `[k, clusters]`, whose
-            rows sum to `clusters`; gives `[k, ...]`.
-        clusters: Contexts.
+        statistic: Takes how often each context is drawn in some of the resamples, `[k, clusters]`,
+            whose rows sum to `cluster_count`; gives `[k, ...]`.
+        cluster_count: Contexts.
         seed: Seed of the bootstrap.
-        n: Draws.
+        draw_count: Draws.
         stream: Which independent set of draws. Strata must not share one: their errors would add up
             as if the same luck struck every task.
 
     Returns:
         `[n, ...]`, the same however many blocks there are.
     """
-    if clusters * n <= _BLOCK:
-        return of(_kept_weights(clusters, seed, n, stream))
-    return np.concatenate([of(w) for w in _drawn_weights(clusters, seed, n, stream)])
+    if cluster_count * draw_count <= _BLOCK:
+        return statistic(_kept_weights(cluster_count, seed, draw_count, stream))
+    return np.concatenate(
+        [
+            statistic(draw_weights)
+            for draw_weights in _drawn_weights(cluster_count, seed, draw_count, stream)
+        ]
+    )
 
 
-def _drawn_weights(clusters: int, seed: int, n: int, stream: int) -> Iterator[Floats]:
-    """The weights of `n` resamples in blocks of about equal size, from one stream of draws."""
-    rng = np.random.default_rng([seed, stream, clusters])
+def _drawn_weights(cluster_count: int, seed: int, draw_count: int, stream: int) -> Iterator[Floats]:
+    """Weights of `draw_count` resamples in blocks of about equal size, from one stream of draws."""
+    generator = np.random.default_rng([seed, stream, cluster_count])
     # Whole groups of rows: a matrix product then sums every row in the same order as without blocks
-    rows = -(-n // max(1, clusters * n // _BLOCK) // _ROWS) * _ROWS
-    for start in range(0, n, rows):
-        count = min(rows, n - start)
-        picks = rng.integers(0, clusters, size=(count, clusters))
+    block_rows = -(-draw_count // max(1, cluster_count * draw_count // _BLOCK) // _ROWS) * _ROWS
+    for block_start in range(0, draw_count, block_rows):
+        row_count = min(block_rows, draw_count - block_start)
+        picked_clusters = generator.integers(0, cluster_count, size=(row_count, cluster_count))
         # Each resample counts into cells of its own, so that one bincount serves all of them.
-        picks += np.arange(count)[:, None] * clusters
-        counts = np.bincount(picks.ravel(), minlength=count * clusters)
-        del picks
-        yield counts.reshape(count, clusters).astype(np.float64)
+        picked_clusters += np.arange(row_count)[:, None] * cluster_count
+        pick_counts = np.bincount(picked_clusters.ravel(), minlength=row_count * cluster_count)
+        del picked_clusters
+        yield pick_counts.reshape(row_count, cluster_count).astype(np.float64)
 
 
 @lru_cache(maxsize=32)
-def _kept_weights(clusters: int, seed: int, n: int, stream: int) -> Floats:
-    (weights,) = _drawn_weights(clusters, seed, n, stream)
-    weights.flags.writeable = False  # the cache hands the same array to every caller
-    return weights
+def _kept_weights(cluster_count: int, seed: int, draw_count: int, stream: int) -> Floats:
+    (draw_weights,) = _drawn_weights(cluster_count, seed, draw_count, stream)
+    draw_weights.flags.writeable = False  # the cache hands the same array to every caller
+    return draw_weights
 
 
-def few_vary(means: Floats) -> bool:
+def few_vary(cluster_means: Floats) -> bool:
     """Whether fewer than `FEW` contexts differ from the most common result, given their means."""
     # Rounded, because means such as 0.1 + 0.2 and 0.3 are one result. It is the most common result
     # that counts, not the overall mean: 46 contexts at 1 and 4 others say little about the spread.
-    _, counts = np.unique(np.round(means, 12), return_counts=True)
-    return bool(len(means) - counts.max() < FEW)
+    _, value_counts = np.unique(np.round(cluster_means, 12), return_counts=True)
+    return bool(len(cluster_means) - value_counts.max() < FEW)
 
 
-def bounded_interval(means: Floats, sizes: Floats, *, signed: bool) -> tuple[float, float]:
+def bounded_interval(
+    cluster_means: Floats, cluster_sizes: Floats, *, signed: bool
+) -> tuple[float, float]:
     """The interval that is used where few contexts vary (see the module's docstring).
 
     Args:
-        means: `[C]` mean score of each context in [0, 1], or mean difference in [-1, 1].
-        sizes: `[C]` scores of each context.
+        cluster_means: `[C]` mean score of each context in [0, 1], or mean difference in [-1, 1].
+        cluster_sizes: `[C]` scores of each context.
         signed: Whether these are differences.
     """
-    c = len(means)
+    cluster_count = len(cluster_means)
     # The mean weighs every score the same, so a context counts by its scores; the number of
     # independent trials is nevertheless that of the contexts, which makes the interval wider.
-    share = sizes / sizes.sum()
+    cluster_shares = cluster_sizes / cluster_sizes.sum()
     if not signed:
-        return wilson(float(np.clip(share @ means, 0.0, 1.0)), c)
+        return wilson(float(np.clip(cluster_shares @ cluster_means, 0.0, 1.0)), cluster_count)
     # A difference is a mean of gains minus a mean of losses, each of them in [0, 1]. The interval's
     # lower end is where gains are low and losses are high at once.
-    gain = float(np.clip(share @ np.maximum(means, 0.0), 0.0, 1.0))
-    loss = float(np.clip(share @ np.maximum(-means, 0.0), 0.0, 1.0))
-    (gain_lo, gain_hi), (loss_lo, loss_hi) = wilson(gain, c), wilson(loss, c)
-    lo = gain - loss - math.hypot(gain - gain_lo, loss_hi - loss)
-    hi = gain - loss + math.hypot(gain_hi - gain, loss - loss_lo)
-    return max(-1.0, lo), min(1.0, hi)
+    mean_gain = float(np.clip(cluster_shares @ np.maximum(cluster_means, 0.0), 0.0, 1.0))
+    mean_loss = float(np.clip(cluster_shares @ np.maximum(-cluster_means, 0.0), 0.0, 1.0))
+    (gain_lower, gain_upper), (loss_lower, loss_upper) = (
+        wilson(mean_gain, cluster_count),
+        wilson(mean_loss, cluster_count),
+    )
+    lower_bound = mean_gain - mean_loss - math.hypot(mean_gain - gain_lower, loss_upper - mean_loss)
+    upper_bound = mean_gain - mean_loss + math.hypot(gain_upper - mean_gain, mean_loss - loss_lower)
+    return max(-1.0, lower_bound), min(1.0, upper_bound)
 
 
 def _interval(
-    totals: Floats, sizes: Floats, bounded: bool, *, signed: bool, seed: int, n: int
+    cluster_totals: Floats,
+    cluster_sizes: Floats,
+    is_bounded: bool,
+    *,
+    signed: bool,
+    seed: int,
+    draw_count: int,
 ) -> tuple[float, float]:
-    means = totals / sizes
-    if bounded and few_vary(means):
-        return bounded_interval(means, sizes, signed=signed)
-    if len(sizes) == 1:
+    cluster_means = cluster_totals / cluster_sizes
+    if is_bounded and few_vary(cluster_means):
+        return bounded_interval(cluster_means, cluster_sizes, signed=signed)
+    if len(cluster_sizes) == 1:
         return -math.inf, math.inf
-    if not bounded and len(sizes) <= len(T) + 1:
+    if not is_bounded and len(cluster_sizes) <= len(T) + 1:
         # Unbounded scores have no Wilson interval, and a bootstrap of few contexts is too narrow.
-        mean = float(totals.sum() / sizes.sum())
-        half = T[len(sizes) - 2] * clustered_se(totals, sizes)
-        return mean - half, mean + half
+        mean_score = float(cluster_totals.sum() / cluster_sizes.sum())
+        half_width = T[len(cluster_sizes) - 2] * clustered_se(cluster_totals, cluster_sizes)
+        return mean_score - half_width, mean_score + half_width
     # A resample divides drawn sums by drawn sizes: contexts may differ in their number of scores.
-    drawn = resampled(lambda w: (w @ totals) / (w @ sizes), len(sizes), seed=seed, n=n)
-    outside = tail(len(sizes)) if signed or not bounded else 0.025
-    lo, hi = np.quantile(drawn, [outside, 1 - outside])
-    return float(lo), float(hi)
+    drawn_means = resampled(
+        lambda draw_weights: (draw_weights @ cluster_totals) / (draw_weights @ cluster_sizes),
+        len(cluster_sizes),
+        seed=seed,
+        draw_count=draw_count,
+    )
+    tail_probability = tail(len(cluster_sizes)) if signed or not is_bounded else 0.025
+    lower_bound, upper_bound = np.quantile(drawn_means, [tail_probability, 1 - tail_probability])
+    return float(lower_bound), float(upper_bound)
 
 
-def clustered_se(totals: Floats, sizes: Floats) -> float:
+def clustered_se(cluster_totals: Floats, cluster_sizes: Floats) -> float:
     """Standard error of a mean over all scores, clustered by context; NaN for one context.
 
     Args:
-        totals: `[C]` sum of the scores of each context.
-        sizes: `[C]` number of scores of each context.
+        cluster_totals: `[C]` sum of the scores of each context.
+        cluster_sizes: `[C]` number of scores of each context.
     """
-    c, mean = len(sizes), totals.sum() / sizes.sum()
-    if c == 1:
+    cluster_count, mean_score = len(cluster_sizes), cluster_totals.sum() / cluster_sizes.sum()
+    if cluster_count == 1:
         return math.nan
     # Residuals are summed within a context before they are squared, so scores that err together
     # count as one; c / (c - 1) corrects for estimating the mean from the same contexts.
-    residual = totals - mean * sizes
-    return float(np.sqrt(np.square(residual).sum() * c / (c - 1)) / sizes.sum())
+    residuals = cluster_totals - mean_score * cluster_sizes
+    return float(
+        np.sqrt(np.square(residuals).sum() * cluster_count / (cluster_count - 1))
+        / cluster_sizes.sum()
+    )
 
 
-def by_cluster(values: Floats, clusters: Clusters) -> tuple[Floats, Floats]:
+def by_cluster(score_values: Floats, clusters: Clusters) -> tuple[Floats, Floats]:
     """Sum and number of the values of each context, contexts in sorted order.
 
     Args:
-        values: `[n]`.
+        score_values: `[n]`.
         clusters: `[n]`, the context of each value.
 
     Returns:
         `[C]` and `[C]`.
     """
-    names = clusters if isinstance(clusters, np.ndarray) else np.asarray(clusters, dtype=str)
-    _, index = np.unique(names, return_inverse=True)
+    cluster_names = (
+        clusters if isinstance(clusters, np.ndarray) else np.asarray(clusters, dtype=str)
+    )
+    _, cluster_indices = np.unique(cluster_names, return_inverse=True)
     # Sorted within a context, too: a sum of floats depends on the order of its terms.
-    order = np.lexsort((values, index))
-    totals = np.bincount(index[order], weights=values[order]).astype(np.float64)
-    return totals, np.bincount(index).astype(np.float64)
+    sort_order = np.lexsort((score_values, cluster_indices))
+    cluster_totals = np.bincount(
+        cluster_indices[sort_order], weights=score_values[sort_order]
+    ).astype(np.float64)
+    return cluster_totals, np.bincount(cluster_indices).astype(np.float64)
 
 
 def checked(scores: npt.ArrayLike, clusters: Clusters) -> Floats:
@@ -361,11 +428,11 @@ def checked(scores: npt.ArrayLike, clusters: Clusters) -> Floats:
     Raises:
         ValueError: No scores, a score that is not finite, or lengths that differ.
     """
-    values = np.asarray(scores, dtype=np.float64)
-    if values.ndim != 1 or not len(values):
+    score_values = np.asarray(scores, dtype=np.float64)
+    if score_values.ndim != 1 or not len(score_values):
         raise ValueError("scores must be one row of at least one number")
-    if len(values) != len(clusters):
-        raise ValueError(f"{len(values)} scores but {len(clusters)} contexts")
-    if not np.isfinite(values).all():
+    if len(score_values) != len(clusters):
+        raise ValueError(f"{len(score_values)} scores but {len(clusters)} contexts")
+    if not np.isfinite(score_values).all():
         raise ValueError("a score is not finite; a cell with failed samples has no interval")
-    return values
+    return score_values

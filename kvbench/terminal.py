@@ -55,18 +55,18 @@ class OutputError(Exception):
         self.closed = isinstance(error, BrokenPipeError)
 
 
-def printable(text: str) -> str:
+def printable(raw_text: str) -> str:
     r"""Escape control, bidirectional and other invisible characters.
 
     Line breaks and tabs stay.
 
     Args:
-        text: Any text, lone surrogates included.
+        raw_text: Any text, lone surrogates included.
 
     Returns:
         The text with `\x1b` and its like spelled out.
     """
-    return _UNSAFE.sub(lambda found: _shown(found[0]), text)
+    return _UNSAFE.sub(lambda match: _shown(match[0]), raw_text)
 
 
 def _shown(character: str) -> str:
@@ -79,9 +79,12 @@ def _fallback(error: UnicodeError) -> tuple[str, int]:
     """Replace what an encoding lacks: look-alikes for typography, escapes for letters."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
-    missing = error.object[error.start : error.end]
-    shown = (_FALLBACKS.get(c) or _BOXES.get(c) or _escape(c) for c in missing)
-    return "".join(shown), error.end
+    unencodable = error.object[error.start : error.end]
+    replacements = (
+        _FALLBACKS.get(character) or _BOXES.get(character) or _escape(character)
+        for character in unencodable
+    )
+    return "".join(replacements), error.end
 
 
 def _escape(character: str) -> str:
@@ -117,19 +120,19 @@ class Stream:
         Raises:
             OutputError: The disk is full, or the reader has gone.
         """
-        start = ""
+        prefix = ""
         if self._clean:
-            if not self._strict and (found := _PROGRESS.match(text)):
-                start, text = found[0], text[found.end() :]
+            if not self._strict and (match := _PROGRESS.match(text)):
+                prefix, text = match[0], text[match.end() :]
             text = printable(text)
         with self._failing():
-            self._stream.write(start + text)
+            self._stream.write(prefix + text)
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
         """Write several texts."""
-        for line in lines:
-            self.write(line)
+        for text_line in lines:
+            self.write(text_line)
 
     def flush(self) -> None:
         """Pass on what is buffered.
@@ -156,9 +159,9 @@ class Stream:
 def _discard(stream: IO[str]) -> None:
     """Send what is still buffered nowhere; Python would try again, and complain, when it exits."""
     with contextlib.suppress(OSError, ValueError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
+        null_descriptor = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null_descriptor, stream.fileno())
+        os.close(null_descriptor)
 
 
 @contextlib.contextmanager
@@ -169,18 +172,18 @@ def filtered() -> Iterator[None]:
         OutputError: Stdout could not be written.
     """
     _open_closed_streams()
-    before = sys.stdout, sys.stderr
-    for stream in before:
+    original_streams = sys.stdout, sys.stderr
+    for stream in original_streams:
         with contextlib.suppress(AttributeError, ValueError):  # not every stream has an encoding
             cast(Any, stream).reconfigure(errors=_ERRORS)
-    out = Stream(before[0], clean=True, strict=True)
-    sys.stdout = cast(TextIO, out)
-    sys.stderr = cast(TextIO, Stream(before[1], clean=True, strict=False))
+    output_stream = Stream(original_streams[0], clean=True, strict=True)
+    sys.stdout = cast(TextIO, output_stream)
+    sys.stderr = cast(TextIO, Stream(original_streams[1], clean=True, strict=False))
     try:
         yield
-        out.flush()
+        output_stream.flush()
     finally:
-        sys.stdout, sys.stderr = before
+        sys.stdout, sys.stderr = original_streams
 
 
 def _open_closed_streams() -> None:
@@ -189,12 +192,12 @@ def _open_closed_streams() -> None:
     Otherwise the next file that is opened gets the number of stdout, and what is printed lands in
     it; and `sys.stdout` is None.
     """
-    for number in (0, 1, 2):
+    for descriptor in (0, 1, 2):
         try:
-            os.fstat(number)
+            os.fstat(descriptor)
         except OSError:
             # It gets the smallest number that is free. What is said on stderr may be lost.
-            os.open(os.devnull, os.O_WRONLY if number == 2 else os.O_RDONLY)
+            os.open(os.devnull, os.O_WRONLY if descriptor == 2 else os.O_RDONLY)
     if cast(Any, sys.stdout) is None:
         sys.stdout = os.fdopen(1, "w", closefd=False)
     if cast(Any, sys.stderr) is None:
@@ -224,5 +227,5 @@ def console(*, stderr: bool = False, width: int | None = None) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     # Given as a file, because rich puts a stream of its own before sys.stderr while a bar is shown,
     # and would find only the filtered stream behind it.
-    file = getattr(stream, "rich_proxied_file", stream)
-    return _Filtered(file=file, width=width)
+    target_stream = getattr(stream, "rich_proxied_file", stream)
+    return _Filtered(file=target_stream, width=width)

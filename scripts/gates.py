@@ -24,7 +24,7 @@ from kvbench.artifacts import shipped_name
 from kvbench.progress import reporter
 from kvbench.registry import TRAINERS
 from kvbench.training.command import plan, train
-from kvbench.training.folder import LOG, MADE, RUN, describe
+from kvbench.training.folder import GATES_FILE, LOG, RUN, describe
 from kvbench.training.recipes import RECIPES
 from kvbench.training.replays import describe_agreement
 
@@ -76,7 +76,7 @@ def ship(model: str, policy: str, work: Path) -> Path:
     log = [json.loads(line) for line in (out / LOG).read_text().splitlines()]
     lines.append(f"{log[-1]['seconds']:.0f} seconds on one shared CPU core")
     lines.append(f"last: {describe(log[-1])}")
-    if held_out := json.loads((out / MADE).read_text())["training"].get("held_out"):
+    if held_out := json.loads((out / GATES_FILE).read_text())["training"].get("held_out"):
         lines.append(describe_agreement(held_out))
     card = _CARD.format(
         policy=policy,

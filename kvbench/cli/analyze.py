@@ -50,8 +50,8 @@ def _root() -> None:
 
 
 @app.command("perturbation")
-@grid_options(*_GRID, help=_HELP)
-@grid_options("out", after="first_stage", help=_HELP)
+@grid_options(*_GRID, help_texts=_HELP)
+@grid_options("out", anchor="first_stage", help_texts=_HELP)
 def perturbation(
     query: Annotated[
         str,
@@ -72,7 +72,7 @@ def perturbation(
             show_default=False,
         ),
     ] = 0.5,
-    **grid: Any,
+    **grid_values: Any,
 ) -> None:
     """Measure how far eviction moves each head's output, and check CriticalKV's bounds."""
 
@@ -80,7 +80,7 @@ def perturbation(
         from kvbench.analysis.perturbation.write import write_perturbation
 
         return write_perturbation(
-            given_values(grid),
+            given_values(grid_values),
             reporter,
             query=query,
             first_stage=first_stage,
@@ -91,14 +91,14 @@ def perturbation(
 
 
 @app.command("allocation")
-@grid_options(*_GRID, "out", help=_HELP)
-def allocation(**grid: Any) -> None:
+@grid_options(*_GRID, "out", help_texts=_HELP)
+def allocation(**grid_values: Any) -> None:
     """Show how many entries each layer and KV head gets: a table and a heat map per policy."""
 
     def work(reporter: Reporter) -> AnalysisOutput:
         from kvbench.analysis.allocation.write import write_allocation
 
-        return write_allocation(given_values(grid), reporter, command=command_line())
+        return write_allocation(given_values(grid_values), reporter, command=command_line())
 
     carry_out(work)
 
@@ -106,9 +106,9 @@ def allocation(**grid: Any) -> None:
 @app.command("retention")
 @grid_options(
     *(name for name in _GRID if name != "moments"),
-    help={"samples": "Texts per task. Default: 4."},
+    help_texts={"samples": "Texts per task. Default: 4."},
 )
-@grid_options("out", after="horizon", help=_HELP)
+@grid_options("out", anchor="horizon", help_texts=_HELP)
 def retention(
     context: typer.Context,
     text: Annotated[
@@ -155,18 +155,24 @@ def retention(
             ANALYSIS, "STEPS", "Number of steps to follow survival for. Default: half of the text."
         ),
     ] = None,
-    **grid: Any,
+    **grid_values: Any,
 ) -> None:
     """Show which tokens stay, and for how long: matrices, eviction maps, survival, the text."""
-    own = {k: context.params[k] for k in _OF_RETENTION}
+    flag_values = {flag_name: context.params[flag_name] for flag_name in _OF_RETENTION}
 
     def work(reporter: Reporter) -> AnalysisOutput:
         from kvbench.analysis.retention.options import Options
         from kvbench.analysis.retention.write import write_retention
 
-        options = Options.read({k: v for k, v in own.items() if v not in (None, [], ())})
+        options = Options.read(
+            {
+                flag_name: flag_value
+                for flag_name, flag_value in flag_values.items()
+                if flag_value not in (None, [], ())
+            }
+        )
         return write_retention(
-            given_values(grid), reporter, options=options, command=command_line()
+            given_values(grid_values), reporter, options=options, command=command_line()
         )
 
     carry_out(work)
@@ -180,13 +186,13 @@ _OF_RETENTION = (
 @app.command("vision")
 @grid_options(
     *_GRID,
-    help={
+    help_texts={
         "moments": "When to compress, with commas: context, before the question (the default); "
         "question, after it; or decode, while the answer is written, with a budget in tokens.",
         "samples": "Samples per task. Default: 1.",
     },
 )
-@grid_options("out", after="heads", help=_HELP)
+@grid_options("out", anchor="heads", help_texts=_HELP)
 def vision(
     context: typer.Context,
     questions: Annotated[
@@ -207,17 +213,20 @@ def vision(
     ] = None,
     layers: DrawnLayers = None,
     heads: DrawnHeads = None,
-    **grid: Any,
+    **grid_values: Any,
 ) -> None:
     """Show what is kept of images: tokens over the picture, and cache use by modality."""
-    own = {k: context.params[k] for k in _OF_VISION}
+    flag_values = {flag_name: context.params[flag_name] for flag_name in _OF_VISION}
 
     def work(reporter: Reporter) -> AnalysisOutput:
         from kvbench.analysis.vision.options import Options
         from kvbench.analysis.vision.write import write_vision
 
         return write_vision(
-            given_values(grid), reporter, options=Options.read(own), command=command_line()
+            given_values(grid_values),
+            reporter,
+            options=Options.read(flag_values),
+            command=command_line(),
         )
 
     carry_out(work)
@@ -233,20 +242,23 @@ def command_line() -> str:
 
 def carry_out(work: Callable[[Reporter], AnalysisOutput]) -> None:
     """Carry out an analysis or a benchmark under a progress bar and print its tables."""
-    told = progress()
-    with stopping(told, "an analysis writes its files when it ends"):
-        told.busy("loading model")
-        done = work(told)
+    reporter = progress()
+    with stopping(reporter, "an analysis writes its files when it ends"):
+        reporter.busy("loading model")
+        outputs = work(reporter)
     from kvbench.report.outputs import terminal
 
-    screen = console()
-    for table in done.tables:
-        screen.print(terminal(table))
-    for line in done.notes:
-        screen.print(line, style="dim", markup=False, highlight=False)
-    print(f"wrote {done.path}: {', '.join(p.name for p in done.files if p.parent == done.path)}")
-    drawn = [p for p in done.files if p.suffix == ".png"]
-    print(f"figures: {len(drawn)} as PNG and SVG in {done.path / 'figures'}")
-    if done.failed:
-        complain(f"{len(done.failed)} cells failed: {next(iter(done.failed.values()))}")
+    terminal_console = console()
+    for result_table in outputs.tables:
+        terminal_console.print(terminal(result_table))
+    for note_line in outputs.notes:
+        terminal_console.print(note_line, style="dim", markup=False, highlight=False)
+    print(
+        f"wrote {outputs.path}: "
+        f"{', '.join(path.name for path in outputs.files if path.parent == outputs.path)}"
+    )
+    figure_paths = [path for path in outputs.files if path.suffix == ".png"]
+    print(f"figures: {len(figure_paths)} as PNG and SVG in {outputs.path / 'figures'}")
+    if outputs.failed:
+        complain(f"{len(outputs.failed)} cells failed: {next(iter(outputs.failed.values()))}")
         raise typer.Exit(FAILED)

@@ -97,9 +97,11 @@ def call(arguments: Sequence[str]) -> int:
 
 def _call(arguments: Sequence[str]) -> int:
     try:
-        if wrong := [argument for argument in arguments if "\0" in argument]:
-            raise UserError(f"{quoted(wrong[0])} contains a NUL character; leave it out")
-        code = app(args=list(arguments) or ["--help"], standalone_mode=False, prog_name="kvbench")
+        if nul_arguments := [argument for argument in arguments if "\0" in argument]:
+            raise UserError(f"{quoted(nul_arguments[0])} contains a NUL character; leave it out")
+        exit_code = app(
+            args=list(arguments) or ["--help"], standalone_mode=False, prog_name="kvbench"
+        )
     except UserError as error:
         return complain(str(error))
     except OSError as error:
@@ -116,11 +118,11 @@ def _call(arguments: Sequence[str]) -> int:
         for argument in arguments:
             message = message.replace(argument, shorten(argument)) if argument else message
         return complain(f"{message} (kvbench --help lists the commands and options)")
-    return code if isinstance(code, int) else OK
+    return exit_code if isinstance(exit_code, int) else OK
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(is_requested: bool) -> None:
+    if is_requested:
         from importlib.metadata import version
 
         print(f"kvbench {version('kvbench')}")
@@ -158,16 +160,16 @@ def list_(
     as_json: Annotated[bool, option(None, FLAG, "Print the list as JSON.", "--json")] = False,
 ) -> None:
     """List policies (paper, parts, parameters), tasks, models, runs, layouts or recipes."""
-    rows, failed = listing.records(kind, folder)
+    list_records, failures = listing.records(kind, folder)
     if as_json:
-        print_json(rows)
-    elif rows or kind != "runs":
-        console().print(terminal(listing.table(kind, rows), boxed=False))
+        print_json(list_records)
+    elif list_records or kind != "runs":
+        console().print(terminal(listing.table(kind, list_records), boxed=False))
     else:
         print(f"no runs in {folder}")
-    for line in failed:
-        complain(line)
-    if failed:
+    for failure in failures:
+        complain(failure)
+    if failures:
         raise typer.Exit(FAILED)
 
 
@@ -185,9 +187,9 @@ def check(
     """Test a policy: exact budgets, padding, batches, odd lengths."""
     from kvbench.checks import run_checks
 
-    passed = True
+    all_passed = True
     for result in run_checks(policy):
         print(f"{'ok  ' if result.ok else 'FAIL'}  {result.name}  {result.detail}".rstrip())
-        passed = passed and result.ok
-    if not passed:
+        all_passed = all_passed and result.ok
+    if not all_passed:
         raise typer.Exit(FAILED)

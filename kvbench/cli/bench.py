@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 @grid_options("policies", "budgets")
-@grid_options("seed", after="repeats")
-@grid_options("device", "dtype", "revision", after="out")
+@grid_options("seed", anchor="repeats")
+@grid_options("device", "dtype", "revision", anchor="out")
 def bench(
     model: Annotated[
         str,
@@ -56,28 +56,28 @@ def bench(
     out: Annotated[
         Path | None, option(OUTPUT, "DIR", "Folder of the results. Default: results/bench-HASH.")
     ] = None,
-    **grid: Any,
+    **grid_values: Any,
 ) -> None:
     """Measure time to first token, decode steps and memory beside the full cache."""
     from kvbench.bench.settings import Bench
 
-    made = Bench(
+    bench_settings = Bench(
         model=model,
-        policies=tuple(split_names(grid["policy"])) or ("snapkv",),
-        budgets=tuple(split_names(grid["budget"])) or ("0.2",),
+        policies=tuple(split_names(grid_values["policy"])) or ("snapkv",),
+        budgets=tuple(split_names(grid_values["budget"])) or ("0.2",),
         contexts=parse_integers("context", split_commas(context), "512,2048"),
         batches=parse_integers("batch", split_commas(batch), "1,8"),
         generates=parse_integers("generate", split_commas(generate), "512,2048"),
         repeats=repeats,
-        seed=grid["seed"] or 0,
-        device=grid["device"] or "auto",
-        dtype=grid["dtype"] or "auto",
-        revision=grid["revision"],
+        seed=grid_values["seed"] or 0,
+        device=grid_values["device"] or "auto",
+        dtype=grid_values["dtype"] or "auto",
+        revision=grid_values["revision"],
     )
 
     def work(reporter: Reporter) -> AnalysisOutput:
         from kvbench.bench.write import write_bench
 
-        return write_bench(made, out, reporter, command=command_line())
+        return write_bench(bench_settings, out, reporter, command=command_line())
 
     carry_out(work)

@@ -62,23 +62,23 @@ def compare(
     from kvbench.report.outputs import plain_text
     from kvbench.runs.load import load_frames
 
-    frames = [load_frames(one, COLUMNS, coded=True) for one in (baseline, run)]
-    found = compare_runs(*frames, max_drop=max_drop, alpha=alpha)
-    code = FAILED if found.failed else OK if found.complete else MISUSE
+    run_frames = [load_frames(run_folder, COLUMNS, coded=True) for run_folder in (baseline, run)]
+    comparison = compare_runs(*run_frames, max_drop=max_drop, alpha=alpha)
+    exit_code = FAILED if comparison.failed else OK if comparison.complete else MISUSE
     if markdown is not None:
-        text = wording.markdown_page(found, str(baseline), str(run))
-        write_whole(markdown, text.encode())
+        markdown_text = wording.markdown_page(comparison, str(baseline), str(run))
+        write_whole(markdown, markdown_text.encode())
     if junit is not None:
-        write_whole(junit, junit_xml(found, f"kvbench compare {baseline} {run}"))
+        write_whole(junit, junit_xml(comparison, f"kvbench compare {baseline} {run}"))
     if as_json:
-        print_json(wording.as_json(found, code))
+        print_json(wording.as_json(comparison, exit_code))
     elif not quiet:
-        for table in wording.tables(found):
-            show(table)
-        for sentence in wording.sentences(found):
+        for result_table in wording.tables(comparison):
+            show(result_table)
+        for sentence in wording.sentences(comparison):
             print(plain_text(sentence))
-        if code == OK:
-            print(wording.verdict(found))
-    if code != OK:
-        complain(wording.complaint(found))
-        raise typer.Exit(code)
+        if exit_code == OK:
+            print(wording.verdict(comparison))
+    if exit_code != OK:
+        complain(wording.complaint(comparison))
+        raise typer.Exit(exit_code)

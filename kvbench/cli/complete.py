@@ -19,9 +19,13 @@ def policies(incomplete: str) -> list[str]:
 
 def tasks(incomplete: str) -> list[str]:
     """Groups of tasks, their subsets and tasks, after the last comma."""
-    groups, _ = catalogue.benchmarks()
-    parts = (name for group in groups.values() for name in (*group.subsets, *group.leaves))
-    return _listed(incomplete, [*groups, *parts])
+    benchmarks, _ = catalogue.benchmarks()
+    task_names = (
+        task_name
+        for benchmark in benchmarks.values()
+        for task_name in (*benchmark.subsets, *benchmark.leaves)
+    )
+    return _listed(incomplete, [*benchmarks, *task_names])
 
 
 def models(incomplete: str) -> list[str]:
@@ -41,47 +45,65 @@ def moments(incomplete: str) -> list[str]:
 
 def lists(incomplete: str) -> list[str]:
     """What `kvbench list` can list."""
-    return [kind for kind in KINDS if kind.startswith(incomplete)]
+    return [list_kind for list_kind in KINDS if list_kind.startswith(incomplete)]
 
 
 def trainers(incomplete: str) -> list[str]:
     """Policies whose gates can be trained."""
-    return [name for name in registry.names(registry.TRAINERS) if name.startswith(incomplete)]
+    return [
+        trainer_name
+        for trainer_name in registry.names(registry.TRAINERS)
+        if trainer_name.startswith(incomplete)
+    ]
 
 
 def papers(incomplete: str) -> list[str]:
     """Papers whose figures can be shown."""
     from kvbench.published.figures import papers
 
-    return [name for name in papers() if name.startswith(incomplete)]
+    return [paper_name for paper_name in papers() if paper_name.startswith(incomplete)]
 
 
 def paper_tables(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
     """Numbers of the tables of the paper on the command line, with what they show."""
     from kvbench.published.figures import papers
 
-    paper = papers().get(ctx.params.get("paper") or "")
-    tables = paper.tables.values() if paper else ()
-    return [(t.number, t.title) for t in tables if t.number.startswith(incomplete)]
+    publication = papers().get(ctx.params.get("paper") or "")
+    printed_tables = publication.tables.values() if publication else ()
+    return [
+        (printed_table.number, printed_table.title)
+        for printed_table in printed_tables
+        if printed_table.number.startswith(incomplete)
+    ]
 
 
 def layouts(incomplete: str) -> list[str]:
     """Layouts of published tables."""
     from kvbench.layouts.published import published_layouts
 
-    return [name for name in published_layouts() if name.startswith(incomplete)]
+    return [
+        layout_name for layout_name in published_layouts() if layout_name.startswith(incomplete)
+    ]
 
 
 def recipes(incomplete: str) -> list[tuple[str, str]]:
     """Recipes, with what they show."""
     from kvbench.recipes import recipes
 
-    return [(name, one.title) for name, one in recipes().items() if name.startswith(incomplete)]
+    return [
+        (recipe_name, paper_recipe.title)
+        for recipe_name, paper_recipe in recipes().items()
+        if recipe_name.startswith(incomplete)
+    ]
 
 
-def _listed(incomplete: str, names: Iterable[str]) -> list[str]:
+def _listed(incomplete: str, candidates: Iterable[str]) -> list[str]:
     """Complete the last name of a list with commas; the names before it are not offered again."""
-    before, comma, last = incomplete.rpartition(",")
-    used = set(before.split(","))
-    known = dict.fromkeys(name for name in names if name.startswith(last) and name not in used)
-    return [before + comma + name for name in known]
+    earlier_names, separator, partial_name = incomplete.rpartition(",")
+    used_names = set(earlier_names.split(","))
+    matches = dict.fromkeys(
+        candidate
+        for candidate in candidates
+        if candidate.startswith(partial_name) and candidate not in used_names
+    )
+    return [earlier_names + separator + candidate for candidate in matches]

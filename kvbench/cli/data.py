@@ -51,24 +51,24 @@ def fetch(
     """Fetch the data of tasks, so that runs work without the hub."""
     from kvbench.data import fetching
 
-    screen = terminal.console(stderr=True)
+    error_console = terminal.console(stderr=True)
 
-    def fetched(source: Source, name: str, leaf: str) -> str:
-        before = records.head(source, cache_dir())
-        if fresh or before is None:
-            print(f"{name}: fetching", flush=True)
-        status, rows = screen.status(""), itertools.count(1)
+    def fetched(source: Source, source_label: str, task_name: str) -> str:
+        old_record = records.head(source, cache_dir())
+        if fresh or old_record is None:
+            print(f"{source_label}: fetching", flush=True)
+        status, row_counter = error_console.status(""), itertools.count(1)
 
         def counted() -> None:
-            if (row := next(rows)) % 100 == 1:
-                status.update(f"{row} rows of {name}")
+            if (row_number := next(row_counter)) % 100 == 1:
+                status.update(f"{row_number} rows of {source_label}")
                 status.start()  # not earlier: downloads show the bars of the hub's client
 
         try:
             record = fetching.fetch(source, cache_dir(), fresh=fresh, on_row=counted)
         finally:
             status.stop()
-        return f"{'already fetched' if record == before else 'fetched'}, {_described(record)}"
+        return f"{'already fetched' if record == old_record else 'fetched'}, {_described(record)}"
 
     _report(task, fetched, "nothing to fetch")
 
@@ -87,15 +87,15 @@ def verify(
     """Check fetched data against its recorded hash; name what is damaged or missing."""
     from kvbench.data import fetching
 
-    def verified(source: Source, name: str, leaf: str) -> str:
+    def verified(source: Source, source_label: str, task_name: str) -> str:
         if not task and not records.path(source, cache_dir()).exists():
             return ""
         try:
             return f"intact, {_described(fetching.verify(source, cache_dir()))}"
         except FileNotFoundError:
-            raise UserError(f"missing; `kvbench data fetch {leaf}` gets it") from None
+            raise UserError(f"missing; `kvbench data fetch {task_name}` gets it") from None
         except Damaged as error:
-            raise UserError(f"{error}; `kvbench data fetch {leaf}` gets it again") from None
+            raise UserError(f"{error}; `kvbench data fetch {task_name}` gets it again") from None
 
     _report(task or ["all"], verified, f"nothing is fetched into {cache_dir() / 'hub'}")
 
@@ -111,22 +111,28 @@ def list_(
     as_json: Annotated[bool, option(None, FLAG, "Print the list as JSON.", "--json")] = False,
 ) -> None:
     """List the tables that tasks read, and which of them are fetched."""
-    tables, failed = _tables(task or ["all"])
-    rows: list[dict[str, Any]] = []
-    shown = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("task", "dataset", "table", "commit", "rows", "size"):
-        right = name in ("rows", "size")
-        shown.add_column(name, overflow="fold", justify="right" if right else "left")
-    for source, leaves in tables.items():
+    source_tasks, has_failures = _tables(task or ["all"])
+    json_rows: list[dict[str, Any]] = []
+    text_table = Table(box=None, pad_edge=False, header_style="bold")
+    for column_title in ("task", "dataset", "table", "commit", "rows", "size"):
+        is_numeric = column_title in ("rows", "size")
+        text_table.add_column(
+            column_title, overflow="fold", justify="right" if is_numeric else "left"
+        )
+    for source, task_names in source_tasks.items():
         record = records.head(source, cache_dir())
-        facts: tuple[str, ...] = ("not fetched",)
+        record_cells: tuple[str, ...] = ("not fetched",)
         if record:
-            facts = (record.revision[:12] or "unknown", str(record.rows), decimal(record.bytes))
-        for leaf in leaves:
-            shown.add_row(*map(Text, (leaf, source.dataset, source.table, *facts)))
-            rows.append(
+            record_cells = (
+                record.revision[:12] or "unknown",
+                str(record.rows),
+                decimal(record.bytes),
+            )
+        for task_name in task_names:
+            text_table.add_row(*map(Text, (task_name, source.dataset, source.table, *record_cells)))
+            json_rows.append(
                 {
-                    "leaf": leaf,
+                    "leaf": task_name,
                     "dataset": source.dataset,
                     "table": source.table,
                     "pinned": source.revision,
@@ -138,62 +144,71 @@ def list_(
                 }
             )
     if as_json:
-        print_json(rows)
+        print_json(json_rows)
     else:
-        console().print(shown)
+        console().print(text_table)
         print(f"the records are in {cache_dir() / 'hub'}")
-    if failed:
+    if has_failures:
         raise typer.Exit(FAILED)
 
 
-def _tables(tasks: Sequence[str]) -> tuple[dict[Source, list[str]], bool]:
+def _tables(task_specs: Sequence[str]) -> tuple[dict[Source, list[str]], bool]:
     """The leaves that read each table, and whether a benchmark failed to import.
 
     Raises:
         UserError: A task is unknown.
     """
-    tables: dict[Source, list[str]] = {}
-    failed: list[str] = []
-    for name in split_names(tasks):
-        if name == "all":
-            groups, failed = catalogue.benchmarks()
-            pairs = [(leaf, group) for group in groups.values() for leaf in group.leaves]
+    source_tasks: dict[Source, list[str]] = {}
+    failures: list[str] = []
+    for task_spec in split_names(task_specs):
+        if task_spec == "all":
+            benchmarks, failures = catalogue.benchmarks()
+            task_pairs = [
+                (task_name, benchmark)
+                for benchmark in benchmarks.values()
+                for task_name in benchmark.leaves
+            ]
         else:
-            pairs = catalogue.resolve_task(name)
-        for leaf, group in pairs:
-            for source in group.sources.get(leaf, ()):
-                readers = tables.setdefault(source, [])
-                readers += [leaf] if leaf not in readers else []
-    for line in failed:
-        complain(line)
-    return tables, bool(failed)
+            task_pairs = catalogue.resolve_task(task_spec)
+        for task_name, benchmark in task_pairs:
+            for source in benchmark.sources.get(task_name, ()):
+                reader_tasks = source_tasks.setdefault(source, [])
+                reader_tasks += [task_name] if task_name not in reader_tasks else []
+    for failure in failures:
+        complain(failure)
+    return source_tasks, bool(failures)
 
 
-def _report(tasks: Sequence[str], act: Callable[[Source, str, str], str], nothing: str) -> None:
-    """Print what `act` returns for each table, or the error that it raises.
+def _report(
+    task_specs: Sequence[str], check_source: Callable[[Source, str, str], str], empty_message: str
+) -> None:
+    """Print what `check_source` returns for each table, or the error that it raises.
 
     Args:
-        tasks: Groups and leaves.
-        act: Takes a table, its name and one of its leaves; "" means that there is nothing to say.
-        nothing: What to say if there is nothing to say of any table.
+        task_specs: Groups and leaves.
+        check_source: Takes a table, its name and one of its leaves; "" means that there is
+            nothing to say.
+        empty_message: What to say if there is nothing to say of any table.
     """
-    tables, failed = _tables(tasks)
-    silent = not failed
-    for source, leaves in tables.items():
-        name = f"{source.label} ({', '.join(leaves[:3])}{', ...' if len(leaves) > 3 else ''})"
+    source_tasks, has_failures = _tables(task_specs)
+    is_silent = not has_failures
+    for source, task_names in source_tasks.items():
+        source_label = (
+            f"{source.label} ({', '.join(task_names[:3])}{', ...' if len(task_names) > 3 else ''})"
+        )
         try:
-            if line := act(source, name, leaves[0]):
-                print(f"{name}: {line}", flush=True)
-                silent = False
+            if source_line := check_source(source, source_label, task_names[0]):
+                print(f"{source_label}: {source_line}", flush=True)
+                is_silent = False
         except UserError as error:
-            complain(f"{name}: {error}")
-            failed, silent = True, False
-    if silent:
-        print(f"{', '.join(tasks)}: {nothing}")
-    if failed:
+            complain(f"{source_label}: {error}")
+            has_failures, is_silent = True, False
+    if is_silent:
+        print(f"{', '.join(task_specs)}: {empty_message}")
+    if has_failures:
         raise typer.Exit(FAILED)
 
 
 def _described(record: Record) -> str:
-    commit = f", commit {record.revision[:12]}" if record.revision else ""
-    return f"{record.rows} rows, {decimal(record.bytes)}{commit}"
+    commit_text = f", commit {record.revision[:12]}" if record.revision else ""
+    return f"{record.rows} rows, {decimal(record.bytes)}{commit_text}"

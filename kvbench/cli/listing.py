@@ -57,30 +57,38 @@ def policies() -> tuple[list[Record], list[str]]:
     from kvbench.spelling import KINDS, policy  # loads torch, which no other list needs
 
     records: list[Record] = []
-    failed: list[str] = []
-    for name in registry.names(registry.POLICIES):
+    failures: list[str] = []
+    for policy_name in registry.names(registry.POLICIES):
         try:
-            found = policy(name)
+            loaded_policy = policy(policy_name)
         except UserError as error:
-            failed.append(str(error))
+            failures.append(str(error))
             continue
-        kinds = KINDS if found.evicts else ("read",)
-        parts = {kind: part for kind in kinds if (part := getattr(found, kind)) is not None}
-        parameters = [part.parameters() for part in parts.values()]
+        part_kinds = KINDS if loaded_policy.evicts else ("read",)
+        components = {
+            part_kind: component
+            for part_kind in part_kinds
+            if (component := getattr(loaded_policy, part_kind)) is not None
+        }
+        parameters = [component.parameters() for component in components.values()]
         records.append(
             {
-                "name": name,
-                "is": str(found),
-                "summary": found.summary,
-                "paper": found.paper,
-                "parts": {k: p.name for k, p in parts.items()},
-                "parameters": {k: v for p in parameters for k, v in p.items()}
-                | ({"buffer": found.buffer} if found.evicts else {}),
-                "moments": list(found.moments),
-                "package": registry.origin(registry.POLICIES, name),
+                "name": policy_name,
+                "is": str(loaded_policy),
+                "summary": loaded_policy.summary,
+                "paper": loaded_policy.paper,
+                "parts": {part_kind: component.name for part_kind, component in components.items()},
+                "parameters": {
+                    key: default
+                    for part_defaults in parameters
+                    for key, default in part_defaults.items()
+                }
+                | ({"buffer": loaded_policy.buffer} if loaded_policy.evicts else {}),
+                "moments": list(loaded_policy.moments),
+                "package": registry.origin(registry.POLICIES, policy_name),
             }
         )
-    return records, failed
+    return records, failures
 
 
 def tasks() -> tuple[list[Record], list[str]]:
@@ -89,26 +97,28 @@ def tasks() -> tuple[list[Record], list[str]]:
     Returns:
         The records, and a line for each benchmark whose package does not import.
     """
-    groups, failed = catalogue.benchmarks()
+    benchmarks, failures = catalogue.benchmarks()
     records = [
         {
-            "name": name,
-            "tasks": list(group.leaves),
-            "subsets": list(group.subsets),
-            "needs_hub": [leaf for leaf in group.leaves if leaf in group.hub_leaves],
-            "harness": group.harness,
-            "media": list(group.media),
-            "lacking": lacking(group),
-            "metric": group.metric,
-            "judge": group.judge,
-            "summary": group.summary,
-            "source": group.source,
-            "licence": group.licence,
-            "package": registry.origin(registry.TASKS, name),
+            "name": group_name,
+            "tasks": list(benchmark.leaves),
+            "subsets": list(benchmark.subsets),
+            "needs_hub": [
+                task_name for task_name in benchmark.leaves if task_name in benchmark.hub_leaves
+            ],
+            "harness": benchmark.harness,
+            "media": list(benchmark.media),
+            "lacking": lacking(benchmark),
+            "metric": benchmark.metric,
+            "judge": benchmark.judge,
+            "summary": benchmark.summary,
+            "source": benchmark.source,
+            "licence": benchmark.licence,
+            "package": registry.origin(registry.TASKS, group_name),
         }
-        for name, group in groups.items()
+        for group_name, benchmark in benchmarks.items()
     ]
-    return records, failed
+    return records, failures
 
 
 def models() -> tuple[list[Record], list[str]]:
@@ -117,16 +127,20 @@ def models() -> tuple[list[Record], list[str]]:
     Returns:
         The records, and a line for each named model whose package does not import.
     """
-    named: list[Record] = []
-    failed: list[str] = []
-    for name in registry.names(registry.MODELS):
+    model_records: list[Record] = []
+    failures: list[str] = []
+    for model_name in registry.names(registry.MODELS):
         try:
-            named.append(_named_model(registry.get(registry.MODELS, name)))
+            model_records.append(_named_model(registry.get(registry.MODELS, model_name)))
         except UserError as error:
-            failed.append(str(error))
-    kinds = (("family", FAMILIES), ("hint", HINTS))
-    more = [{"name": k, "note": v, "kind": kind} for kind, of in kinds for k, v in of.items()]
-    return [*named, *more], failed
+            failures.append(str(error))
+    note_kinds = (("family", FAMILIES), ("hint", HINTS))
+    note_records = [
+        {"name": name, "note": note, "kind": kind}
+        for kind, notes in note_kinds
+        for name, note in notes.items()
+    ]
+    return [*model_records, *note_records], failures
 
 
 def _named_model(model: NamedModel) -> Record:
@@ -134,10 +148,10 @@ def _named_model(model: NamedModel) -> Record:
     try:
         model.folder()
     except UserError as error:
-        state = str(error)
+        install_state = str(error)
     else:
-        state = "installed"
-    return {"name": model.name, "note": f"{model.summary}; {state}", "kind": "named"}
+        install_state = "installed"
+    return {"name": model.name, "note": f"{model.summary}; {install_state}", "kind": "named"}
 
 
 def runs(folder: Path) -> tuple[list[Record], list[str]]:
@@ -163,10 +177,15 @@ def layouts() -> tuple[list[Record], list[str]]:
     from kvbench.layouts.published import published_layouts  # needs pandas
 
     return [
-        {"name": name, "table": one.table.number, "paper": one.paper, "title": one.table.title,
-         "lacking": one.lacking}
-        for name, one in published_layouts().items()
-    ], []  # fmt: skip
+        {
+            "name": layout_name,
+            "table": paper_layout.table.number,
+            "paper": paper_layout.paper,
+            "title": paper_layout.table.title,
+            "lacking": paper_layout.lacking,
+        }
+        for layout_name, paper_layout in published_layouts().items()
+    ], []
 
 
 def recipes() -> tuple[list[Record], list[str]]:
@@ -179,19 +198,21 @@ def recipes() -> tuple[list[Record], list[str]]:
 
     return [
         {
-            "name": name,
-            "paper": one.paper,
-            "item": one.item,
-            "also": one.also,
-            "title": one.title,
-            "command": f"kvbench {one.by}",
-            "missing": missing_parts(one),
-            "needs": list(one.needs),
-            "differs": list(one.differs),
-            "full": dict(one.full),
-            "miniatures": {model: one.settings([model]) for model in one.miniatures},
+            "name": recipe_name,
+            "paper": paper_recipe.paper,
+            "item": paper_recipe.item,
+            "also": paper_recipe.also,
+            "title": paper_recipe.title,
+            "command": f"kvbench {paper_recipe.by}",
+            "missing": missing_parts(paper_recipe),
+            "needs": list(paper_recipe.needs),
+            "differs": list(paper_recipe.differs),
+            "full": dict(paper_recipe.full),
+            "miniatures": {
+                model: paper_recipe.settings([model]) for model in paper_recipe.miniatures
+            },
         }
-        for name, one in recipes().items()
+        for recipe_name, paper_recipe in recipes().items()
     ], []
 
 
@@ -199,90 +220,114 @@ KINDS = ("policies", "tasks", "models", "runs", "layouts", "recipes")
 """What can be listed."""
 
 
-def records(kind: str, folder: Path = Path("results")) -> tuple[list[Record], list[str]]:
+def records(list_kind: str, folder: Path = Path("results")) -> tuple[list[Record], list[str]]:
     """The records of a kind, and a line for each plugin that cannot be imported.
 
     Args:
-        kind: One of `KINDS`.
+        list_kind: One of `KINDS`.
         folder: Where to look for runs.
 
     Raises:
         UserError: There is no such kind or folder.
     """
-    if kind not in KINDS:
-        hint = nearest(kind, KINDS) or f"; choose from {', '.join(KINDS)}"
-        raise UserError(f"cannot list {quoted(kind)}{hint}")
-    if kind == "runs":
+    if list_kind not in KINDS:
+        hint = nearest(list_kind, KINDS) or f"; choose from {', '.join(KINDS)}"
+        raise UserError(f"cannot list {quoted(list_kind)}{hint}")
+    if list_kind == "runs":
         return runs(folder)
-    lists = {
+    list_functions = {
         "policies": policies,
         "tasks": tasks,
         "models": models,
         "layouts": layouts,
         "recipes": recipes,
     }
-    return lists[kind]()
+    return list_functions[list_kind]()
 
 
-def table(kind: str, rows: list[Record]) -> Table:
+def table(list_kind: str, list_records: list[Record]) -> Table:
     """The records of a kind as a table."""
-    columns, row_of = _TABLES[kind]
-    return Table("", tuple(map(Column, columns)), tuple(Row(row_of(row)) for row in rows))
+    column_titles, make_row = _TABLES[list_kind]
+    return Table(
+        "",
+        tuple(map(Column, column_titles)),
+        tuple(Row(make_row(record)) for record in list_records),
+    )
 
 
-def _policy_row(row: Record) -> tuple[Cell, ...]:
-    alias = f"the same as {row['is']}; " if row["is"] != row["name"] else ""
-    lines = [alias + row["summary"], row["paper"], _pairs(row["parts"]), _pairs(row["parameters"])]
-    lines.append(f"moments of its paper: {', '.join(row['moments'])}" if row["parts"] else "")
-    return Name(row["name"]), Lines(tuple(line for line in lines if line))
+def _policy_row(record: Record) -> tuple[Cell, ...]:
+    alias_text = f"the same as {record['is']}; " if record["is"] != record["name"] else ""
+    policy_lines = [
+        alias_text + record["summary"],
+        record["paper"],
+        _pairs(record["parts"]),
+        _pairs(record["parameters"]),
+    ]
+    policy_lines.append(
+        f"moments of its paper: {', '.join(record['moments'])}" if record["parts"] else ""
+    )
+    return Name(record["name"]), Lines(
+        tuple(policy_line for policy_line in policy_lines if policy_line)
+    )
 
 
-def _pairs(values: Record) -> str:
-    return " ".join(f"{key}={'none' if value is None else value}" for key, value in values.items())
+def _pairs(parameters: Record) -> str:
+    return " ".join(
+        f"{parameter}={'none' if parameter_value is None else parameter_value}"
+        for parameter, parameter_value in parameters.items()
+    )
 
 
-def _task_row(row: Record) -> tuple[Cell, ...]:
-    hub = ", ".join(row["needs_hub"]) or "no"
-    if row["needs_hub"] == row["tasks"]:
-        hub = "yes"
-    about = row["summary"] + "; needs a judge" * bool(row["judge"])
-    if row["subsets"]:
-        about += f"; subsets: {', '.join(row['subsets'])}"
-    if row["media"]:
-        about += f"; for models that see {' and '.join(f'{kind}s' for kind in row['media'])}"
-    if row["harness"] != "lm_eval":
-        about += f"; scored by {row['harness']}"
-    if row["lacking"]:
-        about += f"; {row['lacking']}"
-    tasks = [part for task in row["tasks"] for part in (", ", Name(task))][1:]
-    return Name(row["name"]), Lines((tuple(tasks), about)), hub
+def _task_row(record: Record) -> tuple[Cell, ...]:
+    hub_text = ", ".join(record["needs_hub"]) or "no"
+    if record["needs_hub"] == record["tasks"]:
+        hub_text = "yes"
+    summary = record["summary"] + "; needs a judge" * bool(record["judge"])
+    if record["subsets"]:
+        summary += f"; subsets: {', '.join(record['subsets'])}"
+    if record["media"]:
+        summary += f"; for models that see {' and '.join(f'{kind}s' for kind in record['media'])}"
+    if record["harness"] != "lm_eval":
+        summary += f"; scored by {record['harness']}"
+    if record["lacking"]:
+        summary += f"; {record['lacking']}"
+    task_cells = [
+        task_cell for task_name in record["tasks"] for task_cell in (", ", Name(task_name))
+    ][1:]
+    return Name(record["name"]), Lines((tuple(task_cells), summary)), hub_text
 
 
-def _run_row(row: Record) -> tuple[Cell, ...]:
-    cells = f"{row['ok']} ok" + f", {row['failed']} failed" * bool(row["failed"])
-    state = row["state"] + f": {row['problem']}" * bool(row["problem"])
-    what = [_few(row[key]) for key in ("models", "policies", "tasks")]
-    return Name(row["path"]), row["date"], *what, f"{cells} of {row['ok'] + row['failed']}", state
+def _run_row(record: Record) -> tuple[Cell, ...]:
+    cell_text = f"{record['ok']} ok" + f", {record['failed']} failed" * bool(record["failed"])
+    state_text = record["state"] + f": {record['problem']}" * bool(record["problem"])
+    name_lists = [_few(record[field_name]) for field_name in ("models", "policies", "tasks")]
+    return (
+        Name(record["path"]),
+        record["date"],
+        *name_lists,
+        f"{cell_text} of {record['ok'] + record['failed']}",
+        state_text,
+    )
 
 
 def _few(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
+    remainder = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + remainder
 
 
-def _layout_row(row: Record) -> tuple[Cell, ...]:
-    return Name(row["name"]), row["title"], row["lacking"]
+def _layout_row(record: Record) -> tuple[Cell, ...]:
+    return Name(record["name"]), record["title"], record["lacking"]
 
 
-def _recipe_row(row: Record) -> tuple[Cell, ...]:
-    title = row["title"] + f"; also {row['also']}" * bool(row["also"])
-    if row["command"] != "kvbench run":
-        title += f" (made by {row['command']})"
-    return Name(row["name"]), title, Lines(tuple(row["missing"]) or ("nothing",))
+def _recipe_row(record: Record) -> tuple[Cell, ...]:
+    recipe_title = record["title"] + f"; also {record['also']}" * bool(record["also"])
+    if record["command"] != "kvbench run":
+        recipe_title += f" (made by {record['command']})"
+    return Name(record["name"]), recipe_title, Lines(tuple(record["missing"]) or ("nothing",))
 
 
-def _model_row(row: Record) -> tuple[Cell, ...]:
-    return Name(row["name"]), row["note"]
+def _model_row(record: Record) -> tuple[Cell, ...]:
+    return Name(record["name"]), record["note"]
 
 
 _TABLES: dict[str, tuple[tuple[str, ...], Callable[[Record], tuple[Cell, ...]]]] = {

@@ -17,77 +17,92 @@ _Command = TypeVar("_Command", bound=Callable[..., None])
 
 def split_names(names: Sequence[str] | None) -> list[str]:
     """The names of an option that takes several with commas."""
-    return [name.strip() for text in names or [] for name in text.split(",") if name.strip()]
+    return [
+        name.strip() for comma_list in names or [] for name in comma_list.split(",") if name.strip()
+    ]
 
 
-def option(panel: str | None, metavar: str, text: str, *flags: str, **more: Any) -> Any:
+def option(
+    panel: str | None, metavar: str, help_text: str, *flags: str, **typer_settings: Any
+) -> Any:
     """An option of a command.
 
     Args:
         panel: Heading in the help; None for "Options".
         metavar: What the help shows for the value.
-        text: What the help says.
+        help_text: What the help says.
         flags: Spellings of the flag; none for the name of the parameter.
         more: Further arguments of `typer.Option`.
     """
-    return typer.Option(*flags, metavar=metavar, help=text, rich_help_panel=panel, **more)
+    return typer.Option(
+        *flags, metavar=metavar, help=help_text, rich_help_panel=panel, **typer_settings
+    )
 
 
 def grid_options(
-    *names: str, after: str = "", help: Mapping[str, str] | None = None
+    *names: str, anchor: str = "", help_texts: Mapping[str, str] | None = None
 ) -> Callable[[_Command], _Command]:
     """Give a command options of a grid; it receives those that were given as keyword arguments.
 
     Args:
         names: Fields of `kvbench.runs.options.GridOptions`; none for all.
-        after: Own option of the command behind which the help shows them; "" for the beginning.
-        help: Help texts that differ in this command, by field.
+        anchor: Own option of the command behind which the help shows them; "" for the beginning.
+        help_texts: Help texts that differ in this command, by field.
     """
-    declared = dict(options())
+    declared_options = dict(options())
 
     def decorate(command: _Command) -> _Command:
         parameters: list[inspect.Parameter] = []
-        grid = [_parameter(name, declared[name], help or {}) for name in names or declared]
+        grid_parameters = [
+            _parameter(option_name, declared_options[option_name], help_texts or {})
+            for option_name in names or declared_options
+        ]
         for parameter in inspect.signature(command, eval_str=True).parameters.values():
             if parameter.kind is not inspect.Parameter.VAR_KEYWORD:
                 parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
-            if parameter.name == after:
-                parameters += grid
-        parameters = parameters if after else [*grid, *parameters]
+            if parameter.name == anchor:
+                parameters += grid_parameters
+        parameters = parameters if anchor else [*grid_parameters, *parameters]
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        command.__annotations__ = {one.name: one.annotation for one in parameters}
+        command.__annotations__ = {described.name: described.annotation for described in parameters}
         return command
 
     return decorate
 
 
-def _parameter(name: str, declared: Option, help: Mapping[str, str]) -> inspect.Parameter:
+def _parameter(
+    option_name: str, declared_option: Option, help_texts: Mapping[str, str]
+) -> inspect.Parameter:
     """The parameter of a command for an option of the grid; None where it is not given."""
-    complete_with = getattr(complete, declared.complete) if declared.complete else None
-    flag = option(
-        declared.panel,
-        declared.metavar,
-        help.get(name, declared.help),
-        *filter(None, [declared.spelling]),
-        autocompletion=complete_with,
+    completion = getattr(complete, declared_option.complete) if declared_option.complete else None
+    typer_option = option(
+        declared_option.panel,
+        declared_option.metavar,
+        help_texts.get(option_name, declared_option.help),
+        *filter(None, [declared_option.spelling]),
+        autocompletion=completion,
     )
-    kind: Any = list[str] if declared.kind is list else declared.kind
+    value_type: Any = list[str] if declared_option.kind is list else declared_option.kind
     return inspect.Parameter(
-        declared.flag or name,
+        declared_option.flag or option_name,
         inspect.Parameter.KEYWORD_ONLY,
         default=None,
-        annotation=Annotated[kind | None, flag],
+        annotation=Annotated[value_type | None, typer_option],
     )
 
 
-def given_values(values: Mapping[str, Any], but: Collection[str] = ()) -> dict[str, Any]:
+def given_values(flag_values: Mapping[str, Any], excluded: Collection[str] = ()) -> dict[str, Any]:
     """The options that were given, by name, as `Grid.from_dict` takes them.
 
     Args:
-        values: All options; None and empty lists stand for those that were not given.
-        but: Names to leave out.
+        flag_values: All options; None and empty lists stand for those that were not given.
+        excluded: Names to leave out.
     """
-    return {k: v for k, v in values.items() if v not in (None, [], ()) and k not in but}
+    return {
+        flag_name: flag_value
+        for flag_name, flag_value in flag_values.items()
+        if flag_value not in (None, [], ()) and flag_name not in excluded
+    }
 
 
 OneModel = Annotated[

@@ -32,12 +32,15 @@ def view(
     from kvbench.runs.integrity import CELLS, SAMPLES
     from kvbench.runs.load import load_frames, responses_of
 
-    page = run / "report" / NAME
-    tables = [run / CELLS, run / SAMPLES]
-    made = page.stat().st_mtime_ns if page.is_file() else 0
-    if not all(path.is_file() and max(state_of(path)[1:3]) < made for path in tables):
+    page_path = run / "report" / NAME
+    table_paths = [run / CELLS, run / SAMPLES]
+    page_time = page_path.stat().st_mtime_ns if page_path.is_file() else 0
+    if not all(
+        table_path.is_file() and max(state_of(table_path)[1:3]) < page_time
+        for table_path in table_paths
+    ):
         results = prepare(*load_frames(run, COLUMNS, coded=True))
-        page = write_page(results, responses_of(run), page.parent)
-    print(page)
-    if opens and not webbrowser.open(page.resolve().as_uri()):
+        page_path = write_page(results, responses_of(run), page_path.parent)
+    print(page_path)
+    if opens and not webbrowser.open(page_path.resolve().as_uri()):
         complain("no browser could be opened; open the file yourself, or copy it elsewhere")

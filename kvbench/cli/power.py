@@ -89,7 +89,9 @@ def power(
     from kvbench.report.outputs import plain_text
     from kvbench.runs.load import load_frames
 
-    assumed = [x for x in (rate, discordance, questions, icc) if x is not None]
+    assumptions = [
+        assumption for assumption in (rate, discordance, questions, icc) if assumption is not None
+    ]
     if (run is None) == (rate is None):
         raise UserError("give a RUN or --rate, and not both")
     if run is None:
@@ -97,7 +99,7 @@ def power(
             raise UserError("--baseline needs a RUN")
         assert rate is not None
         goal = planning.Goal(drop, probability, alpha, 1 if cells is None else cells)
-        plan = planning.assume(
+        sample_plan = planning.assume(
             goal,
             rate,
             discordance,
@@ -105,25 +107,25 @@ def power(
             1.0 if icc is None else icc,
         )
         if as_json:
-            print_json(show_power.plan_json(plan, goal))
+            print_json(show_power.plan_json(sample_plan, goal))
         else:
-            print(plain_text(show_power.plan_sentence(plan, goal)))
+            print(plain_text(show_power.plan_sentence(sample_plan, goal)))
         return
-    if assumed:
+    if assumptions:
         raise UserError(
             "--discordance, --questions-per-context and --icc go with --rate, not a RUN"
         )
-    before = None if baseline is None else load_frames(baseline, COLUMNS, coded=True)
-    goal, needs = planning.needs(
+    baseline_frames = None if baseline is None else load_frames(baseline, COLUMNS, coded=True)
+    goal, cell_needs = planning.needs(
         load_frames(run, COLUMNS, coded=True),
         planning.Goal(drop, probability, alpha),
-        before,
+        baseline_frames,
         cells,
     )
     if as_json:
-        print_json(show_power.needs_json(needs, goal))
+        print_json(show_power.needs_json(cell_needs, goal))
         return
-    for table in show_power.tables(needs, goal):
-        show(table)
-    for sentence in show_power.sentences(needs, goal):
+    for needs_table in show_power.tables(cell_needs, goal):
+        show(needs_table)
+    for sentence in show_power.sentences(cell_needs, goal):
         print(plain_text(sentence))

@@ -36,8 +36,8 @@ _LENGTHS = "Length of prompt and answer together, with commas. Default: 1024."
 @app.command()
 @grid_options(
     *_GRID,
-    after="model",
-    help={"samples": "Per task and length. Default: 33.", "lengths": _LENGTHS},
+    anchor="model",
+    help_texts={"samples": "Per task and length. Default: 33.", "lengths": _LENGTHS},
 )
 def heads(
     kind: Annotated[
@@ -68,24 +68,24 @@ def heads(
             "Where to write the profile. Default: the user's cache, where policies look.",
         ),
     ] = None,
-    **grid: Any,
+    **grid_values: Any,
 ) -> None:
     """Measure how much each KV head retrieves, for headkv and duo_attention."""
     from kvbench.profiles.command import profile_heads
 
-    given = given_values({"task": task, **grid})
-    told = progress()
-    with stopping(told, "a profile is written when it is complete"):
-        told.busy(f"loading model {model}")
-        lines = profile_heads(model, kind, given, out, told)
-    for line in lines:
-        print(line)
+    flag_values = given_values({"task": task, **grid_values})
+    reporter = progress()
+    with stopping(reporter, "a profile is written when it is complete"):
+        reporter.busy(f"loading model {model}")
+        summary_lines = profile_heads(model, kind, flag_values, out, reporter)
+    for summary_line in summary_lines:
+        print(summary_line)
 
 
 _query_options = grid_options(
     *_GRID,
-    after="model",
-    help={"samples": "Per task and length. Default: 20.", "lengths": _LENGTHS},
+    anchor="model",
+    help_texts={"samples": "Per task and length. Default: 20.", "lengths": _LENGTHS},
 )
 QueryTask = Annotated[
     str | None,
@@ -112,12 +112,12 @@ def qfilters(
     task: QueryTask = None,
     model: OneModel = "reference",
     out: QueryOut = None,
-    **grid: Any,
+    **grid_values: Any,
 ) -> None:
     """Estimate the direction that the queries of each KV head share, for qfilters."""
     from kvbench.profiles.summaries import FILTERS
 
-    _summarise(FILTERS, {"task": task, **grid}, model, out)
+    _summarise(FILTERS, {"task": task, **grid_values}, model, out)
 
 
 @app.command()
@@ -126,21 +126,23 @@ def queries(
     task: QueryTask = None,
     model: OneModel = "reference",
     out: QueryOut = None,
-    **grid: Any,
+    **grid_values: Any,
 ) -> None:
     """Measure mean and covariance of each head's queries, for expected_attention."""
     from kvbench.profiles.summaries import STATISTICS
 
-    _summarise(STATISTICS, {"task": task, **grid}, model, out)
+    _summarise(STATISTICS, {"task": task, **grid_values}, model, out)
 
 
-def _summarise(sort: QuerySummary, values: dict[str, Any], model: str, out: Path | None) -> None:
+def _summarise(
+    query_summary: QuerySummary, all_values: dict[str, Any], model: str, output_path: Path | None
+) -> None:
     from kvbench.profiles.command import profile_queries
 
-    given = given_values(values)
-    told = progress()
-    with stopping(told, f"{sort.noun} are written when they are complete"):
-        told.busy(f"loading model {model}")
-        lines = profile_queries(sort, model, given, out, told)
-    for line in lines:
-        print(line)
+    flag_values = given_values(all_values)
+    reporter = progress()
+    with stopping(reporter, f"{query_summary.noun} are written when they are complete"):
+        reporter.busy(f"loading model {model}")
+        summary_lines = profile_queries(query_summary, model, flag_values, output_path, reporter)
+    for summary_line in summary_lines:
+        print(summary_line)

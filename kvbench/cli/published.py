@@ -92,69 +92,80 @@ def published(
         raise UserError("--check takes no table: it compares those of a paper with each other")
     if check and (policy or task or model):
         raise UserError("--check takes no filter: it needs whole tables")
-    chosen = [find_paper(paper)] if paper else list(papers().values())
+    selected_papers = [find_paper(paper)] if paper else list(papers().values())
     if check:
-        _check([one.name for one in chosen])
+        _check([publication.name for publication in selected_papers])
         return
-    tables = [t for one in chosen for t in ([one.table(table)] if table else one.tables.values())]
-    wanted = _filter(policy, task, model)
-    figures = wanted.apply([f for t in tables for f in t.figures])
+    printed_tables = [
+        printed_table
+        for publication in selected_papers
+        for printed_table in ([publication.table(table)] if table else publication.tables.values())
+    ]
+    figure_filter = _filter(policy, task, model)
+    figures = figure_filter.apply(
+        [figure for printed_table in printed_tables for figure in printed_table.figures]
+    )
     if as_csv:
         print(_csv(figures), end="")
     elif as_json:
-        print_json([asdict(f) for f in figures])
+        print_json([asdict(figure) for figure in figures])
     else:
-        _show(figures, whole=bool(table or wanted), paper=paper)
+        _show(figures, as_tables=bool(table or figure_filter), paper=paper)
 
 
 def _filter(policy: Names, task: Names, model: Names) -> Filter:
     from kvbench.harness import catalogue
     from kvbench.published.browse import Filter
 
-    members: dict[str, tuple[str, ...]] = {}
+    task_members: dict[str, tuple[str, ...]] = {}
     if task:
-        for name, group in catalogue.benchmarks()[0].items():
-            members |= {sub: tuple(leaves) for sub, leaves in group.subsets.items()}
-            members[name] = (*group.subsets, *group.leaves)
-    return Filter(split_names(policy), split_names(task), split_names(model), members)
+        for group_name, benchmark in catalogue.benchmarks()[0].items():
+            task_members |= {
+                subset_name: tuple(task_names)
+                for subset_name, task_names in benchmark.subsets.items()
+            }
+            task_members[group_name] = (*benchmark.subsets, *benchmark.leaves)
+    return Filter(split_names(policy), split_names(task), split_names(model), task_members)
 
 
-def _show(figures: list[Figure], *, whole: bool, paper: str | None) -> None:
+def _show(figures: list[Figure], *, as_tables: bool, paper: str | None) -> None:
     from kvbench.published import browse
     from kvbench.published.figures import papers
 
-    if not whole:
-        found = browse.contents(papers()[paper], figures) if paper else browse.overview(figures)
-        console().print(terminal(found, boxed=False))
+    if not as_tables:
+        summary_table = (
+            browse.contents(papers()[paper], figures) if paper else browse.overview(figures)
+        )
+        console().print(terminal(summary_table, boxed=False))
         return
-    by_table: dict[tuple[str, str], list[Figure]] = {}
-    for f in figures:
-        by_table.setdefault((f.paper, f.table), []).append(f)
-    if not by_table:
+    figures_by_table: dict[tuple[str, str], list[Figure]] = {}
+    for figure in figures:
+        figures_by_table.setdefault((figure.paper, figure.table), []).append(figure)
+    if not figures_by_table:
         print("no figure fits all of these names together")
-    for (name, number), own in by_table.items():
-        one = papers()[name]
-        show(browse.as_printed(one, one.table(number), own))
+    for (paper_name, table_number), table_figures in figures_by_table.items():
+        publication = papers()[paper_name]
+        show(browse.as_printed(publication, publication.table(table_number), table_figures))
 
 
-def _check(names: list[str]) -> None:
+def _check(paper_names: list[str]) -> None:
     from kvbench.published.check import check, findings_table
     from kvbench.published.figures import papers
 
-    found = check(papers()[name] for name in names)
-    if found.findings:
-        console().print(terminal(findings_table(found)))
+    check_result = check(papers()[paper_name] for paper_name in paper_names)
+    if check_result.findings:
+        console().print(terminal(findings_table(check_result)))
     print(
-        f"{found.sums} figures computed again from others, {found.repeats} measurements printed "
-        f"in several tables: {len(found.findings)} contradictions"
+        f"{check_result.sums} figures computed again from others, {check_result.repeats} "
+        f"measurements printed in several tables: {len(check_result.findings)} contradictions"
     )
 
 
 def _csv(figures: list[Figure]) -> str:
     from kvbench.published.figures import FIELDS
 
-    out = io.StringIO()
-    writer = csv.DictWriter(out, FIELDS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(map(asdict, figures))
-    return out.getvalue()
+    text_buffer = io.StringIO()
+    csv_writer = csv.DictWriter(text_buffer, FIELDS, lineterminator="\n")
+    csv_writer.writeheader()
+    csv_writer.writerows(map(asdict, figures))
+    return text_buffer.getvalue()

@@ -87,49 +87,61 @@ def report(
     if quiet:
         warnings.simplefilter("ignore")
     cells, samples = load_frames(runs, COLUMNS, coded=True)
-    grouped = Samples(samples)
-    results = prepare(cells, grouped)
-    bases = [name for text in against or [] for name in text.split(",") if name]
-    held = [(base, pairs.differences(cells, grouped, base)) for base in bases]
-    shown = not quiet and not as_json
+    grouped_samples = Samples(samples)
+    results = prepare(cells, grouped_samples)
+    base_policies = [
+        policy_name
+        for comma_list in against or []
+        for policy_name in comma_list.split(",")
+        if policy_name
+    ]
+    comparisons = [
+        (base_policy, pairs.differences(cells, grouped_samples, base_policy))
+        for base_policy in base_policies
+    ]
+    prints_tables = not quiet and not as_json
     aim = choosing.Aim.of(within, batch, context)
-    if shown:
+    if prints_tables:
         console().print(RunTable(results))
-        if any(value is not None for value in (within, batch, context)):
+        if any(limit_value is not None for limit_value in (within, batch, context)):
             console().print(choosing.render_choices(results, aim))
-    folder = out or runs[0] / "report"
-    written = write_report(results, folder, aim)
+    report_folder = out or runs[0] / "report"
+    written_paths = write_report(results, report_folder, aim)
     if html:
         from kvbench.report.page import write_page
 
-        written.append(write_page(results, responses_of(runs), folder, aim))
-    for base, found in held:
-        if shown:
-            for table in pairs.tables(found, base):
-                console().print(terminal(table))
-        written.append(pairs.write(found, base, folder / f"against-{slug(base)}.md"))
-    more: dict[str, Any] = {}
+        written_paths.append(write_page(results, responses_of(runs), report_folder, aim))
+    for base_policy, differences in comparisons:
+        if prints_tables:
+            for difference_table in pairs.tables(differences, base_policy):
+                console().print(terminal(difference_table))
+        written_paths.append(
+            pairs.write(differences, base_policy, report_folder / f"against-{slug(base_policy)}.md")
+        )
+    extra_json: dict[str, Any] = {}
     if with_published:
         from kvbench.published import beside
 
-        matched = beside.pairs(cells)
-        line = "" if matched else beside.unmatched(cells)
-        if shown and matched:
-            show(beside.beside_table(matched))
-        elif shown:
-            print(line)
-        written += beside.write(matched, line, folder)
-        more["published"] = beside.as_records(matched)
+        matched_pairs = beside.pairs(cells)
+        unmatched_note = "" if matched_pairs else beside.unmatched(cells)
+        if prints_tables and matched_pairs:
+            show(beside.beside_table(matched_pairs))
+        elif prints_tables:
+            print(unmatched_note)
+        written_paths += beside.write(matched_pairs, unmatched_note, report_folder)
+        extra_json["published"] = beside.as_records(matched_pairs)
     if as_json:
         print_json(
             {
-                "files": [str(path) for path in written],
+                "files": [str(written_path) for written_path in written_paths],
                 "cells": rows_of(cells),
-                "means": rows_of(group_means(cells, grouped)),
-                "against": {base: rows_of(found) for base, found in held},
+                "means": rows_of(group_means(cells, grouped_samples)),
+                "against": {
+                    base_policy: rows_of(differences) for base_policy, differences in comparisons
+                },
                 "cheapest": choosing.as_records(results, aim),
             }
-            | more
+            | extra_json
         )
-    for path in [] if as_json else written[: 1 if quiet else None]:
-        print(path if quiet else f"wrote {path}")
+    for written_path in [] if as_json else written_paths[: 1 if quiet else None]:
+        print(written_path if quiet else f"wrote {written_path}")

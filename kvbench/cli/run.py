@@ -71,120 +71,135 @@ def run(
     if config and recipe:
         raise UserError("--config and --recipe exclude each other; give only one")
     if extend and (config or recipe or fresh):
-        other = "--config" if config else "--recipe" if recipe else "--fresh"
-        raise UserError(f"--extend and {other} exclude each other; give only one")
+        conflicting_flag = "--config" if config else "--recipe" if recipe else "--fresh"
+        raise UserError(f"--extend and {conflicting_flag} exclude each other; give only one")
     if quiet:
         warnings.simplefilter("ignore")
-    given = given_values(grid_values)
-    told = Silent() if quiet else progress()
-    with stopping(told):
-        of_file = config or recipe
-        models = split_names(given.get("model"))
-        told.busy("loading" if of_file else f"loading model {', '.join(models or ['reference'])}")
+    flag_values = given_values(grid_values)
+    reporter = Silent() if quiet else progress()
+    with stopping(reporter):
+        from_file = config or recipe
+        model_names = split_names(flag_values.get("model"))
+        reporter.busy(
+            "loading" if from_file else f"loading model {', '.join(model_names or ['reference'])}"
+        )
         # With --json nothing else may appear on stdout, not even what a user's policy prints.
         with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-            grid = _extended(given) if extend else _grid(config, recipe, given)
-            done = _execute(grid, told, fresh=fresh, extend=extend, dry_run=dry_run)
-    if done is None:
+            grid = _extended(flag_values) if extend else _grid(config, recipe, flag_values)
+            finished_run = _execute(grid, reporter, fresh=fresh, extend=extend, dry_run=dry_run)
+    if finished_run is None:
         if recipe:
-            _show_differences(recipe, models)
+            _show_differences(recipe, model_names)
         return
     if as_json:
-        print_json(_as_json(done, grid.path))
+        print_json(_as_json(finished_run, grid.path))
     else:
-        _show(done, grid.path, quiet=quiet)
+        _show(finished_run, grid.path, quiet=quiet)
         if recipe and not quiet:
-            _show_recipe(recipe, models, grid.path)
-    failed = done.cells[done.cells["status"] != "ok"]
-    if len(failed):
-        complain(f"{len(failed)} of {len(done.cells)} cells failed: {failed.iloc[0]['error']}")
+            _show_recipe(recipe, model_names, grid.path)
+    failed_cells = finished_run.cells[finished_run.cells["status"] != "ok"]
+    if len(failed_cells):
+        complain(
+            f"{len(failed_cells)} of {len(finished_run.cells)} cells failed: "
+            f"{failed_cells.iloc[0]['error']}"
+        )
         raise typer.Exit(FAILED)
 
 
-def _grid(config: Path | None, recipe: str | None, given: dict[str, Any]) -> Grid:
+def _grid(config: Path | None, recipe: str | None, flag_values: dict[str, Any]) -> Grid:
     """The grid of the flags that were given, over that of a file or a recipe."""
     from kvbench.runs.grid import Grid
 
     if recipe:
         from kvbench.recipes import recipe as named
 
-        return named(recipe).grid(split_names(given.get("model")), given)
-    return Grid.from_yaml(config, given) if config else Grid.from_dict(given)
+        return named(recipe).grid(split_names(flag_values.get("model")), flag_values)
+    return Grid.from_yaml(config, flag_values) if config else Grid.from_dict(flag_values)
 
 
-def _extended(given: dict[str, Any]) -> Grid:
+def _extended(flag_values: dict[str, Any]) -> Grid:
     """The grid of the run in a folder, with the lists that were given added to its own."""
     from kvbench.runs.grid import Grid
     from kvbench.runs.store import GRID
 
-    if (out := given.get("out")) is None:
+    if (run_folder := flag_values.get("out")) is None:
         raise UserError("--extend needs the folder of the run; add --out DIR")
-    file = Path(out) / GRID
-    if not file.exists():
-        raise UserError(f"{out} holds no run to extend: {GRID} is missing; leave out --extend")
-    return Grid.extending(file, given)
+    grid_path = Path(run_folder) / GRID
+    if not grid_path.exists():
+        raise UserError(
+            f"{run_folder} holds no run to extend: {GRID} is missing; leave out --extend"
+        )
+    return Grid.extending(grid_path, flag_values)
 
 
-def _execute(grid: Grid, told: Reporter, *, fresh: bool, extend: bool, dry_run: bool) -> Run | None:
+def _execute(
+    grid: Grid, reporter: Reporter, *, fresh: bool, extend: bool, dry_run: bool
+) -> Run | None:
     """Run a grid, or describe it and return None."""
     from kvbench.runs.runner import describe, execute
 
     if dry_run:
-        lines = describe(grid, told.message, fresh=fresh, reporter=told)
-        told.stop()
-        for line in lines:
-            print(line)
+        plan_lines = describe(grid, reporter.message, fresh=fresh, reporter=reporter)
+        reporter.stop()
+        for plan_line in plan_lines:
+            print(plan_line)
         return None
-    kept = (
+    resume_note = (
         f"completed responses are kept in {grid.path}, and the same command (without --fresh) "
         "continues from there"
     )
-    with stopping(told, kept):
-        return execute(grid, reporter=told, fresh=fresh, extend=extend)
+    with stopping(reporter, resume_note):
+        return execute(grid, reporter=reporter, fresh=fresh, extend=extend)
 
 
-def _show(done: Run, folder: Path, *, quiet: bool) -> None:
+def _show(finished_run: Run, run_folder: Path, *, quiet: bool) -> None:
     """Print the table of a run and where its files are; only the folder, as given, if quiet."""
     if quiet:
-        print(folder)
+        print(run_folder)
         return
     from kvbench.report.samples import COLUMNS
     from kvbench.report.terminal import run_table
     from kvbench.runs.load import load_frames
 
-    console().print(run_table(done.cells, load_frames(done.path, COLUMNS, coded=True)[1]))
-    names = [p.name for p in sorted(done.path.iterdir()) if p.is_file() and p.name[0] != "."]
-    print(f"wrote {folder}: {', '.join(names)}")
-    print(f"figures: kvbench report {folder}")
+    console().print(
+        run_table(finished_run.cells, load_frames(finished_run.path, COLUMNS, coded=True)[1])
+    )
+    file_names = [
+        file_path.name
+        for file_path in sorted(finished_run.path.iterdir())
+        if file_path.is_file() and file_path.name[0] != "."
+    ]
+    print(f"wrote {run_folder}: {', '.join(file_names)}")
+    print(f"figures: kvbench report {run_folder}")
 
 
-def _show_recipe(name: str, models: list[str], folder: Path) -> None:
+def _show_recipe(recipe_name: str, model_names: list[str], run_folder: Path) -> None:
     """Print how to lay a recipe's run out, and what differs from the paper."""
     from kvbench.recipes import recipe
 
-    layout = recipe(name).layout_for(models)
-    print(f"table: kvbench table {folder} {layout}".rstrip())
-    _show_differences(name, models)
+    layout = recipe(recipe_name).layout_for(model_names)
+    print(f"table: kvbench table {run_folder} {layout}".rstrip())
+    _show_differences(recipe_name, model_names)
 
 
-def _show_differences(name: str, models: list[str]) -> None:
+def _show_differences(recipe_name: str, model_names: list[str]) -> None:
     """Print what differs from the paper in a recipe's run on these models."""
     from kvbench.recipes import recipe
 
-    one = recipe(name)
-    if one.is_miniature(models):
-        print(f"a miniature of {one.source}: its scores say nothing about the paper's")
+    paper_recipe = recipe(recipe_name)
+    if paper_recipe.is_miniature(model_names):
+        print(f"a miniature of {paper_recipe.source}: its scores say nothing about the paper's")
         return
-    print(f"differs from {one.source}:")
-    for sentence in one.differs:
-        print(f"  - {sentence}")
+    print(f"differs from {paper_recipe.source}:")
+    for difference in paper_recipe.differs:
+        print(f"  - {difference}")
 
 
-def _as_json(done: Run, folder: Path) -> dict[str, Any]:
+def _as_json(finished_run: Run, run_folder: Path) -> dict[str, Any]:
     """The results for programs, with the folder as it was given."""
     return {
-        "path": str(folder),
-        "cells": rows_of(done.cells),
-        "failed": dict(done.failed),
-        "left_out": dict(done.left_out),
+        "path": str(run_folder),
+        "cells": rows_of(finished_run.cells),
+        "failed": dict(finished_run.failed),
+        "left_out": dict(finished_run.left_out),
     }

@@ -27,17 +27,17 @@ the reader of a pipe has gone."""
 
 def console() -> Console:
     """Stdout; a pipe or a file gets a width that fits a table."""
-    made = terminal.console()
-    if not made.is_terminal and "COLUMNS" not in os.environ:
-        made = terminal.console(width=140)
-    return made
+    rich_console = terminal.console()
+    if not rich_console.is_terminal and "COLUMNS" not in os.environ:
+        rich_console = terminal.console(width=140)
+    return rich_console
 
 
 def show(table: Table) -> None:
     """Print a table on stdout, in as many parts as the width asks for."""
-    screen = console()
-    for part in fitted(table, screen):
-        screen.print(part)
+    rich_console = console()
+    for table_block in fitted(table, rich_console):
+        rich_console.print(table_block)
 
 
 def progress() -> Bar | Lines:
@@ -46,37 +46,37 @@ def progress() -> Bar | Lines:
 
 
 @contextmanager
-def stopping(told: Reporter, kept: str = "") -> Iterator[None]:
+def stopping(reporter: Reporter, stop_note: str = "") -> Iterator[None]:
     """Stop the progress at the end of a command's work.
 
     Args:
-        told: The progress.
-        kept: What Ctrl-C leaves behind, for the user; if empty, nothing is said.
+        reporter: The progress.
+        stop_note: What Ctrl-C leaves behind, for the user; if empty, nothing is said.
     """
     try:
         yield
     except KeyboardInterrupt:
-        if not kept:
+        if not stop_note:
             raise
-        told.stop()
-        complain(f"stopped; {kept}")
+        reporter.stop()
+        complain(f"stopped; {stop_note}")
         raise typer.Exit(INTERRUPTED) from None
     finally:
-        told.stop()
+        reporter.stop()
 
 
-def complain(text: str) -> int:
+def complain(message: str) -> int:
     """Print an error as one line on stderr; return the exit code for wrong input."""
-    print(f"kvbench: {' '.join(text.split())}", file=sys.stderr, flush=True)
+    print(f"kvbench: {' '.join(message.split())}", file=sys.stderr, flush=True)
     return MISUSE
 
 
-def print_json(value: Any) -> None:
+def print_json(document: Any) -> None:
     """Print a value as JSON in ASCII, so that every terminal and pipe can carry it."""
-    print(json.dumps(value, indent=2, allow_nan=False))
+    print(json.dumps(document, indent=2, allow_nan=False))
 
 
 def rows_of(frame: Any) -> list[dict[str, Any]]:
     """The rows of a data frame as JSON can hold them: what is not a finite number is null."""
-    rows: list[dict[str, Any]] = json.loads(frame.to_json(orient="records", double_precision=15))
-    return rows
+    records: list[dict[str, Any]] = json.loads(frame.to_json(orient="records", double_precision=15))
+    return records

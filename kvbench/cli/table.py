@@ -131,32 +131,32 @@ def table(
 
     _check(
         layout,
-        own=bool(use or reduced),
-        free=bool(rows or columns or mean) or value is not Value.SCORE,
+        for_layout=bool(use or reduced),
+        for_free_table=bool(rows or columns or mean) or value is not Value.SCORE,
     )
-    chosen = {
-        name: split_names(given)
-        for name, given in (
+    selected_names = {
+        dimension: split_names(flag_values)
+        for dimension, flag_values in (
             ("model", model), ("policy", policy), ("budget", budget), ("task", task),
             ("moment", moment), ("length", length), ("seed", seed),
         )
     }  # fmt: skip
     form = _format(form, out)
-    measures = load(runs, chosen)
+    measures = load(runs, selected_names)
     if layout:
-        made = _published(layout, measures, use or [], reduced=reduced)
+        table_layout = _published(layout, measures, use or [], reduced=reduced)
     else:
-        made = _pivot(measures, rows, columns or "task", value, mean=mean)
-    reference = _reference(against, measures)
-    filled = fill(made, measures, reference)
+        table_layout = _pivot(measures, rows, columns or "task", value, mean=mean)
+    reference_policy = _reference(against, measures)
+    filled_table = fill(table_layout, measures, reference_policy)
     if form is None:
-        show(filled)
+        show(filled_table)
         return
-    text = format_table(filled, form)
+    rendered = format_table(filled_table, form)
     if out is None:
-        print(text, end="")
+        print(rendered, end="")
         return
-    write_whole(out, text.encode())
+    write_whole(out, rendered.encode())
     print(f"wrote {out}")
 
 
@@ -168,42 +168,50 @@ _ENDINGS = {
 }
 
 
-def _format(form: Format | None, out: Path | None) -> Format | None:
-    if form is not None or out is None:
-        return form
-    if out.suffix not in _ENDINGS:
-        some = ", ".join(_ENDINGS)
-        raise UserError(f"--out {out}: unknown ending; use {some}, or give --format")
-    return _ENDINGS[out.suffix]
+def _format(table_format: Format | None, output_path: Path | None) -> Format | None:
+    if table_format is not None or output_path is None:
+        return table_format
+    if output_path.suffix not in _ENDINGS:
+        known_endings = ", ".join(_ENDINGS)
+        raise UserError(
+            f"--out {output_path}: unknown ending; use {known_endings}, or give --format"
+        )
+    return _ENDINGS[output_path.suffix]
 
 
-def _check(layout: str | None, *, own: bool, free: bool) -> None:
-    if layout and free:
+def _check(layout: str | None, *, for_layout: bool, for_free_table: bool) -> None:
+    if layout and for_free_table:
         raise UserError("--layout excludes --rows, --columns, --value and --mean")
-    if own and not layout:
+    if for_layout and not layout:
         raise UserError("--use and --reduced need --layout")
 
 
-def _published(name: str, measures: Measures, use: list[str], *, reduced: bool) -> Layout:
+def _published(
+    layout_name: str, measures: Measures, substitutions: list[str], *, reduced: bool
+) -> Layout:
     from kvbench.layouts.lay_out import lay_out
     from kvbench.layouts.published import published_layout
     from kvbench.layouts.substitutes import Substitutes
 
-    one = published_layout(name)
-    return lay_out(one, measures, Substitutes.parse(one, use), reduced=reduced)
+    paper_layout = published_layout(layout_name)
+    return lay_out(
+        paper_layout, measures, Substitutes.parse(paper_layout, substitutions), reduced=reduced
+    )
 
 
 def _pivot(
-    measures: Measures, rows: str | None, columns: str, value: Value, *, mean: bool
+    measures: Measures, row_names: str | None, column_names: str, value: Value, *, mean: bool
 ) -> Layout:
     from kvbench.layouts.pivot import Axes, default_rows, pivot
 
-    across = tuple(split_names([columns]))
-    down = tuple(split_names([rows])) if rows else default_rows(measures, across)
-    return pivot(measures, Axes(down, across, value, mean))
+    column_axes = tuple(split_names([column_names]))
+    row_axes = tuple(split_names([row_names])) if row_names else default_rows(measures, column_axes)
+    return pivot(measures, Axes(row_axes, column_axes, value, mean))
 
 
 def _reference(against: str, measures: Measures) -> str:
     """What scores are tested against; nothing where the default was not run."""
-    policies = set(measures.cells["policy"])
-    return "" if against == "none" or (against == "full" and "full" not in policies) else against
+    run_policies = set(measures.cells["policy"])
+    return (
+        "" if against == "none" or (against == "full" and "full" not in run_policies) else against
+    )

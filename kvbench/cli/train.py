@@ -26,7 +26,7 @@ def _root() -> None:
 
 
 @app.command()
-@grid_options("revision", "device", after="model")
+@grid_options("revision", "device", anchor="model")
 def gates(
     context: typer.Context,
     policy: Annotated[
@@ -199,7 +199,7 @@ def gates(
         ),
     ] = True,
     dry_run: DryRun = False,
-    **grid: Any,
+    **grid_values: Any,
 ) -> None:
     """Train the gates of trimkv, dbtrimkv, locret or kvzap, or the convolutions of lococo.
 
@@ -209,28 +209,32 @@ def gates(
     """
     from kvbench.training.command import plan, train
 
-    given = given_values(context.params, _OF_THE_COMMAND)
-    left_out = {"kl": no_kl, "ntp": no_ntp, "with_capacity": no_capacity}
-    given |= {loss: False for loss, is_out in left_out.items() if is_out}
-    planned = plan(
+    settings = given_values(context.params, _OF_THE_COMMAND)
+    excluded_losses = {"kl": no_kl, "ntp": no_ntp, "with_capacity": no_capacity}
+    settings |= {
+        loss_name: False for loss_name, is_excluded in excluded_losses.items() if is_excluded
+    }
+    training_plan = plan(
         model,
         policy,
         data,
-        given,
+        settings,
         out=out,
-        device=grid["device"] or "auto",
+        device=grid_values["device"] or "auto",
         dtype=dtype,
-        revision=grid["revision"],
+        revision=grid_values["revision"],
     )
     if dry_run:
-        print("\n".join(planned.lines()))
+        print("\n".join(training_plan.lines()))
         return
-    told = progress()
-    note = f"checkpoints are kept in {planned.out}, and the same command (without --fresh)"
-    with stopping(told, f"{note} continues from the last one"):
-        lines = train(planned, told, fresh=not resume)
-    for line in lines:
-        print(line)
+    reporter = progress()
+    resume_note = (
+        f"checkpoints are kept in {training_plan.out}, and the same command (without --fresh)"
+    )
+    with stopping(reporter, f"{resume_note} continues from the last one"):
+        summary_lines = train(training_plan, reporter, fresh=not resume)
+    for summary_line in summary_lines:
+        print(summary_line)
 
 
 _OF_THE_COMMAND = (

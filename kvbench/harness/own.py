@@ -76,7 +76,7 @@ def _row(row: Any, location: str) -> Doc:
             raise UserError(f"{location}: {key!r} is missing{_spelt(key, row)}")
     for key in row:
         if key not in _KEYS:
-            suggestion = nearest(key, _KEYS, n=1) or f"; there are {', '.join(_KEYS)}"
+            suggestion = nearest(key, _KEYS, max_matches=1) or f"; there are {', '.join(_KEYS)}"
             raise UserError(f"{location}: unknown key {quoted(key)}{suggestion}")
     for key in ("context", "question"):
         if not isinstance(row[key], str) or not row[key].strip():
@@ -117,7 +117,7 @@ def _spelt(required_key: str, row: dict[str, Any]) -> str:
         (used_key for used_key in _OTHERWISE.get(required_key, ()) if used_key in row), ""
     )
     if not misspelt:
-        nearest_hint = nearest(required_key, map(str, row), n=1)
+        nearest_hint = nearest(required_key, map(str, row), max_matches=1)
         misspelt = nearest_hint.removeprefix("; did you mean ").removesuffix("?")
     return f"; rename {quoted(misspelt)} to {required_key!r}" if misspelt else ""
 

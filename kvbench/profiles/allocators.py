@@ -44,11 +44,17 @@ class Profiled(Allocator):
 
     def stand_in(self, model: ModelInfo, folder: Path) -> Self:
         """Give a copy that reads a made-up profile (see `kvbench.plugin.Part`)."""
-        layers, heads = model.layers, model.kv_heads
-        path = folder / f"{layers}x{heads}.json"
-        if not path.is_file():
-            count = layers * heads
-            scores = [2 * (i + 1) / (count * (count + 1)) for i in range(count)]
-            table = tuple(tuple(scores[i * heads : (i + 1) * heads]) for i in range(layers))
-            HeadProfile("stand-in", "", KINDS[0], layers, heads, heads, table).save(path)
-        return self.replace(profile=str(path))
+        layers, kv_heads = model.layers, model.kv_heads
+        profile_path = folder / f"{layers}x{kv_heads}.json"
+        if not profile_path.is_file():
+            head_count = layers * kv_heads
+            scores = [
+                2 * (index + 1) / (head_count * (head_count + 1)) for index in range(head_count)
+            ]
+            score_rows = tuple(
+                tuple(scores[index * kv_heads : (index + 1) * kv_heads]) for index in range(layers)
+            )
+            HeadProfile("stand-in", "", KINDS[0], layers, kv_heads, kv_heads, score_rows).save(
+                profile_path
+            )
+        return self.replace(profile=str(profile_path))

@@ -44,8 +44,8 @@ PROMPTS = 20
 def profile_heads(
     model: str,
     kind: str,
-    given: Mapping[str, Any],
-    out: Path | None,
+    options: Mapping[str, Any],
+    output_path: Path | None,
     reporter: Reporter,
 ) -> list[str]:
     """Measure a profile of a model and write it.
@@ -53,9 +53,9 @@ def profile_heads(
     Args:
         model: `reference`, a folder or a hub id.
         kind: `ablation`, `reason` or `copy`.
-        given: Further flags of a grid: task, length, samples, seed, device, dtype, revision,
+        options: Further flags of a grid: task, length, samples, seed, device, dtype, revision,
             chat_template.
-        out: The file; None writes to the user's cache.
+        output_path: The file; None writes to the user's cache.
         reporter: Told of the progress.
 
     Returns:
@@ -67,48 +67,50 @@ def profile_heads(
     """
     if kind not in KINDS:
         raise UserError(f"unknown --kind {kind}{nearest(kind, KINDS)}; use {' or '.join(KINDS)}")
-    if out is not None and out.is_dir():
-        raise UserError(f"--out {out} is a folder; give the path of a file")
-    path = out or PROFILES.user_path(model, kind)
-    _check_place(path)
-    made = measure_profile(model, kind, given, reporter)
-    made.save(path)
-    lines = [f"wrote {path}", describe(made)]
-    if out is not None:
-        lines.append(f"policies read it with profile={path}")
-    elif any(PROFILES.shipped_path(model, each) for each in KINDS):
-        lines.append(f"policies prefer the shipped profile; they read this one with profile={path}")
-    return lines
+    if output_path is not None and output_path.is_dir():
+        raise UserError(f"--out {output_path} is a folder; give the path of a file")
+    profile_path = output_path or PROFILES.user_path(model, kind)
+    _check_place(profile_path)
+    profile = measure_profile(model, kind, options, reporter)
+    profile.save(profile_path)
+    messages = [f"wrote {profile_path}", describe(profile)]
+    if output_path is not None:
+        messages.append(f"policies read it with profile={profile_path}")
+    elif any(PROFILES.shipped_path(model, known_kind) for known_kind in KINDS):
+        messages.append(
+            f"policies prefer the shipped profile; they read this one with profile={profile_path}"
+        )
+    return messages
 
 
-def _check_place(path: Path) -> None:
+def _check_place(target_path: Path) -> None:
     """Make the folder of a file and try to write to it: before the work, not after it.
 
     Raises:
         UserError: It cannot be written to.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
+        target_path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=target_path.parent):
             pass
     except OSError as error:
-        raise cannot("write", path, error) from None
+        raise cannot("write", target_path, error) from None
 
 
 def profile_queries(
-    sort: QuerySummary,
+    summary: QuerySummary,
     model: str,
-    given: Mapping[str, Any],
-    out: Path | None,
+    options: Mapping[str, Any],
+    output_path: Path | None,
     reporter: Reporter,
 ) -> list[str]:
     """Summarise the queries of a model and write the summary.
 
     Args:
-        sort: What to measure: `FILTERS` or `STATISTICS`.
+        summary: What to measure: `FILTERS` or `STATISTICS`.
         model: `reference`, a folder or a hub id.
-        given: As in `profile_heads`.
-        out: The folder; None writes to the user's cache.
+        options: As in `profile_heads`.
+        output_path: The folder; None writes to the user's cache.
         reporter: Told of the progress.
 
     Returns:
@@ -117,43 +119,50 @@ def profile_queries(
     Raises:
         UserError: An option is out of range, or the model or a task cannot be loaded.
     """
-    if out is not None and out.is_file():
-        raise UserError(f"--out {out} is a file; give the path of a folder")
-    folder = out or sort.artifacts.user_path(model, KIND)
+    if output_path is not None and output_path.is_file():
+        raise UserError(f"--out {output_path} is a file; give the path of a folder")
+    folder = output_path or summary.artifacts.user_path(model, KIND)
     _check_place(folder / WEIGHTS)
-    tensors, notes = measure_queries(sort, model, given, reporter)
-    sort.save(folder, tensors, notes)
-    layers, heads, dim, *_ = next(iter(tensors.values())).shape
-    kind = "KV heads" if sort is FILTERS else "query heads"
-    lines = [
+    tensors, notes = measure_queries(summary, model, options, reporter)
+    summary.save(folder, tensors, notes)
+    layers, head_count, head_size, *_ = next(iter(tensors.values())).shape
+    head_kind = "KV heads" if summary is FILTERS else "query heads"
+    messages = [
         f"wrote {folder}",
-        f"{sort.noun} of {notes.model}: {layers} layers by {heads} {kind} of {dim} channels, from "
+        f"{summary.noun} of {notes.model}: {layers} layers by {head_count} {head_kind} "
+        f"of {head_size} channels, from "
         f"{notes.queries} queries of each query head in {notes.prompts} prompts of {notes.task}",
     ]
-    if out is not None:
-        lines.append(f"policies read them with {sort.option}={folder}")
-    elif sort.artifacts.shipped_path(model, KIND):
-        lines.append(
-            f"policies prefer the shipped ones; they read these with {sort.option}={folder}"
+    if output_path is not None:
+        messages.append(f"policies read them with {summary.option}={folder}")
+    elif summary.artifacts.shipped_path(model, KIND):
+        messages.append(
+            f"policies prefer the shipped ones; they read these with {summary.option}={folder}"
         )
-    return lines
+    return messages
 
 
 def measure_queries(
-    sort: QuerySummary, model: str, given: Mapping[str, Any], reporter: Reporter
+    summary: QuerySummary, model: str, options: Mapping[str, Any], reporter: Reporter
 ) -> tuple[Tensors, SummaryNotes]:
     """Summarise the queries of a model; arguments as in `profile_queries`."""
-    grid, stage, network = _opened(model, {"samples": PROMPTS, **given}, reporter)
-    prompts = [(*p.context_ids, *p.question_ids) for job in stage.jobs for p in job.prompts]
+    grid, stage, network = _load_stage(model, {"samples": PROMPTS, **options}, reporter)
+    prompts = [
+        (*prompt.context_ids, *prompt.question_ids) for job in stage.jobs for prompt in job.prompts
+    ]
     try:
         reporter.start(len(prompts), f"{model} reads")
-        if sort is FILTERS:
+        if summary is FILTERS:
             queries = sample_queries(network, prompts, grid.seed, reporter)
-            heads, count = model_info(network).kv_heads, queries[0].shape[1]
-            tensors = {"q_filters": torch.stack([filters_of(each, heads) for each in queries])}
+            kv_heads, query_count = model_info(network).kv_heads, queries[0].shape[1]
+            tensors = {
+                "q_filters": torch.stack(
+                    [filters_of(layer_queries, kv_heads) for layer_queries in queries]
+                )
+            }
         else:
-            mean, covariance, count = query_moments(network, prompts, reporter)
-            tensors = {"query_mean": mean, "query_cov": covariance}
+            query_mean, covariance, query_count = query_moments(network, prompts, reporter)
+            tensors = {"query_mean": query_mean, "query_cov": covariance}
     finally:
         reporter.stop()
     return tensors, SummaryNotes(
@@ -162,17 +171,17 @@ def measure_queries(
         task=",".join(dict.fromkeys(job.task.name for job in stage.jobs)),
         lengths=tuple(dict.fromkeys(job.task.length for job in stage.jobs)),
         prompts=len(prompts),
-        queries=count,
+        queries=query_count,
         seed=grid.seed,
         kvbench=__version__,
     )
 
 
-def _opened(
-    model: str, given: Mapping[str, Any], reporter: Reporter
+def _load_stage(
+    model: str, options: Mapping[str, Any], reporter: Reporter
 ) -> tuple[Grid, Stage, nn.Module]:
     """Plan the prompts of a model, and load it."""
-    grid = Grid.from_dict({"task": TASK, **given, "model": model, "policy": "full"})
+    grid = Grid.from_dict({"task": TASK, **options, "model": model, "policy": "full"})
     (stage,) = plan(grid, reporter.message).stages
     network = load_model(
         model,
@@ -186,25 +195,27 @@ def _opened(
 
 
 def measure_profile(
-    model: str, kind: str, given: Mapping[str, Any], reporter: Reporter
+    model: str, kind: str, options: Mapping[str, Any], reporter: Reporter
 ) -> HeadProfile:
     """Measure a profile of a model; arguments as in `profile_heads`."""
-    grid, stage, network = _opened(model, {"samples": SAMPLES, **given}, reporter)
+    grid, stage, network = _load_stage(model, {"samples": SAMPLES, **options}, reporter)
     check_single(network, "a head profile")
-    info = model_info(network)
+    model_shape = model_info(network)
     try:
         measurement = _measure(network, stage, model, kind, grid, reporter)
     finally:
         reporter.stop()
-    total = float(measurement.scores.sum())
+    score_sum = float(measurement.scores.sum())
     return HeadProfile(
         model=reference.NAME if model == "reference" else model,
         revision=stage.jobs[0].cells[0].model_revision,
         kind=kind,
-        layers=info.layers,
-        kv_heads=info.kv_heads,
-        query_heads=info.query_heads,
-        scores=tuple(tuple(row) for row in (measurement.scores / total).tolist()),
+        layers=model_shape.layers,
+        kv_heads=model_shape.kv_heads,
+        query_heads=model_shape.query_heads,
+        scores=tuple(
+            tuple(layer_scores) for layer_scores in (measurement.scores / score_sum).tolist()
+        ),
         task=",".join(dict.fromkeys(job.task.name for job in stage.jobs)),
         lengths=tuple(dict.fromkeys(job.task.length for job in stage.jobs)),
         samples=grid.samples,
@@ -228,10 +239,12 @@ class _Measurement:
 def _measure(
     network: nn.Module, stage: Stage, model: str, kind: str, grid: Grid, reporter: Reporter
 ) -> _Measurement:
-    needles = [n for job in stage.jobs for n in find_needles(stage.tokenizer, job.prompts)]
+    needles = [
+        needle for job in stage.jobs for needle in find_needles(stage.tokenizer, job.prompts)
+    ]
     reporter.start(len(needles), f"{model} answers")
-    measured = measure(network, stage.tokenizer, needles, reporter)
-    answers = [answer for answer in measured.answers if answer.correct]
+    measurement = measure(network, stage.tokenizer, needles, reporter)
+    answers = [answer for answer in measurement.answers if answer.correct]
     if len(answers) < LEAST_ANSWERS:
         raise UserError(
             f"model {model} answers {len(answers)} of {len(needles)} samples correctly, too few to "
@@ -241,11 +254,11 @@ def _measure(
         reporter.start(len(answers), f"heads of {model} ablated one by one")
         scores = significant(head_losses(network, answers, grid.seed, reporter), model)
     else:
-        scores = per_kv_head(measured, kind, model_info(network).kv_heads, model)
+        scores = per_kv_head(measurement, kind, model_info(network).kv_heads, model)
     reporter.start(len(answers), f"the {kind} profile of {model} is checked")
     evidence = verify(network, answers, scores, grid.seed, reporter)
     check(evidence, kind, model)
-    return _Measurement(scores, measured.answered, evidence)
+    return _Measurement(scores, measurement.answered, evidence)
 
 
 def significant(losses: Tensor, model: str) -> Tensor:
@@ -258,8 +271,8 @@ def significant(losses: Tensor, model: str) -> Tensor:
     Raises:
         UserError: That is so for all heads.
     """
-    mean = Mean.of(losses)
-    scores = torch.where(mean.lower > 0, mean.mean, 0.0)
+    mean_loss = Mean.of(losses)
+    scores = torch.where(mean_loss.lower > 0, mean_loss.mean, 0.0)
     if not bool(scores.any()):
         raise UserError(
             f"no KV head of {model} is needed for the answers, as far as {len(losses)} of them "
@@ -268,13 +281,13 @@ def significant(losses: Tensor, model: str) -> Tensor:
     return scores
 
 
-def per_kv_head(measured: Measured, kind: str, kv_heads: int, model: str) -> Tensor:
+def per_kv_head(measurement: Measured, kind: str, kv_heads: int, model: str) -> Tensor:
     """Attention scores of the KV heads, `[L, H]`: the sum over the query heads of each.
 
     Raises:
         UserError: They are all 0.
     """
-    scores: Tensor = measured.scores[kind].unflatten(1, (kv_heads, -1)).sum(-1)
+    scores: Tensor = measurement.scores[kind].unflatten(1, (kv_heads, -1)).sum(-1)
     if not bool(scores.any()):
         raise UserError(
             f"no head of {model} attends to a needle as the {kind} profile counts it; use --kind "
@@ -291,32 +304,41 @@ def check(evidence: Evidence, kind: str, model: str) -> None:
     """
     if evidence.holds:
         return
-    instead = "more --samples" if kind == "ablation" else "--kind ablation"
+    advice = "more --samples" if kind == "ablation" else "--kind ablation"
     raise UserError(
         f"the {kind} profile of {model} does not tell which heads matter: the answers lose "
         f"{evidence.top:.2g} nats per token without its best {evidence.heads} of {evidence.total} "
-        f"heads, and {evidence.others:.2g} without as many others; use {instead}"
+        f"heads, and {evidence.others:.2g} without as many others; use {advice}"
     )
 
 
-def describe(made: HeadProfile) -> str:
+def describe(profile: HeadProfile) -> str:
     """Summarise a profile in one line."""
-    flat = sorted(
-        ((x, i, h) for i, row in enumerate(made.scores) for h, x in enumerate(row)),
+    ranked = sorted(
+        (
+            (score, layer, kv_head)
+            for layer, row in enumerate(profile.scores)
+            for kv_head, score in enumerate(row)
+        ),
         key=lambda entry: (-entry[0], entry[1:]),
     )
-    shown = ", ".join(f"layer {i} head {h} {x:.1%}" for x, i, h in flat[:4])
-    held = itertools.accumulate(x for x, *_ in flat)
-    half = next(n for n, sum_so_far in enumerate(held, 1) if sum_so_far >= 0.499999)
-    text = (
-        f"{made.kind} profile of {made.model}: {made.layers} layers by {made.kv_heads} KV heads; "
-        f"half of it lies in {half} of the {len(flat)} heads ({shown})"
+    best_heads = ", ".join(
+        f"layer {layer} head {kv_head} {score:.1%}" for score, layer, kv_head in ranked[:4]
     )
-    if made.loss_top is not None and made.loss_others is not None:
-        text += (
-            f"; the answers lose {made.loss_top:.2g} nats per token without that half, and "
-            f"{made.loss_others:.2g} without as many other heads"
+    cumulative = itertools.accumulate(score for score, *_ in ranked)
+    half_count = next(
+        head_count for head_count, sum_so_far in enumerate(cumulative, 1) if sum_so_far >= 0.499999
+    )
+    description = (
+        f"{profile.kind} profile of {profile.model}: {profile.layers} layers by "
+        f"{profile.kv_heads} KV heads; "
+        f"half of it lies in {half_count} of the {len(ranked)} heads ({best_heads})"
+    )
+    if profile.loss_top is not None and profile.loss_others is not None:
+        description += (
+            f"; the answers lose {profile.loss_top:.2g} nats per token without that half, and "
+            f"{profile.loss_others:.2g} without as many other heads"
         )
-    if made.answered is not None:
-        text += f"; the model answered {made.answered:.0%} of the samples correctly"
-    return text
+    if profile.answered is not None:
+        description += f"; the model answered {profile.answered:.0%} of the samples correctly"
+    return description

@@ -70,24 +70,29 @@ class HeadProfile:
             UserError: The file cannot be written.
         """
         content = asdict(self)
-        content["scores"] = [[round(x, _DIGITS) for x in row] for row in self.scores]
-        fields = [f"  {json.dumps(key)}: {_spelled(value)}" for key, value in content.items()]
-        part = path.with_name(f".{path.name}.{os.getpid()}")
+        content["scores"] = [
+            [round(score, _DIGITS) for score in layer_scores] for layer_scores in self.scores
+        ]
+        field_lines = [
+            f"  {json.dumps(field_name)}: {_to_json(field_value)}"
+            for field_name, field_value in content.items()
+        ]
+        temporary_path = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text("{\n" + ",\n".join(fields) + "\n}\n", encoding="utf-8")
-            part.replace(path)
+            temporary_path.write_text("{\n" + ",\n".join(field_lines) + "\n}\n", encoding="utf-8")
+            temporary_path.replace(path)
         except OSError as error:
             with suppress(OSError):
-                part.unlink()
+                temporary_path.unlink()
             raise UserError(f"cannot write {path}: {error.strerror}") from None
 
 
-def _spelled(value: Any) -> str:
+def _to_json(content: Any) -> str:
     """A value as JSON; a table has one line per row."""
-    if isinstance(value, list):
-        return "[\n" + ",\n".join(f"    {json.dumps(row)}" for row in value) + "\n  ]"
-    return json.dumps(value)
+    if isinstance(content, list):
+        return "[\n" + ",\n".join(f"    {json.dumps(table_row)}" for table_row in content) + "\n  ]"
+    return json.dumps(content)
 
 
 def read(path: Path) -> HeadProfile:
@@ -102,10 +107,10 @@ def read(path: Path) -> HeadProfile:
         raise UserError(f"cannot read the head profile {path}: {error.strerror}") from None
     except (ValueError, RecursionError):
         raise UserError(f"{path} is not a head profile: it is not JSON") from None
-    wrong = _wrong(content)
-    if wrong:
-        raise UserError(f"{path} is not a head profile: {wrong}")
-    total = math.fsum(x for row in content["scores"] for x in row)
+    problem = _find_problem(content)
+    if problem:
+        raise UserError(f"{path} is not a head profile: {problem}")
+    score_sum = math.fsum(score for row in content["scores"] for score in row)
     return HeadProfile(
         model=str(content.get("model", "")),
         revision=str(content.get("revision", "")),
@@ -113,7 +118,7 @@ def read(path: Path) -> HeadProfile:
         layers=content["layers"],
         kv_heads=content["kv_heads"],
         query_heads=content["query_heads"],
-        scores=tuple(tuple(x / total for x in row) for row in content["scores"]),
+        scores=tuple(tuple(score / score_sum for score in row) for row in content["scores"]),
         task=str(content.get("task", "")),
         lengths=tuple(content.get("lengths") or ()),
         samples=content.get("samples", 0),
@@ -125,34 +130,38 @@ def read(path: Path) -> HeadProfile:
     )
 
 
-def _wrong(content: Any) -> str:
+def _find_problem(content: Any) -> str:
     """Reason why a JSON value is not a profile, or an empty string."""
     if not isinstance(content, Mapping):
         return "it is not a JSON object"
     if content.get("kind") not in KINDS:
         return f"its kind is {quoted(content.get('kind'))} instead of {' or '.join(KINDS)}"
-    for key in ("layers", "kv_heads", "query_heads"):
-        value = content.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            return f"{key} is {quoted(value)} instead of a whole number, 1 or more"
-    layers, heads, query_heads = (content[k] for k in ("layers", "kv_heads", "query_heads"))
-    if query_heads % heads:
-        return f"{query_heads} query heads do not divide among {heads} KV heads"
+    for field_name in ("layers", "kv_heads", "query_heads"):
+        field_value = content.get(field_name)
+        if not isinstance(field_value, int) or isinstance(field_value, bool) or field_value < 1:
+            return f"{field_name} is {quoted(field_value)} instead of a whole number, 1 or more"
+    layers, kv_heads, query_heads = (
+        content[shape_name] for shape_name in ("layers", "kv_heads", "query_heads")
+    )
+    if query_heads % kv_heads:
+        return f"{query_heads} query heads do not divide among {kv_heads} KV heads"
     scores = content.get("scores")
-    rows = scores if isinstance(scores, list) else []
-    if len(rows) != layers or any(not isinstance(r, list) or len(r) != heads for r in rows):
-        return f"its scores are not a table of {layers} layers by {heads} KV heads"
+    score_rows = scores if isinstance(scores, list) else []
+    if len(score_rows) != layers or any(
+        not isinstance(score_row, list) or len(score_row) != kv_heads for score_row in score_rows
+    ):
+        return f"its scores are not a table of {layers} layers by {kv_heads} KV heads"
     lengths = content.get("lengths", [])
-    if not isinstance(lengths, list) or any(not isinstance(x, int) for x in lengths):
+    if not isinstance(lengths, list) or any(not isinstance(entry, int) for entry in lengths):
         return f"lengths is {quoted(lengths)} instead of a list of whole numbers"
-    flat = [x for row in rows for x in row]
-    if any(not isinstance(x, int | float) or isinstance(x, bool) for x in flat):
+    flat_scores = [entry for row in score_rows for entry in row]
+    if any(not isinstance(entry, int | float) or isinstance(entry, bool) for entry in flat_scores):
         return "a score is not a number"
-    if any(not math.isfinite(x) or x < 0 for x in flat):
+    if any(not math.isfinite(entry) or entry < 0 for entry in flat_scores):
         return "a score is below 0 or not finite"
-    total = math.fsum(flat)
-    if abs(total - 1) > 1e-3:
-        return f"its scores sum to {total:.6g} instead of 1"
+    score_sum = math.fsum(flat_scores)
+    if abs(score_sum - 1) > 1e-3:
+        return f"its scores sum to {score_sum:.6g} instead of 1"
     return ""
 
 

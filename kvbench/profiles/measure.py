@@ -56,7 +56,7 @@ class Measured:
     @property
     def answered(self) -> float:
         """Share of the samples that were answered correctly."""
-        return sum(a.correct for a in self.answers) / max(1, len(self.answers))
+        return sum(answer.correct for answer in self.answers) / max(1, len(self.answers))
 
 
 @torch.no_grad()
@@ -82,33 +82,36 @@ def measure(
     """
     info = model_info(model)
     device = next(model.parameters()).device
-    watch = _Watch(info.layers, info.query_heads, device)
+    observer = _Watch(info.layers, info.query_heads, device)
     answers = []
-    with engine(model, watch.on_layer):
+    with engine(model, observer.on_layer):
         for needle in needles:
-            answers.append(_answer(model, tokenizer, needle, watch))
+            answers.append(_answer(model, tokenizer, needle, observer))
             reporter.advance()
-    count = max(1, len(needles))
-    scores = {"reason": watch.reason, "copy": watch.copy}
-    means = {kind: x.double().cpu() / count for kind, x in scores.items()}
-    return Measured(means, tuple(answers))
+    needle_count = max(1, len(needles))
+    score_sums = {"reason": observer.reason, "copy": observer.copy}
+    mean_scores = {
+        score_kind: score_sum.double().cpu() / needle_count
+        for score_kind, score_sum in score_sums.items()
+    }
+    return Measured(mean_scores, tuple(answers))
 
 
-def _answer(model: nn.Module, tokenizer: Any, needle: Needle, watch: _Watch) -> Answer:
+def _answer(model: nn.Module, tokenizer: Any, needle: Needle, observer: _Watch) -> Answer:
     """Answer one prompt."""
     request = needle.prompt.request
-    value = request.target[0]
-    stop = Stop(tokenizer, end_tokens(model, tokenizer), [*request.until, value])
+    needle_value = request.target[0]
+    stop_rule = Stop(tokenizer, end_tokens(model, tokenizer), [*request.until, needle_value])
     prefix = Prefix(model, ())
-    ids = torch.tensor([*needle.prompt.context_ids, *needle.prompt.question_ids])
-    watch.begin(ids.to(prefix.device), needle)
-    logits = prefix.extend(ids[None].to(prefix.device))
-    tokens = []
-    for token in greedy(prefix, logits, request.max_new_tokens, stop):
-        watch.emitted(token)
-        tokens.append(token)
-    correct = value in tokenizer.decode(tokens, skip_special_tokens=True)
-    return Answer(needle, tuple(tokens), correct)
+    prompt_ids = torch.tensor([*needle.prompt.context_ids, *needle.prompt.question_ids])
+    observer.begin(prompt_ids.to(prefix.device), needle)
+    logits = prefix.extend(prompt_ids[None].to(prefix.device))
+    answer_ids = []
+    for token in greedy(prefix, logits, request.max_new_tokens, stop_rule):
+        observer.emitted(token)
+        answer_ids.append(token)
+    is_correct = needle_value in tokenizer.decode(answer_ids, skip_special_tokens=True)
+    return Answer(needle, tuple(answer_ids), is_correct)
 
 
 class _Watch:
@@ -125,29 +128,31 @@ class _Watch:
         self.copy = torch.zeros(layers, query_heads, device=device)
         self._best = torch.zeros(layers, query_heads, dtype=torch.int64, device=device)
 
-    def begin(self, ids: Tensor, needle: Needle) -> None:
+    def begin(self, prompt_ids: Tensor, needle: Needle) -> None:
         """Start a prompt with token ids `[n]`."""
-        self._ids = ids
+        self._ids = prompt_ids
         self._start, self._stop = needle.start, needle.stop
 
-    def on_layer(self, opened: Forward, layer: RaggedLayer, step: Step) -> None:
+    def on_layer(self, forward_pass: Forward, layer: RaggedLayer, step: Step) -> None:
         """Score what the last new query of a layer attends to."""
         assert layer.key is not None
         query = step.query[0, :, -1].float()
         key = layer.key[0].float()
-        heads = key.shape[0]
-        logits = query.view(heads, -1, query.shape[-1]) @ key.transpose(-1, -2)
+        kv_heads = key.shape[0]
+        logits = query.view(kv_heads, -1, query.shape[-1]) @ key.transpose(-1, -2)
         attention = torch.softmax(logits.flatten(0, 1) * step.scale, -1)
-        size = self._stop - self._start
+        needle_length = self._stop - self._start
         # Flipped, so that a stable sort leaves the more recent of two equals in front.
-        order = attention.flip(-1).sort(dim=-1, descending=True, stable=True)
-        place = attention.shape[-1] - 1 - order.indices[:, :size]
-        inside = (place >= self._start) & (place < self._stop)
-        self.reason[step.index] += (order.values[:, :size] * inside).sum(-1) / size
-        self._best[step.index] = place[:, 0]
+        ranking = attention.flip(-1).sort(dim=-1, descending=True, stable=True)
+        positions = attention.shape[-1] - 1 - ranking.indices[:, :needle_length]
+        in_needle = (positions >= self._start) & (positions < self._stop)
+        self.reason[step.index] += (ranking.values[:, :needle_length] * in_needle).sum(
+            -1
+        ) / needle_length
+        self._best[step.index] = positions[:, 0]
 
     def emitted(self, token: int) -> None:
         """Score the token that followed from what was seen last."""
-        inside = (self._best >= self._start) & (self._best < self._stop)
-        held = self._ids[self._best.clamp(max=len(self._ids) - 1)]
-        self.copy += (inside & (held == token)) / (self._stop - self._start)
+        in_needle = (self._best >= self._start) & (self._best < self._stop)
+        attended_ids = self._ids[self._best.clamp(max=len(self._ids) - 1)]
+        self.copy += (in_needle & (attended_ids == token)) / (self._stop - self._start)

@@ -51,54 +51,72 @@ def find_needles(tokenizer: Any, prompts: Sequence[Prompt]) -> list[Needle]:
             context; or the tokenizer does not tell where the needle is.
     """
     spans = [_span(prompt.request) for prompt in prompts]
-    texts = [p.request.context[a:b] for p, (a, b) in zip(prompts, spans, strict=True)]
-    usual = Counter(text.split(maxsplit=1)[0] for text in texts).most_common(1)[0][0]
+    statements = [
+        source.request.context[begin:end]
+        for source, (begin, end) in zip(prompts, spans, strict=True)
+    ]
+    usual_start = Counter(statement.split(maxsplit=1)[0] for statement in statements).most_common(
+        1
+    )[0][0]
     needles = []
-    for prompt, (start, stop), text in zip(prompts, spans, texts, strict=True):
-        answer = prompt.request.context.rindex(prompt.request.target[0], start, stop) - start
-        at = [m.start() for m in re.finditer(rf"(?<!\S){re.escape(usual)}(?!\S)", text[:answer])]
-        if at and "needle" not in prompt.request.extra:
-            start += at[-1]
-        needles.append(Needle(prompt, *token_span(tokenizer, prompt, start, stop)))
+    for prompt, (span_start, span_end), statement in zip(prompts, spans, statements, strict=True):
+        answer_offset = (
+            prompt.request.context.rindex(prompt.request.target[0], span_start, span_end)
+            - span_start
+        )
+        match_starts = [
+            match.start()
+            for match in re.finditer(
+                rf"(?<!\S){re.escape(usual_start)}(?!\S)", statement[:answer_offset]
+            )
+        ]
+        if match_starts and "needle" not in prompt.request.extra:
+            span_start += match_starts[-1]
+        needles.append(Needle(prompt, *token_span(tokenizer, prompt, span_start, span_end)))
     return needles
 
 
 def _span(request: Request) -> tuple[int, int]:
     """Characters of the statement that contains the answer."""
-    where = f"{request.task}, {request.sample_id}"
+    label = f"{request.task}, {request.sample_id}"
     context, answer = request.context, request.target[0]
     if len(request.target) != 1:
         raise UserError(
-            f"{where}: {len(request.target)} answers; use a --task with one needle and one answer, "
+            f"{label}: {len(request.target)} answers; use a --task with one needle and one answer, "
             "such as niah_depth"
         )
-    given = request.extra.get("needle")
-    if given is not None:
-        at = context.find(str(given))
-        if at < 0 or answer not in str(given):
-            raise UserError(f"{where}: its needle is not in the context, or lacks the answer")
-        return at, at + len(str(given))
-    places = [m.start() for m in re.finditer(re.escape(answer), context)] if answer else []
-    if not places:
+    stated_needle = request.extra.get("needle")
+    if stated_needle is not None:
+        position = context.find(str(stated_needle))
+        if position < 0 or answer not in str(stated_needle):
+            raise UserError(f"{label}: its needle is not in the context, or lacks the answer")
+        return position, position + len(str(stated_needle))
+    positions = (
+        [match.start() for match in re.finditer(re.escape(answer), context)] if answer else []
+    )
+    if not positions:
         raise UserError(
-            f"{where}: the answer {quoted(answer)} is not in the context; use a --task whose "
+            f"{label}: the answer {quoted(answer)} is not in the context; use a --task whose "
             "needle is to be copied, such as niah_depth"
         )
-    words = set(re.findall(r"\w+", request.question))
-    sentences = [_sentence(context, at, at + len(answer)) for at in places]
-    shared = [len(words & set(re.findall(r"\w+", context[a:b]))) for a, b in sentences]
-    return sentences[shared.index(max(shared))]
+    question_words = set(re.findall(r"\w+", request.question))
+    sentences = [_sentence(context, position, position + len(answer)) for position in positions]
+    shared_counts = [
+        len(question_words & set(re.findall(r"\w+", context[begin:end])))
+        for begin, end in sentences
+    ]
+    return sentences[shared_counts.index(max(shared_counts))]
 
 
-def _sentence(text: str, start: int, stop: int) -> tuple[int, int]:
+def _sentence(text: str, span_start: int, span_end: int) -> tuple[int, int]:
     """The sentence around some characters."""
-    before = [m.end() for m in _BEGIN.finditer(text, 0, start)]
-    after = _END.search(text, stop)
-    return before[-1] if before else 0, after.end() if after else len(text.rstrip())
+    boundaries = [match.end() for match in _BEGIN.finditer(text, 0, span_start)]
+    next_end = _END.search(text, span_end)
+    return boundaries[-1] if boundaries else 0, next_end.end() if next_end else len(text.rstrip())
 
 
-def token_span(tokenizer: Any, prompt: Prompt, start: int, stop: int) -> tuple[int, int]:
-    """Columns of the tokens that contain any of the characters `start` to `stop` of the context.
+def token_span(tokenizer: Any, prompt: Prompt, span_start: int, span_end: int) -> tuple[int, int]:
+    """Columns of the tokens that overlap the characters `span_start` to `span_end` of the context.
 
     The tokenizer's offsets tell. A slow tokenizer has no offsets: the tokens of the text before the
     needle, and of the text up to its end, are compared with those of the prompt.
@@ -110,36 +128,51 @@ def token_span(tokenizer: Any, prompt: Prompt, start: int, stop: int) -> tuple[i
         UserError: The tokens at these columns do not spell the answer.
     """
     context = prompt.request.context
-    ids = [*prompt.context_ids, *prompt.question_ids]
+    prompt_ids = [*prompt.context_ids, *prompt.question_ids]
     if tokenizer.is_fast:
-        text = context + prompt.request.question
-        encoded = tokenizer(
-            text, add_special_tokens=False, verbose=False, return_offsets_mapping=True
+        prompt_text = context + prompt.request.question
+        encoding = tokenizer(
+            prompt_text, add_special_tokens=False, verbose=False, return_offsets_mapping=True
         )
-        first = len(ids) - len(encoded["input_ids"])  # BOS
-        inside = [i for i, (a, b) in enumerate(encoded["offset_mapping"]) if a < stop and b > start]
-        span = (first + inside[0], first + inside[-1] + 1) if inside else (0, 0)
+        first_column = len(prompt_ids) - len(encoding["input_ids"])  # BOS
+        span_tokens = [
+            token_index
+            for token_index, (begin, end) in enumerate(encoding["offset_mapping"])
+            if begin < span_end and end > span_start
+        ]
+        token_columns = (
+            (first_column + span_tokens[0], first_column + span_tokens[-1] + 1)
+            if span_tokens
+            else (0, 0)
+        )
     else:
-        plain = tokenizer(context, add_special_tokens=False, verbose=False)["input_ids"]
-        first = len(prompt.context_ids) - len(plain)
-        before, _ = _common(tokenizer, context[:start], plain)
-        same, length = _common(tokenizer, context[:stop], plain)
-        span = (first + before, first + same + (same < length))
-    read = _letters(tokenizer.decode(ids[span[0] : span[1]]))
-    if _letters(prompt.request.target[0]) not in read:
+        context_ids = tokenizer(context, add_special_tokens=False, verbose=False)["input_ids"]
+        first_column = len(prompt.context_ids) - len(context_ids)
+        leading_count, _ = _common(tokenizer, context[:span_start], context_ids)
+        shared_count, token_count = _common(tokenizer, context[:span_end], context_ids)
+        token_columns = (
+            first_column + leading_count,
+            first_column + shared_count + (shared_count < token_count),
+        )
+    decoded_text = _letters(tokenizer.decode(prompt_ids[token_columns[0] : token_columns[1]]))
+    if _letters(prompt.request.target[0]) not in decoded_text:
         raise UserError(
             f"{prompt.request.task}, {prompt.request.sample_id}: the tokenizer does not tell "
             "which tokens are the needle"
         )
-    return span
+    return token_columns
 
 
-def _common(tokenizer: Any, text: str, ids: Sequence[int]) -> tuple[int, int]:
-    """How many leading tokens a text has in common with `ids`, and how many it has in all."""
-    encoded = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    shorter = min(len(encoded), len(ids))
-    differ = (i for i, (a, b) in enumerate(zip(encoded, ids, strict=False)) if a != b)
-    return next(differ, shorter), len(encoded)
+def _common(tokenizer: Any, text: str, all_ids: Sequence[int]) -> tuple[int, int]:
+    """How many leading tokens a text has in common with `all_ids`, and how many it has in all."""
+    encoded_ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    common_length = min(len(encoded_ids), len(all_ids))
+    differences = (
+        index
+        for index, (token, reference) in enumerate(zip(encoded_ids, all_ids, strict=False))
+        if token != reference
+    )
+    return next(differences, common_length), len(encoded_ids)
 
 
 def _letters(text: str) -> str:

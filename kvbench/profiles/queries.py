@@ -44,22 +44,26 @@ def sample_queries(
     Returns:
         Of every full-attention layer, float32 `[H_q, n, d]` on the CPU, `n <= QUERIES`.
     """
-    layers = model_info(model).layers
-    found: list[list[Tensor]] = [[] for _ in range(layers)]
-    column = torch.empty(0, dtype=torch.int64)
-    each = -(-QUERIES // max(1, len(prompts)))
+    layer_count = model_info(model).layers
+    layer_samples: list[list[Tensor]] = [[] for _ in range(layer_count)]
+    columns = torch.empty(0, dtype=torch.int64)
+    per_prompt = -(-QUERIES // max(1, len(prompts)))
 
-    def keep(opened: Forward, layer: RaggedLayer, step: Step) -> None:
-        found[step.index].append(step.query[0][:, column.to(step.query.device)].float().cpu())
+    def record_queries(forward_pass: Forward, layer: RaggedLayer, step: Step) -> None:
+        layer_samples[step.index].append(
+            step.query[0][:, columns.to(step.query.device)].float().cpu()
+        )
 
-    with engine(model, keep):
-        for number, ids in enumerate(prompts):
-            drawn = random.Random(f"{seed} {number}").sample(range(len(ids)), min(each, len(ids)))
+    with engine(model, record_queries):
+        for prompt_index, prompt_ids in enumerate(prompts):
+            drawn_columns = random.Random(f"{seed} {prompt_index}").sample(
+                range(len(prompt_ids)), min(per_prompt, len(prompt_ids))
+            )
             prefix = Prefix(model, ())
-            column = torch.tensor(sorted(drawn), device=prefix.device)
-            prefix.extend(torch.tensor([ids], device=prefix.device))
+            columns = torch.tensor(sorted(drawn_columns), device=prefix.device)
+            prefix.extend(torch.tensor([prompt_ids], device=prefix.device))
             reporter.advance()
-    return [torch.cat(of_layer, 1)[:, :QUERIES] for of_layer in found]
+    return [torch.cat(layer_queries, 1)[:, :QUERIES] for layer_queries in layer_samples]
 
 
 def filters_of(queries: Tensor, kv_heads: int) -> Tensor:
@@ -75,11 +79,11 @@ def filters_of(queries: Tensor, kv_heads: int) -> Tensor:
     Returns:
         float32 `[H, d]`.
     """
-    rows = queries.double()
-    direction = torch.linalg.svd(rows, full_matrices=False).Vh[:, 0]
-    along = (rows @ direction[..., None])[..., 0] > 0
-    away = torch.where(along.double().mean(-1) > 0.5, -1.0, 1.0)
-    filters: Tensor = (away[:, None] * direction).unflatten(0, (kv_heads, -1)).mean(1)
+    query_rows = queries.double()
+    directions = torch.linalg.svd(query_rows, full_matrices=False).Vh[:, 0]
+    is_aligned = (query_rows @ directions[..., None])[..., 0] > 0
+    signs = torch.where(is_aligned.double().mean(-1) > 0.5, -1.0, 1.0)
+    filters: Tensor = (signs[:, None] * directions).unflatten(0, (kv_heads, -1)).mean(1)
     return filters.float()
 
 
@@ -102,30 +106,37 @@ def query_moments(
         UserError: The model has no rotary embedding, or there are fewer than two queries.
     """
     info = model_info(model)
-    sums: list[Tensor | None] = [None] * info.layers
-    products: list[Tensor | None] = [None] * info.layers
+    query_sums: list[Tensor | None] = [None] * info.layers
+    outer_products: list[Tensor | None] = [None] * info.layers
 
-    def keep(opened: Forward, layer: RaggedLayer, step: Step) -> None:
-        tokens = step.query.shape[2]
-        cos, sin = angles(info, step.index, torch.arange(tokens, device=step.query.device))
-        rows = turn_back(step.query[0].float(), cos, sin)[:, FIRST:].double().cpu()
-        found = rows.sum(1), rows.mT @ rows
-        for held, new in zip((sums, products), found, strict=True):
-            before = held[step.index]
-            held[step.index] = new if before is None else before + new
+    def record_moments(forward_pass: Forward, layer: RaggedLayer, step: Step) -> None:
+        token_count = step.query.shape[2]
+        cos, sin = angles(info, step.index, torch.arange(token_count, device=step.query.device))
+        query_rows = turn_back(step.query[0].float(), cos, sin)[:, FIRST:].double().cpu()
+        layer_moments = query_rows.sum(1), query_rows.mT @ query_rows
+        for totals, addend in zip((query_sums, outer_products), layer_moments, strict=True):
+            previous = totals[step.index]
+            totals[step.index] = addend if previous is None else previous + addend
 
-    count = sum(max(0, len(ids) - FIRST) for ids in prompts)
-    if count < 2:
+    query_count = sum(max(0, len(prompt_ids) - FIRST) for prompt_ids in prompts)
+    if query_count < 2:
         raise UserError(
             f"mean and covariance need two queries behind the first {FIRST} tokens of a prompt; "
             "use longer prompts"
         )
-    with engine(model, keep):
-        for ids in prompts:
+    with engine(model, record_moments):
+        for prompt_ids in prompts:
             prefix = Prefix(model, ())
-            prefix.extend(torch.tensor([ids], device=prefix.device))
+            prefix.extend(torch.tensor([prompt_ids], device=prefix.device))
             reporter.advance()
-    mean = torch.stack([total for total in sums if total is not None]) / count
-    product = torch.stack([total for total in products if total is not None])
-    covariance = (product - count * mean[..., :, None] * mean[..., None, :]) / (count - 1)
-    return mean.float(), covariance.float(), count
+    query_mean = (
+        torch.stack([layer_total for layer_total in query_sums if layer_total is not None])
+        / query_count
+    )
+    product_sums = torch.stack(
+        [layer_total for layer_total in outer_products if layer_total is not None]
+    )
+    covariance = (
+        product_sums - query_count * query_mean[..., :, None] * query_mean[..., None, :]
+    ) / (query_count - 1)
+    return query_mean.float(), covariance.float(), query_count

@@ -35,25 +35,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Make the profiles that ship with kvbench.")
     parser.add_argument("models", nargs="*", metavar="MODEL", help="default: all")
     parser.add_argument("--queries", action="store_true", help="no head profiles")
-    arguments = parser.parse_args()
-    for model in arguments.models or SHIPPED:
-        given = {**QUERY_SETTINGS[model], "seed": 0, "device": "cpu"}
-        for sort in (FILTERS, STATISTICS):
-            tensors, notes = measure_queries(sort, model, given, reporter(Console(stderr=True)))
-            artifacts = sort.artifacts
+    parsed_args = parser.parse_args()
+    for model in parsed_args.models or SHIPPED:
+        options = {**QUERY_SETTINGS[model], "seed": 0, "device": "cpu"}
+        for summary in (FILTERS, STATISTICS):
+            tensors, notes = measure_queries(
+                summary, model, options, reporter(Console(stderr=True))
+            )
+            artifacts = summary.artifacts
             folder = artifacts.shipped / artifacts.pattern.format(model=shipped_name(model))
-            if sort is STATISTICS:  # a matrix for every head
-                tensors = {name: x.half() for name, x in tensors.items()}
-            sort.save(folder, tensors, notes)
+            if summary is STATISTICS:  # a matrix for every head
+                tensors = {tensor_name: tensor.half() for tensor_name, tensor in tensors.items()}
+            summary.save(folder, tensors, notes)
             print(f"wrote {folder}")
-        if arguments.queries:
+        if parsed_args.queries:
             continue
         kind, settings = SHIPPED[model]
-        given = {**settings, "seed": 0, "device": "cpu"}
-        profile = measure_profile(model, kind, given, reporter(Console(stderr=True)))
-        path = PROFILES.shipped / PROFILES.pattern.format(model=shipped_name(model), kind=kind)
-        profile.save(path)
-        print(f"wrote {path}\n{describe(profile)}")
+        options = {**settings, "seed": 0, "device": "cpu"}
+        profile = measure_profile(model, kind, options, reporter(Console(stderr=True)))
+        profile_path = PROFILES.shipped / PROFILES.pattern.format(
+            model=shipped_name(model), kind=kind
+        )
+        profile.save(profile_path)
+        print(f"wrote {profile_path}\n{describe(profile)}")
 
 
 if __name__ == "__main__":

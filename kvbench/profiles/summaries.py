@@ -89,9 +89,11 @@ class QuerySummary:
         Raises:
             UserError: The file cannot be written.
         """
-        header = {"format": "pt", "kvbench": json.dumps(asdict(notes))}
-        content = save({name: tensors[name].contiguous() for name in self.axes}, header)
-        write_whole(folder / WEIGHTS, content)
+        metadata = {"format": "pt", "kvbench": json.dumps(asdict(notes))}
+        serialised = save(
+            {tensor_name: tensors[tensor_name].contiguous() for tensor_name in self.axes}, metadata
+        )
+        write_whole(folder / WEIGHTS, serialised)
 
     def read(self, folder: Path) -> tuple[Tensors, SummaryNotes]:
         """Read and check a summary: float32 on the CPU.
@@ -101,23 +103,28 @@ class QuerySummary:
         """
         path = folder / WEIGHTS
         try:
-            with safe_open(path, "pt") as file:
-                header = file.metadata() or {}
-                held = set(file.keys()) & set(self.axes)
-                found = {name: file.get_tensor(name).float() for name in held}
+            with safe_open(path, "pt") as handle:
+                metadata = handle.metadata() or {}
+                stored_names = set(handle.keys()) & set(self.axes)
+                tensors = {
+                    tensor_name: handle.get_tensor(tensor_name).float()
+                    for tensor_name in stored_names
+                }
         except OSError as error:
             raise cannot("read", path, error) from None
         except SafetensorError as error:
             raise UserError(f"{path} is damaged: {error}") from None
-        for name, axes in self.axes.items():
-            if name not in found or found[name].dim() != axes:
-                raise UserError(f"{path} holds no {self.noun}: no tensor {name} of {axes} axes")
-            if not bool(found[name].isfinite().all()):
+        for tensor_name, axis_count in self.axes.items():
+            if tensor_name not in tensors or tensors[tensor_name].dim() != axis_count:
+                raise UserError(
+                    f"{path} holds no {self.noun}: no tensor {tensor_name} of {axis_count} axes"
+                )
+            if not bool(tensors[tensor_name].isfinite().all()):
                 raise UserError(f"{path} holds no {self.noun}: a number is not finite")
         try:
-            notes: dict[str, Any] = json.loads(header.get("kvbench", "{}"))
+            notes: dict[str, Any] = json.loads(metadata.get("kvbench", "{}"))
             notes["lengths"] = tuple(notes.get("lengths", ()))
-            return found, SummaryNotes(**notes)
+            return tensors, SummaryNotes(**notes)
         except (ValueError, TypeError, AttributeError, RecursionError):
             raise UserError(f"{path} holds no {self.noun}: its notes cannot be read") from None
 
@@ -144,18 +151,18 @@ class QuerySummary:
             UserError: There is none, it is damaged, or a shape is not that of the model.
         """
         folder = self.find(model, named)
-        found = _read(self, folder, state_of(folder / WEIGHTS))
-        for name, shape in shapes.items():
-            if tuple(found[name].shape) != shape:
-                have, want = (
-                    f"{x[0]} layers by {x[1]} heads of {x[2]} channels"
-                    for x in (found[name].shape, shape)
+        tensors = _read(self, folder, state_of(folder / WEIGHTS))
+        for tensor_name, shape in shapes.items():
+            if tuple(tensors[tensor_name].shape) != shape:
+                stored_shape, model_shape = (
+                    f"{dimensions[0]} layers by {dimensions[1]} heads of {dimensions[2]} channels"
+                    for dimensions in (tensors[tensor_name].shape, shape)
                 )
                 raise UserError(
-                    f"{folder} is for {have}, but model {model} has {want}; run "
+                    f"{folder} is for {stored_shape}, but model {model} has {model_shape}; run "
                     f"{self.artifacts.how(model, KIND)}"
                 )
-        return found
+        return tensors
 
     def fingerprint(self, model: str, named: str | None) -> str:
         """16 hex digits of the content of the summary of a model.
@@ -181,5 +188,5 @@ The names are those of kvpress, which computes them for ExpectedAttention (arXiv
 
 
 @functools.lru_cache(maxsize=16)
-def _read(sort: QuerySummary, folder: Path, state: State) -> Tensors:
-    return sort.read(folder)[0]
+def _read(summary: QuerySummary, folder: Path, state: State) -> Tensors:
+    return summary.read(folder)[0]

@@ -34,12 +34,12 @@ _NUMERALS = 96
 _POOL = 512
 
 
-def _spares(first: int, count: int) -> list[str]:
-    """Return `count` placeholder words, numbered from `first`."""
-    return [f"<spare_{n}>" for n in range(first, first + count)]
+def _spares(first_number: int, spare_count: int) -> list[str]:
+    """Return `spare_count` placeholder words, numbered from `first_number`."""
+    return [f"<spare_{number}>" for number in range(first_number, first_number + spare_count)]
 
 
-def _pseudo_words(count: int, taken: Iterable[str]) -> list[str]:
+def _pseudo_words(word_count: int, reserved_words: Iterable[str]) -> list[str]:
     """Return distinct pronounceable words of the shape consonant-vowel-consonant-vowel-consonant.
 
     All words have five letters, so that no word is part of another and a search for an answer in a
@@ -47,19 +47,19 @@ def _pseudo_words(count: int, taken: Iterable[str]) -> list[str]:
     id.
     """
     consonants, vowels = "bdfgklmnprstvz", "aeiou"
-    used = set(taken)
-    words: list[str] = []
+    used_words = set(reserved_words)
+    pseudo_words: list[str] = []
     state = 1
-    while len(words) < count:
+    while len(pseudo_words) < word_count:
         letters = []
         for alphabet in (consonants, vowels, consonants, vowels, consonants):
             state = (state * 1103515245 + 12345) % 2**31
             letters.append(alphabet[(state >> 16) % len(alphabet)])
-        word = "".join(letters)
-        if word not in used:
-            used.add(word)
-            words.append(word)
-    return words
+        pseudo_word = "".join(letters)
+        if pseudo_word not in used_words:
+            used_words.add(pseudo_word)
+            pseudo_words.append(pseudo_word)
+    return pseudo_words
 
 
 SPECIALS: tuple[str, ...] = (*_NAMED, *_spares(0, _FIRST_NUMERAL - len(_NAMED)))
@@ -164,7 +164,7 @@ def ask_copy() -> list[str]:
 
 def answer(values: Sequence[Sequence[str]]) -> list[str]:
     """Return the answer to `ask`: ``a b , c d .``, with `values` in order of appearance."""
-    return _joined(values)
+    return _join_phrases(values)
 
 
 def answer_each(keys: Sequence[str], values: Sequence[Sequence[str]]) -> list[str]:
@@ -172,12 +172,12 @@ def answer_each(keys: Sequence[str], values: Sequence[Sequence[str]]) -> list[st
 
     It repeats each key, so that the model can look up every step of the answer.
     """
-    return _joined([[key, *value] for key, value in zip(keys, values, strict=True)])
+    return _join_phrases([[key, *value] for key, value in zip(keys, values, strict=True)])
 
 
 def answer_list(values: Sequence[Sequence[str]]) -> list[str]:
     """Return the answer to `ask_list`: ``#1 a b , #2 c d .``, with `values` from entry 1 on."""
-    return _joined([[numeral(n), *value] for n, value in enumerate(values, 1)])
+    return _join_phrases([[numeral(number), *value] for number, value in enumerate(values, 1)])
 
 
 def answer_words(words: Sequence[str]) -> list[str]:
@@ -185,14 +185,14 @@ def answer_words(words: Sequence[str]) -> list[str]:
     return [*words, STOP]
 
 
-def _words(text: Sequence[str]) -> list[str]:
-    """Return `text` as a list of words; a bare string counts as one word."""
-    return [text] if isinstance(text, str) else list(text)
+def _words(phrase: Sequence[str]) -> list[str]:
+    """Return `phrase` as a list of words; a bare string counts as one word."""
+    return [phrase] if isinstance(phrase, str) else list(phrase)
 
 
-def _joined(parts: Sequence[Sequence[str]]) -> list[str]:
-    """Return `parts` with commas between them and the full stop at the end."""
+def _join_phrases(phrases: Sequence[Sequence[str]]) -> list[str]:
+    """Return `phrases` with commas between them and the full stop at the end."""
     words: list[str] = []
-    for part in parts:
-        words += [*_words(part), COMMA]
+    for phrase in phrases:
+        words += [*_words(phrase), COMMA]
     return [*words[:-1], STOP]

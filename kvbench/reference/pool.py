@@ -20,51 +20,57 @@ class WordPool:
     def __init__(self, rng: np.random.Generator, noise: float = 0.12) -> None:
         self.rng = rng
         self._noise = noise
-        self._unused = [grammar.WORDS[i] for i in rng.permutation(len(grammar.WORDS))]
+        self._unused = [
+            grammar.WORDS[word_index] for word_index in rng.permutation(len(grammar.WORDS))
+        ]
 
-    def reserve(self, count: int) -> list[str]:
-        """Return `count` words that no later draw returns.
+    def reserve(self, word_count: int) -> list[str]:
+        """Return `word_count` words that no later draw returns.
 
         Raises:
             ValueError: Too few words would be left for the rest of the sample.
         """
-        if count > len(self._unused) - 32:
-            raise ValueError(f"cannot reserve {count} of {len(self._unused)} words")
-        taken, self._unused = self._unused[:count], self._unused[count:]
-        return taken
+        if word_count > len(self._unused) - 32:
+            raise ValueError(f"cannot reserve {word_count} of {len(self._unused)} words")
+        reserved, self._unused = self._unused[:word_count], self._unused[word_count:]
+        return reserved
 
     def release(self, words: list[str]) -> None:
         """Allow later draws to return `words` again."""
         self._unused += words
 
-    def free(self, count: int) -> list[str]:
-        """Return `count` words that are not reserved; words can repeat."""
-        chosen = self.rng.integers(0, len(self._unused), size=count)
-        return [self._unused[i] for i in chosen]
+    def free(self, word_count: int) -> list[str]:
+        """Return `word_count` words that are not reserved; words can repeat."""
+        word_indices = self.rng.integers(0, len(self._unused), size=word_count)
+        return [self._unused[word_index] for word_index in word_indices]
 
-    def between(self, low: int, high: int) -> int:
-        """Return an integer from `low` to `high`, or `low` if it is larger than `high`."""
-        return int(self.rng.integers(low, max(low, high) + 1))
+    def between(self, lower: int, upper: int) -> int:
+        """Return an integer from `lower` to `upper`, or `lower` if it is larger than `upper`."""
+        return int(self.rng.integers(lower, max(lower, upper) + 1))
 
-    def log_between(self, low: int, high: int) -> int:
-        """Return an integer from `low` to `high`, uniform in its logarithm."""
-        return int(np.exp(self.rng.uniform(np.log(low), np.log(max(low, high) + 1))))
+    def log_between(self, lower: int, upper: int) -> int:
+        """Return an integer from `lower` to `upper`, uniform in its logarithm."""
+        return int(np.exp(self.rng.uniform(np.log(lower), np.log(max(lower, upper) + 1))))
 
-    def filler(self, count: int) -> list[list[str]]:
-        """Return sentences of `count` words in total; the last sentence is cut off."""
-        if count <= 0:
+    def filler(self, word_count: int) -> list[list[str]]:
+        """Return sentences of `word_count` words in total; the last sentence is cut off."""
+        if word_count <= 0:
             return []
-        noise = self.rng.random() < self._noise
-        repeated = grammar.sentence(self.free(self.between(5, 9)))
-        text = [] if noise else self.free(count)
+        is_noise = self.rng.random() < self._noise
+        repeated_words = grammar.sentence(self.free(self.between(5, 9)))
+        random_words = [] if is_noise else self.free(word_count)
         sentences: list[list[str]] = []
-        start = 0
-        lengths = self.rng.integers(*_SENTENCE, size=count // _SENTENCE[0] + 1).tolist()
-        while start < count:
-            words = repeated if noise else grammar.sentence(text[start : start + lengths.pop()])
-            words = words[: count - start]
-            sentences.append(words)
-            start += len(words)
+        position = 0
+        lengths = self.rng.integers(*_SENTENCE, size=word_count // _SENTENCE[0] + 1).tolist()
+        while position < word_count:
+            sentence_words = (
+                repeated_words
+                if is_noise
+                else grammar.sentence(random_words[position : position + lengths.pop()])
+            )
+            sentence_words = sentence_words[: word_count - position]
+            sentences.append(sentence_words)
+            position += len(sentence_words)
         return sentences
 
 
@@ -72,23 +78,25 @@ Statement = tuple[float, list[str]]
 """A time, which orders the statements of a sample, and the words."""
 
 
-def interleave(pool: WordPool, statements: list[Statement], room: int) -> list[str]:
-    """Scatter statements, in order of time, between sentences of filler: `room` words in total.
+def interleave(word_pool: WordPool, statements: list[Statement], word_limit: int) -> list[str]:
+    """Scatter statements in order of time between filler sentences: `word_limit` words in total.
 
     Raises:
-        ValueError: The statements have more than `room` words.
+        ValueError: The statements have more than `word_limit` words.
     """
-    spare = room - sum(len(words) for _, words in statements)
-    if spare < 0:
+    filler_count = word_limit - sum(len(statement_words) for _, statement_words in statements)
+    if filler_count < 0:
         raise ValueError("the statements do not fit")
-    sentences = pool.filler(spare)
+    sentences = word_pool.filler(filler_count)
     ordered = sorted(statements, key=lambda statement: statement[0])
-    cuts = np.sort(pool.rng.integers(0, len(sentences) + 1, size=len(ordered))).tolist()
+    insert_points = np.sort(
+        word_pool.rng.integers(0, len(sentences) + 1, size=len(ordered))
+    ).tolist()
     context: list[str] = []
-    for start, end, (_, words) in zip(
-        [0, *cuts], [*cuts, len(sentences)], [*ordered, (0.0, [])], strict=True
+    for slice_start, slice_end, (_, statement_words) in zip(
+        [0, *insert_points], [*insert_points, len(sentences)], [*ordered, (0.0, [])], strict=True
     ):
-        for sentence in sentences[start:end]:
+        for sentence in sentences[slice_start:slice_end]:
             context += sentence
-        context += words
+        context += statement_words
     return context

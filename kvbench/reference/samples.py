@@ -88,214 +88,265 @@ Content = tuple[list[Statement], list[Question]]
 """Statements of a context, and questions about them."""
 
 
-def facts(pool: WordPool, keys: Sequence[list[str]], size: int) -> Content:
-    """Return a needle with a value of `size` words, and its question, for each of `keys`."""
-    rng = pool.rng
-    task = "single" if len(keys) == 1 else "multikey" if size == 2 else "uuid"
+def facts(word_pool: WordPool, keys: Sequence[list[str]], value_size: int) -> Content:
+    """Return a needle with a value of `value_size` words, and its question, for each of `keys`."""
+    generator = word_pool.rng
+    task_name = "single" if len(keys) == 1 else "multikey" if value_size == 2 else "uuid"
     statements: list[Statement] = []
     questions = []
-    for key in keys:
-        value = pool.free(size)
-        statements.append((rng.random(), grammar.needle(key, value)))
-        questions.append(Question(task, grammar.ask(key), grammar.answer([value])))
+    for fact_key in keys:
+        fact_value = word_pool.free(value_size)
+        statements.append((generator.random(), grammar.needle(fact_key, fact_value)))
+        questions.append(Question(task_name, grammar.ask(fact_key), grammar.answer([fact_value])))
     return statements, questions
 
 
-def _single(pool: WordPool, room: int, knobs: Knobs) -> Content:
-    return facts(pool, [pool.reserve(1)], 2)
+def _single(word_pool: WordPool, word_limit: int, difficulty: Knobs) -> Content:
+    return facts(word_pool, [word_pool.reserve(1)], 2)
 
 
-def _multikey(pool: WordPool, room: int, knobs: Knobs) -> Content:
+def _multikey(word_pool: WordPool, word_limit: int, difficulty: Knobs) -> Content:
     # From RULER's four needles in an essay to a haystack of nothing but needles.
-    most = min(400, room // 6)
-    count = most if pool.rng.random() < knobs.full else pool.log_between(3, most)
-    return facts(pool, [[key] for key in pool.reserve(count)], 2)
+    max_count = min(400, word_limit // 6)
+    needle_count = (
+        max_count
+        if word_pool.rng.random() < difficulty.full
+        else word_pool.log_between(3, max_count)
+    )
+    return facts(word_pool, [[needle_key] for needle_key in word_pool.reserve(needle_count)], 2)
 
 
-def _uuid(pool: WordPool, room: int, knobs: Knobs) -> Content:
-    most = min(250, (room - 12) // 8)
-    count = most if pool.rng.random() < knobs.full + 0.05 else pool.log_between(knobs.fewest, most)
-    names = pool.reserve(min(300, pool.between(int(count**0.5) + 2, 2 * count + 2)))
-    pairs = {
-        tuple(names[i] for i in pair)
-        for pair in pool.rng.integers(0, len(names), size=(count, 2)).tolist()
+def _uuid(word_pool: WordPool, word_limit: int, difficulty: Knobs) -> Content:
+    max_count = min(250, (word_limit - 12) // 8)
+    pair_count = (
+        max_count
+        if word_pool.rng.random() < difficulty.full + 0.05
+        else word_pool.log_between(difficulty.fewest, max_count)
+    )
+    key_words = word_pool.reserve(
+        min(300, word_pool.between(int(pair_count**0.5) + 2, 2 * pair_count + 2))
+    )
+    key_pairs = {
+        tuple(key_words[word_index] for word_index in key_pair)
+        for key_pair in word_pool.rng.integers(0, len(key_words), size=(pair_count, 2)).tolist()
     }
-    return facts(pool, [list(pair) for pair in sorted(pairs)], 4)
+    return facts(word_pool, [list(key_pair) for key_pair in sorted(key_pairs)], 4)
 
 
-def _multivalue(pool: WordPool, room: int, knobs: Knobs) -> Content:
-    rng = pool.rng
-    most = max(1, min(knobs.plural, room // knobs.spread))
-    single = pool.between(0, min(8, room // 64))
-    plural = pool.log_between(1, most)
-    keys = pool.reserve(single + plural)
-    statements, questions = facts(pool, [[key] for key in keys[:single]], 2)
+def _multivalue(word_pool: WordPool, word_limit: int, difficulty: Knobs) -> Content:
+    generator = word_pool.rng
+    max_plural = max(1, min(difficulty.plural, word_limit // difficulty.spread))
+    single_count = word_pool.between(0, min(8, word_limit // 64))
+    plural_count = word_pool.log_between(1, max_plural)
+    needle_keys = word_pool.reserve(single_count + plural_count)
+    statements, questions = facts(
+        word_pool, [[needle_key] for needle_key in needle_keys[:single_count]], 2
+    )
     for question in questions:
         question.task = "multikey"
-    for key in keys[single:]:
-        times = np.sort(rng.random(pool.between(*knobs.values))).tolist()
-        values = [pool.free(2) for _ in times]
+    for needle_key in needle_keys[single_count:]:
+        statement_times = np.sort(generator.random(word_pool.between(*difficulty.values))).tolist()
+        key_values = [word_pool.free(2) for _ in statement_times]
         statements += [
-            (time, grammar.needle([key], value)) for time, value in zip(times, values, strict=True)
+            (statement_time, grammar.needle([needle_key], key_value))
+            for statement_time, key_value in zip(statement_times, key_values, strict=True)
         ]
         # Question them first, because the last questions may not fit.
-        questions.insert(0, Question("multivalue", grammar.ask([key]), grammar.answer(values)))
+        questions.insert(
+            0, Question("multivalue", grammar.ask([needle_key]), grammar.answer(key_values))
+        )
     return statements, questions
 
 
-def _multiquery(pool: WordPool, room: int, knobs: Knobs) -> Content:
-    count = pool.log_between(4, min(48, room // 14))
-    keys = pool.reserve(count)
-    statements, singles = facts(pool, [[key] for key in keys], 2)
-    values = [question.answer[:-1] for question in singles]
+def _multiquery(word_pool: WordPool, word_limit: int, difficulty: Knobs) -> Content:
+    needle_count = word_pool.log_between(4, min(48, word_limit // 14))
+    needle_keys = word_pool.reserve(needle_count)
+    statements, single_questions = facts(word_pool, [[needle_key] for needle_key in needle_keys], 2)
+    needle_values = [question.answer[:-1] for question in single_questions]
     questions = []
-    for _ in range(pool.between(1, 6)):
-        chosen = pool.rng.permutation(count)[: pool.between(2, 6)].tolist()
-        names = [keys[i] for i in chosen]
-        answer = grammar.answer_each(names, [values[i] for i in chosen])
-        questions.append(Question("multiquery", grammar.ask_each(names), answer))
+    for _ in range(word_pool.between(1, 6)):
+        key_indices = word_pool.rng.permutation(needle_count)[: word_pool.between(2, 6)].tolist()
+        asked_keys = [needle_keys[index] for index in key_indices]
+        answer_words = grammar.answer_each(
+            asked_keys, [needle_values[index] for index in key_indices]
+        )
+        questions.append(Question("multiquery", grammar.ask_each(asked_keys), answer_words))
     return statements, questions
 
 
-def _chain(pool: WordPool, room: int, knobs: Knobs) -> Content:
-    rng = pool.rng
+def _chain(word_pool: WordPool, word_limit: int, difficulty: Knobs) -> Content:
+    generator = word_pool.rng
     statements: list[Statement] = []
     questions = []
-    long = knobs.long_hops > knobs.hops[1] and room >= 250 and rng.random() < 0.15
-    chains = 1 if long else pool.between(1, min(4, room // 30))
-    for _ in range(chains):
-        low, high = (8, min(knobs.long_hops, room // 8)) if long else knobs.hops
-        hops = pool.between(low, min(high, room // (5 * chains) - 1))
-        names = pool.reserve(hops + 2)
-        times = np.sort(rng.random(hops + 1)).tolist()
+    is_long = (
+        difficulty.long_hops > difficulty.hops[1]
+        and word_limit >= 250
+        and generator.random() < 0.15
+    )
+    chain_count = 1 if is_long else word_pool.between(1, min(4, word_limit // 30))
+    for _ in range(chain_count):
+        min_hops, max_hops = (
+            (8, min(difficulty.long_hops, word_limit // 8)) if is_long else difficulty.hops
+        )
+        hop_count = word_pool.between(min_hops, min(max_hops, word_limit // (5 * chain_count) - 1))
+        variables = word_pool.reserve(hop_count + 2)
+        statement_times = np.sort(generator.random(hop_count + 1)).tolist()
         statements += [
-            (time, grammar.assign(a, b))
-            for time, a, b in zip(times, names[:-1], names[1:], strict=True)
+            (statement_time, grammar.assign(source, variable))
+            for statement_time, source, variable in zip(
+                statement_times, variables[:-1], variables[1:], strict=True
+            )
         ]
         # A question about a variable midway asks for the variables after it.
-        starts = sorted({0, *(pool.between(0, hops) for _ in range(3))})
+        question_starts = sorted({0, *(word_pool.between(0, hop_count) for _ in range(3))})
         questions += [
-            Question("vt", grammar.ask_chain(names[n]), grammar.answer_words(names[n + 1 :]))
-            for n in starts
+            Question(
+                "vt",
+                grammar.ask_chain(variables[start]),
+                grammar.answer_words(variables[start + 1 :]),
+            )
+            for start in question_starts
         ]
     return statements, questions
 
 
-def _list(pool: WordPool, room: int, knobs: Knobs) -> Content:
-    count = pool.log_between(4, min(knobs.items, (room - 4) // 9))
-    values = [pool.free(2) for _ in range(count)]
-    statements = [(pool.rng.random(), grammar.item(n, value)) for n, value in enumerate(values, 1)]
-    return statements, [Question("list", grammar.ask_list(), grammar.answer_list(values))]
+def _list(word_pool: WordPool, word_limit: int, difficulty: Knobs) -> Content:
+    entry_count = word_pool.log_between(4, min(difficulty.items, (word_limit - 4) // 9))
+    entry_values = [word_pool.free(2) for _ in range(entry_count)]
+    statements = [
+        (word_pool.rng.random(), grammar.item(number, entry_value))
+        for number, entry_value in enumerate(entry_values, 1)
+    ]
+    return statements, [Question("list", grammar.ask_list(), grammar.answer_list(entry_values))]
 
 
-def _copy(pool: WordPool, room: int, knobs: Knobs) -> Content:
-    most = min(knobs.copied, (room - 5) // 2)
-    count = pool.log_between(min(8, most), most)
-    words = pool.reserve(count)
-    if pool.rng.random() < 0.5:
-        pool.release(words)  # they may also occur in the filler
-    question = Question("copy", grammar.ask_copy(), grammar.answer_words(words))
-    return [(pool.rng.random(), grammar.passage(words))], [question]
+def _copy(word_pool: WordPool, word_limit: int, difficulty: Knobs) -> Content:
+    max_words = min(difficulty.copied, (word_limit - 5) // 2)
+    word_count = word_pool.log_between(min(8, max_words), max_words)
+    passage_words = word_pool.reserve(word_count)
+    if word_pool.rng.random() < 0.5:
+        word_pool.release(passage_words)  # they may also occur in the filler
+    question = Question("copy", grammar.ask_copy(), grammar.answer_words(passage_words))
+    return [(word_pool.rng.random(), grammar.passage(passage_words))], [question]
 
 
-def _mixed(pool: WordPool, room: int, knobs: Knobs) -> Content:
-    kinds = (_multikey, _multivalue, _multiquery, _chain, _uuid)
-    chosen = pool.rng.permutation(len(kinds))[: pool.between(2, 3)]
+def _mixed(word_pool: WordPool, word_limit: int, difficulty: Knobs) -> Content:
+    task_builders = (_multikey, _multivalue, _multiquery, _chain, _uuid)
+    task_indices = word_pool.rng.permutation(len(task_builders))[: word_pool.between(2, 3)]
     statements: list[Statement] = []
     questions: list[Question] = []
-    for kind in chosen:
-        more = kinds[kind](pool, room // (len(chosen) + 1), knobs)
-        statements += more[0]
-        questions += more[1]
+    for task_index in task_indices:
+        task_content = task_builders[task_index](
+            word_pool, word_limit // (len(task_indices) + 1), difficulty
+        )
+        statements += task_content[0]
+        questions += task_content[1]
     return statements, questions
 
 
 def _from_content(make_content: Callable[[WordPool, int, Knobs], Content]) -> Callable[..., Sample]:
     """Make samples of statements and questions: the context, then the questions that fit."""
 
-    def make(rng: np.random.Generator, length: int, knobs: Knobs) -> Sample:
-        plain = make_content in (_single, _chain)
-        pool = WordPool(rng, knobs.plain_noise if plain else knobs.noise)
-        statements, questions = make_content(pool, length - 1, knobs)
+    def make_sample(generator: np.random.Generator, length: int, difficulty: Knobs) -> Sample:
+        is_plain = make_content in (_single, _chain)
+        word_pool = WordPool(generator, difficulty.plain_noise if is_plain else difficulty.noise)
+        statements, questions = make_content(word_pool, length - 1, difficulty)
         if make_content is not _multivalue:
-            questions = [questions[i] for i in rng.permutation(len(questions))]
-        room = length - 1 - sum(len(words) for _, words in statements)
-        fitting: list[list[str] | Question] = []
-        for question in questions[: knobs.questions]:
-            if len(question) <= room:
-                fitting.append(question)
-                room -= len(question)
-        if not fitting:
+            questions = [questions[index] for index in generator.permutation(len(questions))]
+        word_limit = length - 1 - sum(len(statement_words) for _, statement_words in statements)
+        fitting_questions: list[list[str] | Question] = []
+        for question in questions[: difficulty.questions]:
+            if len(question) <= word_limit:
+                fitting_questions.append(question)
+                word_limit -= len(question)
+        if not fitting_questions:
             raise ValueError("no question fits")
-        size = length - 1 - sum(len(part) for part in fitting)
-        return Sample([[grammar.BOS, *interleave(pool, statements, size)], *fitting])
+        context_size = (
+            length - 1 - sum(len(fitting_question) for fitting_question in fitting_questions)
+        )
+        return Sample(
+            [[grammar.BOS, *interleave(word_pool, statements, context_size)], *fitting_questions]
+        )
 
-    return make
+    return make_sample
 
 
-def _dialogue(rng: np.random.Generator, length: int, knobs: Knobs) -> Sample:
+def _dialogue(generator: np.random.Generator, length: int, difficulty: Knobs) -> Sample:
     """Return turns with new facts; each turn asks for one of its own or an earlier turn's."""
-    pool = WordPool(rng, knobs.noise)
-    turns = pool.between(2, max(2, min(8, length // 40)))
-    per_turn = pool.between(1, 4)
-    keys = [pool.reserve(per_turn) for _ in range(turns)]
-    shares = rng.dirichlet(np.full(turns, 3.0))
-    room = length - 1 - turns * (1 + 5 + 5 * per_turn)
-    parts: list[list[str] | Question] = [[grammar.BOS]]
+    word_pool = WordPool(generator, difficulty.noise)
+    turn_count = word_pool.between(2, max(2, min(8, length // 40)))
+    facts_per_turn = word_pool.between(1, 4)
+    turn_keys = [word_pool.reserve(facts_per_turn) for _ in range(turn_count)]
+    filler_shares = generator.dirichlet(np.full(turn_count, 3.0))
+    word_limit = length - 1 - turn_count * (1 + 5 + 5 * facts_per_turn)
+    sample_parts: list[list[str] | Question] = [[grammar.BOS]]
     open_questions: list[Question] = []
-    for new, share in zip(keys, shares, strict=True):
-        statements, questions = facts(pool, [[key] for key in new], 2)
+    for new_keys, filler_share in zip(turn_keys, filler_shares, strict=True):
+        statements, questions = facts(word_pool, [[fact_key] for fact_key in new_keys], 2)
         open_questions += questions
-        size = 5 * per_turn + int(share * room)
-        parts.append(grammar.turn(interleave(pool, statements, size)))
-        question = open_questions.pop(pool.between(0, len(open_questions) - 1))
-        parts.append(dataclasses.replace(question, task="dialogue"))
-    return Sample(parts)
+        turn_size = 5 * facts_per_turn + int(filler_share * word_limit)
+        sample_parts.append(grammar.turn(interleave(word_pool, statements, turn_size)))
+        question = open_questions.pop(word_pool.between(0, len(open_questions) - 1))
+        sample_parts.append(dataclasses.replace(question, task="dialogue"))
+    return Sample(sample_parts)
 
 
-def _repeat(rng: np.random.Generator, length: int, knobs: Knobs) -> Sample:
+def _repeat(generator: np.random.Generator, length: int, difficulty: Knobs) -> Sample:
     """Return a repeated sequence of random words, from which induction heads form."""
-    period = int(rng.integers(4, max(5, length // 2)))
-    words = [grammar.WORDS[i] for i in rng.integers(0, len(grammar.WORDS), size=period)]
-    rest = (words * (length // period + 1))[: length - 3 - period]
-    return Sample([[grammar.BOS, *words], Question("repeat", rest[:1], rest[1:])])
+    period = int(generator.integers(4, max(5, length // 2)))
+    period_words = [
+        grammar.WORDS[word_index]
+        for word_index in generator.integers(0, len(grammar.WORDS), size=period)
+    ]
+    repeated_words = (period_words * (length // period + 1))[: length - 3 - period]
+    return Sample(
+        [[grammar.BOS, *period_words], Question("repeat", repeated_words[:1], repeated_words[1:])]
+    )
 
 
-def _common(rng: np.random.Generator, length: int, knobs: Knobs) -> Sample:
+def _common(generator: np.random.Generator, length: int, difficulty: Knobs) -> Sample:
     """Return a bag of words in which ten are about ten times as frequent as the others."""
-    pool = WordPool(rng)
-    room = length - 1 - 2 - _COMMON - 1
-    often = max(2, int(rng.uniform(0.35, 0.5) * room / _COMMON))
-    words = pool.reserve(_COMMON)
-    rarely = max(1, round(often / rng.uniform(6, 12)))
-    left = room - often * _COMMON
-    others = pool.reserve(min(440, -(-left // rarely)))
-    if len(others) * (often - 1) < left:
+    word_pool = WordPool(generator)
+    word_limit = length - 1 - 2 - _COMMON - 1
+    repeats = max(2, int(generator.uniform(0.35, 0.5) * word_limit / _COMMON))
+    common_words = word_pool.reserve(_COMMON)
+    rare_repeats = max(1, round(repeats / generator.uniform(6, 12)))
+    rare_size = word_limit - repeats * _COMMON
+    rare_words = word_pool.reserve(min(440, -(-rare_size // rare_repeats)))
+    if len(rare_words) * (repeats - 1) < rare_size:
         raise ValueError("too little room for ten common words")
-    bag = (others * (left // len(others) + 1))[:left] + words * often
-    shuffled = [bag[i] for i in rng.permutation(len(bag))]
-    question = Question("cwe", grammar.ask_common(), grammar.answer_words(words), any_order=True)
-    return Sample([[grammar.BOS, *shuffled], question])
+    word_bag = (rare_words * (rare_size // len(rare_words) + 1))[
+        :rare_size
+    ] + common_words * repeats
+    shuffled_words = [word_bag[word_index] for word_index in generator.permutation(len(word_bag))]
+    question = Question(
+        "cwe", grammar.ask_common(), grammar.answer_words(common_words), any_order=True
+    )
+    return Sample([[grammar.BOS, *shuffled_words], question])
 
 
-def _frequent(rng: np.random.Generator, length: int, knobs: Knobs) -> Sample:
+def _frequent(generator: np.random.Generator, length: int, difficulty: Knobs) -> Sample:
     """Return a bag of words with Zipf-like counts (RULER's fwe has the exponent 2.0)."""
-    pool = WordPool(rng)
-    room = length - 1 - 2 - _TOP - 1
-    exponent = 2.0 if rng.random() < 0.4 else rng.uniform(1.4, 2.4)
-    skipped = int(rng.integers(0, 2))  # RULER leaves out the most frequent rank
-    shares = np.arange(1 + skipped, 250, dtype=np.float64) ** -exponent
-    counts = np.maximum(1, np.floor(shares / shares.sum() * room)).astype(int)
-    counts = counts[: int(np.searchsorted(np.cumsum(counts), room)) + 1]
-    counts[-1] -= max(0, int(counts.sum()) - room)
-    counts[0] += room - int(counts.sum())
-    if not counts[0] > counts[1] > counts[2] > counts[3]:
+    word_pool = WordPool(generator)
+    word_limit = length - 1 - 2 - _TOP - 1
+    zipf_exponent = 2.0 if generator.random() < 0.4 else generator.uniform(1.4, 2.4)
+    skipped_ranks = int(generator.integers(0, 2))  # RULER leaves out the most frequent rank
+    zipf_shares = np.arange(1 + skipped_ranks, 250, dtype=np.float64) ** -zipf_exponent
+    word_counts = np.maximum(1, np.floor(zipf_shares / zipf_shares.sum() * word_limit)).astype(int)
+    word_counts = word_counts[: int(np.searchsorted(np.cumsum(word_counts), word_limit)) + 1]
+    word_counts[-1] -= max(0, int(word_counts.sum()) - word_limit)
+    word_counts[0] += word_limit - int(word_counts.sum())
+    if not word_counts[0] > word_counts[1] > word_counts[2] > word_counts[3]:
         raise ValueError("no clear order in so little room")
-    words = pool.reserve(len(counts))
-    bag = [word for word, count in zip(words, counts.tolist(), strict=True) for _ in range(count)]
-    shuffled = [bag[i] for i in rng.permutation(len(bag))]
-    question = Question("fwe", grammar.ask_top(), grammar.answer_words(words[:_TOP]))
-    return Sample([[grammar.BOS, *shuffled], question])
+    ranked_words = word_pool.reserve(len(word_counts))
+    word_bag = [
+        ranked_word
+        for ranked_word, count in zip(ranked_words, word_counts.tolist(), strict=True)
+        for _ in range(count)
+    ]
+    shuffled_words = [word_bag[word_index] for word_index in generator.permutation(len(word_bag))]
+    question = Question("fwe", grammar.ask_top(), grammar.answer_words(ranked_words[:_TOP]))
+    return Sample([[grammar.BOS, *shuffled_words], question])
 
 
 TASKS: dict[str, Callable[[np.random.Generator, int, Knobs], Sample]] = {
@@ -315,8 +366,8 @@ TASKS: dict[str, Callable[[np.random.Generator, int, Knobs], Sample]] = {
 }
 
 
-def draw(rng: np.random.Generator, task: str, length: int, knobs: Knobs) -> Sample:
-    """Return a sample of `task` of at most `length` words, including ``<bos>``.
+def draw(generator: np.random.Generator, task_name: str, length: int, difficulty: Knobs) -> Sample:
+    """Return a sample of `task_name` of at most `length` words, including ``<bos>``.
 
     Raises:
         KeyError: There is no such task.
@@ -324,7 +375,7 @@ def draw(rng: np.random.Generator, task: str, length: int, knobs: Knobs) -> Samp
     """
     for _ in range(50):
         try:
-            return TASKS[task](rng, length, knobs)
+            return TASKS[task_name](generator, length, difficulty)
         except ValueError:  # this draw does not fit
             continue
-    raise RuntimeError(f"no sample of {task!r} fits into {length} words")
+    raise RuntimeError(f"no sample of {task_name!r} fits into {length} words")

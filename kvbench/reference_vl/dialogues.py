@@ -80,20 +80,25 @@ class Sample:
     def exchanges(self) -> list[Exchange]:
         """Return all questions as one dialogue; those after the first of a turn bring no parts."""
         return [
-            (() if n else turn.parts, question)
+            (() if question_index else turn.parts, question)
             for turn in self.turns
-            for n, question in enumerate(turn.questions)
+            for question_index, question in enumerate(turn.questions)
         ]
 
     def asked(self, turn: int, question: int = 0) -> list[Exchange]:
         """Return the dialogue up to one question, without the other questions of its turn."""
-        before = Sample(self.turns[:turn]).exchanges()
-        return [*before, (self.turns[turn].parts, self.turns[turn].questions[question])]
+        earlier_exchanges = Sample(self.turns[:turn]).exchanges()
+        return [*earlier_exchanges, (self.turns[turn].parts, self.turns[turn].questions[question])]
 
 
 def pictures(exchanges: list[Exchange]) -> list[Picture]:
     """Return the pictures of a dialogue in order."""
-    return [part for parts, _ in exchanges for part in parts if isinstance(part, Picture)]
+    return [
+        message_part
+        for message_parts, _ in exchanges
+        for message_part in message_parts
+        if isinstance(message_part, Picture)
+    ]
 
 
 def messages(exchanges: list[Exchange]) -> list[dict[str, Any]]:
@@ -102,38 +107,41 @@ def messages(exchanges: list[Exchange]) -> list[dict[str, Any]]:
     The last part of each user message is the text of its question. An image part is only
     ``{"type": "image"}``; `pictures` returns the images in order.
     """
-    result: list[dict[str, Any]] = []
-    for parts, question in exchanges:
+    chat_messages: list[dict[str, Any]] = []
+    for message_parts, question in exchanges:
         content = [
-            {"type": "image"} if isinstance(part, Picture) else {"type": "text", "text": part}
-            for part in parts
+            {"type": "image"}
+            if isinstance(message_part, Picture)
+            else {"type": "text", "text": message_part}
+            for message_part in message_parts
         ]
         content.append({"type": "text", "text": " ".join(question.words)})
-        result.append({"role": "user", "content": content})
-        result.append({"role": "assistant", "content": question.answer})
-    return result[:-1]
+        chat_messages.append({"role": "user", "content": content})
+        chat_messages.append({"role": "assistant", "content": question.answer})
+    return chat_messages[:-1]
 
 
 def vqa(settings: Settings, seed: int, index: int) -> Sample:
     """Return sample `index` of `shapes_vqa`: all pictures, then questions that are asked apart."""
-    rng = np.random.default_rng([seed, index, 0])
-    maker = _Maker(settings, rng, (seed, index, 0))
-    return Sample((maker.turn(maker.count, 1.0),))
+    generator = np.random.default_rng([seed, index, 0])
+    turn_maker = _Maker(settings, generator, (seed, index, 0))
+    return Sample((turn_maker.turn(turn_maker.count, 1.0),))
 
 
 def dialogue(settings: Settings, seed: int, index: int) -> Sample:
     """Return sample `index` of `shapes_dialogue`: several turns with pictures in the first ones."""
-    rng = np.random.default_rng([seed, index, 1])
-    maker = _Maker(settings, rng, (seed, index, 1))
-    turns = int(rng.integers(settings.turns[0], settings.turns[1] + 1))
-    first = min(maker.count, int(rng.integers(2, 5)))
-    arrivals = [first] + [0] * (turns - 1)
-    for _ in range(maker.count - first):
-        arrivals[int(rng.integers(1, turns)) if turns > 1 else 0] += 1
-    shares = rng.dirichlet([2.0] + [0.7] * (turns - 1))
+    generator = np.random.default_rng([seed, index, 1])
+    turn_maker = _Maker(settings, generator, (seed, index, 1))
+    turn_count = int(generator.integers(settings.turns[0], settings.turns[1] + 1))
+    first_count = min(turn_maker.count, int(generator.integers(2, 5)))
+    arrivals = [first_count] + [0] * (turn_count - 1)
+    for _ in range(turn_maker.count - first_count):
+        arrivals[int(generator.integers(1, turn_count)) if turn_count > 1 else 0] += 1
+    filler_shares = generator.dirichlet([2.0] + [0.7] * (turn_count - 1))
     return Sample(
         tuple(
-            maker.turn(count, float(share)) for count, share in zip(arrivals, shares, strict=True)
+            turn_maker.turn(picture_count, float(filler_share))
+            for picture_count, filler_share in zip(arrivals, filler_shares, strict=True)
         )
     )
 
@@ -141,114 +149,144 @@ def dialogue(settings: Settings, seed: int, index: int) -> Sample:
 class _Maker:
     """Makes the turns of one sample in order."""
 
-    def __init__(self, settings: Settings, rng: np.random.Generator, seed: tuple[int, ...]) -> None:
+    def __init__(
+        self, settings: Settings, generator: np.random.Generator, seed: tuple[int, ...]
+    ) -> None:
         self.settings = settings
-        self.rng = rng
+        self.rng = generator
         self.seed = seed
-        self.count = int(rng.integers(settings.images[0], settings.images[1] + 1))
-        names = list(range(1, len(NAMES) + 1))
-        self.names = rng.permutation(names).tolist() if settings.shuffled else names
-        self.words = int(rng.integers(settings.filler[0], settings.filler[1] + 1))
-        self.tags = [TAGS[n] for n in rng.permutation(len(TAGS))]
+        self.count = int(generator.integers(settings.images[0], settings.images[1] + 1))
+        picture_names = list(range(1, len(NAMES) + 1))
+        self.names = (
+            generator.permutation(picture_names).tolist() if settings.shuffled else picture_names
+        )
+        self.words = int(generator.integers(settings.filler[0], settings.filler[1] + 1))
+        self.tags = [TAGS[tag_index] for tag_index in generator.permutation(len(TAGS))]
         self.asked: set[tuple[str, ...]] = set()
         self.scene = Scene(ordinals=0.0 if settings.shuffled else settings.ordinals)
 
-    def turn(self, arrivals: int, share: float) -> Turn:
+    def turn(self, new_pictures: int, filler_share: float) -> Turn:
         """Return a turn with new pictures and its share of the filler."""
-        rng, scene = self.rng, self.scene
+        generator, scene = self.rng, self.scene
         statements: list[list[Part]] = []
-        for _ in range(arrivals):
+        for _ in range(new_pictures):
             statements.append(self._show())
         # Notes and hints can also come later than their picture, as in a real dialogue.
-        late = [self._late_hint() for _ in range(int(rng.random() < 0.4))] if scene.pictures else []
-        statements += [[text] for text in late if text]
-        spare = round(self.words * share)
-        cuts = np.sort(rng.integers(0, spare + 1, len(statements))).tolist()
-        filler = [FILLER[n] for n in rng.integers(0, len(FILLER), spare)]
-        parts: list[Part] = []
-        start = 0
-        for cut, statement in zip([*cuts, spare], [*statements, []], strict=True):
-            _add(parts, " ".join(filler[start:cut]))
-            start = cut
-            for part in statement:
-                _add(parts, part)
-        return Turn(tuple(parts), tuple(self._ask() for _ in range(self.settings.questions)))
+        late_hints = (
+            [self._late_hint() for _ in range(int(generator.random() < 0.4))]
+            if scene.pictures
+            else []
+        )
+        statements += [[hint_text] for hint_text in late_hints if hint_text]
+        filler_count = round(self.words * filler_share)
+        insert_points = np.sort(generator.integers(0, filler_count + 1, len(statements))).tolist()
+        filler_words = [
+            FILLER[word_index] for word_index in generator.integers(0, len(FILLER), filler_count)
+        ]
+        turn_parts: list[Part] = []
+        slice_start = 0
+        for insert_point, statement in zip(
+            [*insert_points, filler_count], [*statements, []], strict=True
+        ):
+            _add(turn_parts, " ".join(filler_words[slice_start:insert_point]))
+            slice_start = insert_point
+            for statement_part in statement:
+                _add(turn_parts, statement_part)
+        return Turn(tuple(turn_parts), tuple(self._ask() for _ in range(self.settings.questions)))
 
     def _show(self) -> list[Part]:
         """Return a new picture with what is said about it."""
-        rng, scene, settings = self.rng, self.scene, self.settings
-        n = len(scene.pictures)
-        picture = self._picture(n)
+        generator, scene, settings = self.rng, self.scene, self.settings
+        picture_index = len(scene.pictures)
+        picture = self._picture(picture_index)
         scene.pictures.append(picture)
-        parts: list[Part] = [f"image {NAMES[picture.name - 1]} :", picture]
-        full = picture.full()
-        hints = min(len(full), int(rng.integers(0, settings.hints + 1)))
-        for cell in rng.permutation(full)[:hints].tolist() if full else []:
-            parts.append(self._hint(n, cell))
-        if rng.random() < settings.notes:
-            scene.notes[n] = self.tags.pop()
-            called = image_words(picture.name, rng, scene.ordinals)
-            parts.append(f"note {' '.join(called)} {scene.notes[n]} .")
-        return parts
+        statement_parts: list[Part] = [f"image {NAMES[picture.name - 1]} :", picture]
+        full_cells = picture.full()
+        hint_count = min(len(full_cells), int(generator.integers(0, settings.hints + 1)))
+        for cell in generator.permutation(full_cells)[:hint_count].tolist() if full_cells else []:
+            statement_parts.append(self._hint(picture_index, cell))
+        if generator.random() < settings.notes:
+            scene.notes[picture_index] = self.tags.pop()
+            image_phrase = image_words(picture.name, generator, scene.ordinals)
+            statement_parts.append(f"note {' '.join(image_phrase)} {scene.notes[picture_index]} .")
+        return statement_parts
 
     def _late_hint(self) -> str:
-        full = [(n, c) for n, picture in enumerate(self.scene.pictures) for c in picture.full()]
-        return self._hint(*full[int(self.rng.integers(len(full)))]) if full else ""
-
-    def _hint(self, n: int, cell: int) -> str:
-        picture = self.scene.pictures[n]
-        self.scene.hints.append((n, cell))
-        called = image_words(picture.name, self.rng, self.scene.ordinals)
-        return f"look {' '.join(called)} {cell_word(picture, cell)} ."
-
-    def _picture(self, n: int) -> Picture:
-        """Return a picture: blank, with few repeated objects, or with random ones."""
-        rng, shown = self.rng, self.scene.pictures
-        side = int(rng.choice(self.settings.sides))
-        cells = side * side
-        things = len(COLOURS) * len(SHAPES)
-        if n and rng.random() < self.settings.blank:
-            objects = [EMPTY] * cells
-        else:
-            palette = rng.integers(0, things, 3 if rng.random() < 0.4 else 64)
-            objects = palette[rng.integers(0, len(palette), cells)].tolist()
-            share = rng.uniform(0.35, 0.9)
-            kept = rng.random(cells) < share
-            kept[int(rng.integers(cells))] = True
-            objects = [thing if keep else EMPTY for thing, keep in zip(objects, kept, strict=True)]
-            if shown and rng.random() < 0.4:
-                self._copy(shown[int(rng.integers(len(shown)))], objects, side)
-        large = (rng.random(cells) < 0.15).tolist()
-        return Picture(
-            self.names[n],
-            side,
-            tuple(objects),
-            tuple(big and thing != EMPTY for big, thing in zip(large, objects, strict=True)),
-            (*self.seed, n),
+        full_cells = [
+            (picture_index, cell)
+            for picture_index, picture in enumerate(self.scene.pictures)
+            for cell in picture.full()
+        ]
+        return (
+            self._hint(*full_cells[int(self.rng.integers(len(full_cells)))]) if full_cells else ""
         )
 
-    def _copy(self, source: Picture, objects: list[int], side: int) -> None:
+    def _hint(self, picture_index: int, cell: int) -> str:
+        picture = self.scene.pictures[picture_index]
+        self.scene.hints.append((picture_index, cell))
+        image_phrase = image_words(picture.name, self.rng, self.scene.ordinals)
+        return f"look {' '.join(image_phrase)} {cell_word(picture, cell)} ."
+
+    def _picture(self, picture_index: int) -> Picture:
+        """Return a picture: blank, with few repeated objects, or with random ones."""
+        generator, earlier_pictures = self.rng, self.scene.pictures
+        side_length = int(generator.choice(self.settings.sides))
+        cell_count = side_length * side_length
+        object_count = len(COLOURS) * len(SHAPES)
+        if picture_index and generator.random() < self.settings.blank:
+            objects = [EMPTY] * cell_count
+        else:
+            palette = generator.integers(0, object_count, 3 if generator.random() < 0.4 else 64)
+            objects = palette[generator.integers(0, len(palette), cell_count)].tolist()
+            fill_rate = generator.uniform(0.35, 0.9)
+            kept_mask = generator.random(cell_count) < fill_rate
+            kept_mask[int(generator.integers(cell_count))] = True
+            objects = [
+                object_code if is_kept else EMPTY
+                for object_code, is_kept in zip(objects, kept_mask, strict=True)
+            ]
+            if earlier_pictures and generator.random() < 0.4:
+                self._copy(
+                    earlier_pictures[int(generator.integers(len(earlier_pictures)))],
+                    objects,
+                    side_length,
+                )
+        large_flags = (generator.random(cell_count) < 0.15).tolist()
+        return Picture(
+            self.names[picture_index],
+            side_length,
+            tuple(objects),
+            tuple(
+                is_large and object_code != EMPTY
+                for is_large, object_code in zip(large_flags, objects, strict=True)
+            ),
+            (*self.seed, picture_index),
+        )
+
+    def _copy(self, source: Picture, objects: list[int], side_length: int) -> None:
         """Give some cells the colour or the shape that `source` has in the same cell."""
         for cell in source.full():
             row, column = divmod(cell, source.side)
-            at = row * side + column
-            if max(row, column) >= side or objects[at] == EMPTY:
+            position = row * side_length + column
+            if max(row, column) >= side_length or objects[position] == EMPTY:
                 continue
-            colour, shape = divmod(objects[at], len(SHAPES))
-            draw = self.rng.random()
-            if draw < 0.35:
+            colour, shape = divmod(objects[position], len(SHAPES))
+            random_draw = self.rng.random()
+            if random_draw < 0.35:
                 colour = source.colour(cell)
-            elif draw < 0.7:
+            elif random_draw < 0.7:
                 shape = source.shape(cell)
-            objects[at] = colour * len(SHAPES) + shape
+            objects[position] = colour * len(SHAPES) + shape
 
     def _ask(self) -> Question:
-        weights = np.array(self.settings.kinds, dtype=np.float64)
-        kinds = list(KINDS)
+        kind_weights = np.array(self.settings.kinds, dtype=np.float64)
+        question_kinds = list(KINDS)
         for attempt in itertools.count():
             # Some picture has an object, so that a kind with positive weight fits in the end.
-            kind = kinds[int(self.rng.choice(len(kinds), p=weights / weights.sum()))]
-            question = KINDS[kind](self.scene, self.rng)
+            question_kind = question_kinds[
+                int(self.rng.choice(len(question_kinds), p=kind_weights / kind_weights.sum()))
+            ]
+            question = KINDS[question_kind](self.scene, self.rng)
             # A question that was asked before would be answered from the history.
             if question and (question.words not in self.asked or attempt >= _ATTEMPTS):
                 break
@@ -257,9 +295,9 @@ class _Maker:
         return question
 
 
-def _add(parts: list[Part], part: Part) -> None:
+def _add(message_parts: list[Part], message_part: Part) -> None:
     """Append a part; text goes on where the last part is text as well."""
-    if isinstance(part, str) and parts and isinstance(parts[-1], str):
-        parts[-1] = f"{parts[-1]} {part}".strip()
-    elif part:
-        parts.append(part)
+    if isinstance(message_part, str) and message_parts and isinstance(message_parts[-1], str):
+        message_parts[-1] = f"{message_parts[-1]} {message_part}".strip()
+    elif message_part:
+        message_parts.append(message_part)

@@ -66,41 +66,55 @@ class Picture:
 
     def full(self) -> list[int]:
         """Return the cells that are not empty."""
-        return [cell for cell, thing in enumerate(self.objects) if thing != EMPTY]
+        return [cell for cell, object_code in enumerate(self.objects) if object_code != EMPTY]
 
     def pixels(self) -> Pixels:
         """Draw the picture: uint8 `[side * CELL, side * CELL, 3]`."""
-        cells = draw([self], np.random.default_rng(self.seed))
-        grid = cells.reshape(self.side, self.side, CELL, CELL, 3).swapaxes(1, 2)
-        return grid.reshape(self.side * CELL, self.side * CELL, 3)
+        cell_pixels = draw([self], np.random.default_rng(self.seed))
+        pixel_grid = cell_pixels.reshape(self.side, self.side, CELL, CELL, 3).swapaxes(1, 2)
+        return pixel_grid.reshape(self.side * CELL, self.side * CELL, 3)
 
 
-def draw(pictures: list[Picture], rng: np.random.Generator) -> Pixels:
+def draw(pictures: list[Picture], generator: np.random.Generator) -> Pixels:
     """Draw all cells of some pictures, one after the other: uint8 `[cells, CELL, CELL, 3]`."""
-    objects = np.array([thing for picture in pictures for thing in picture.objects])
-    large = np.array([big for picture in pictures for big in picture.large])
-    places = np.concatenate(
+    object_codes = np.array(
+        [object_code for picture in pictures for object_code in picture.objects]
+    )
+    large_flags = np.array([is_large for picture in pictures for is_large in picture.large])
+    cell_positions = np.concatenate(
         [np.stack(np.divmod(np.arange(p.side**2), p.side), 1) for p in pictures]
     ).astype(np.float32)
-    count = len(objects)
-    paper = np.repeat((230 + rng.uniform(-4, 4, (count, 1))).astype(np.float32), 3, axis=1)
-    paper[:, 0] -= _SHADE * places[:, 1]
-    paper[:, 2] -= _SHADE * places[:, 0]
-    cells = np.broadcast_to(paper[:, None, None], (count, CELL, CELL, 3)).copy()
-    middle = (CELL / 2 + rng.uniform(-3, 3, (count, 2))).astype(np.float32)
-    radius = rng.uniform(6.5, 9.5, count).astype(np.float32)
-    middle[large] = CELL / 2
-    radius[large] += 4
-    ink = (_RGB[objects // len(SHAPES)] + rng.normal(0, 10, (count, 3))).astype(np.float32)
-    grid = np.arange(CELL, dtype=np.float32) + 0.5
-    for shape in range(len(SHAPES)):
-        chosen = np.flatnonzero((objects != EMPTY) & (objects % len(SHAPES) == shape))
-        dx = grid[None, None, :] - middle[chosen, 0, None, None]
-        dy = grid[None, :, None] - middle[chosen, 1, None, None]
-        inside = _inside(SHAPES[shape], dx, dy, radius[chosen, None, None])
-        cells[chosen] = np.where(inside[..., None], ink[chosen, None, None], cells[chosen])
-    cells += rng.integers(-9, 10, cells.shape, dtype=np.int8)
-    return np.clip(cells, 0, 255).astype(np.uint8)
+    cell_count = len(object_codes)
+    background = np.repeat(
+        (230 + generator.uniform(-4, 4, (cell_count, 1))).astype(np.float32), 3, axis=1
+    )
+    background[:, 0] -= _SHADE * cell_positions[:, 1]
+    background[:, 2] -= _SHADE * cell_positions[:, 0]
+    cell_pixels = np.broadcast_to(background[:, None, None], (cell_count, CELL, CELL, 3)).copy()
+    centres = (CELL / 2 + generator.uniform(-3, 3, (cell_count, 2))).astype(np.float32)
+    radii = generator.uniform(6.5, 9.5, cell_count).astype(np.float32)
+    centres[large_flags] = CELL / 2
+    radii[large_flags] += 4
+    object_colours = (
+        _RGB[object_codes // len(SHAPES)] + generator.normal(0, 10, (cell_count, 3))
+    ).astype(np.float32)
+    pixel_offsets = np.arange(CELL, dtype=np.float32) + 0.5
+    for shape_index in range(len(SHAPES)):
+        cell_indices = np.flatnonzero(
+            (object_codes != EMPTY) & (object_codes % len(SHAPES) == shape_index)
+        )
+        x_offsets = pixel_offsets[None, None, :] - centres[cell_indices, 0, None, None]
+        y_offsets = pixel_offsets[None, :, None] - centres[cell_indices, 1, None, None]
+        inside_mask = _inside(
+            SHAPES[shape_index], x_offsets, y_offsets, radii[cell_indices, None, None]
+        )
+        cell_pixels[cell_indices] = np.where(
+            inside_mask[..., None],
+            object_colours[cell_indices, None, None],
+            cell_pixels[cell_indices],
+        )
+    cell_pixels += generator.integers(-9, 10, cell_pixels.shape, dtype=np.int8)
+    return np.clip(cell_pixels, 0, 255).astype(np.uint8)
 
 
 def _inside(
@@ -110,15 +124,19 @@ def _inside(
     radius: npt.NDArray[np.float32],
 ) -> npt.NDArray[np.bool_]:
     """Return which pixels, at `dx` and `dy` from its middle, a shape covers."""
-    x, y = abs(dx), abs(dy)
+    x_distance, y_distance = abs(dx), abs(dy)
     if shape == "square":
-        return (x < 0.85 * radius) & (y < 0.85 * radius)
+        return (x_distance < 0.85 * radius) & (y_distance < 0.85 * radius)
     if shape == "diamond":
-        return x + y < 1.15 * radius
+        return x_distance + y_distance < 1.15 * radius
     if shape == "cross":
-        return ((x < 0.3 * radius) | (y < 0.3 * radius)) & (x < radius) & (y < radius)
+        return (
+            ((x_distance < 0.3 * radius) | (y_distance < 0.3 * radius))
+            & (x_distance < radius)
+            & (y_distance < radius)
+        )
     if shape == "triangle":
-        return (dy < 0.8 * radius) & (x < (dy + radius) * 0.55)
+        return (dy < 0.8 * radius) & (x_distance < (dy + radius) * 0.55)
     distance = np.hypot(dx, dy)
     if shape == "ring":
         return (distance < radius) & (distance > 0.55 * radius)

@@ -64,171 +64,224 @@ class Scene:
     ordinals: float = 0.0
 
 
-def cell_word(picture: Picture, cell: int) -> str:
+def cell_word(shape_picture: Picture, cell: int) -> str:
     """Return the name of a cell: its row as a letter and its column as a number."""
-    row, column = divmod(cell, picture.side)
+    row, column = divmod(cell, shape_picture.side)
     return CELLS[4 * row + column]
 
 
-def image_words(name: int, rng: np.random.Generator, ordinals: float = 0.0) -> tuple[str, str]:
+def image_words(
+    number: int, generator: np.random.Generator, ordinals: float = 0.0
+) -> tuple[str, str]:
     """Return what the text calls a picture: "image 2", or "second image" at times."""
-    if ordinals and rng.random() < ordinals:
-        return ORDINALS[name - 1], "image"
-    return "image", NAMES[name - 1]
+    if ordinals and generator.random() < ordinals:
+        return ORDINALS[number - 1], "image"
+    return "image", NAMES[number - 1]
 
 
-def _pick(rng: np.random.Generator, items: Sequence[T]) -> T:
-    return items[int(rng.integers(len(items)))]
+def _pick(generator: np.random.Generator, candidates: Sequence[T]) -> T:
+    return candidates[int(generator.integers(len(candidates)))]
 
 
-def _salient(scene: Scene, rng: np.random.Generator) -> tuple[int, int] | None:
+def _salient(scene: Scene, generator: np.random.Generator) -> tuple[int, int] | None:
     """Draw a cell with an object; cells that stand out are drawn more often than others."""
-    if scene.hints and rng.random() < _HINTED:
-        return _pick(rng, scene.hints)
-    full = [(n, cell) for n, picture in enumerate(scene.pictures) for cell in picture.full()]
-    large = [(n, cell) for n, cell in full if scene.pictures[n].large[cell]]
-    if large and rng.random() < _LARGE:
-        return _pick(rng, large)
-    return _pick(rng, full) if full else None
+    if scene.hints and generator.random() < _HINTED:
+        return _pick(generator, scene.hints)
+    full_cells = [
+        (picture_index, cell)
+        for picture_index, picture in enumerate(scene.pictures)
+        for cell in picture.full()
+    ]
+    large_cells = [
+        (picture_index, cell)
+        for picture_index, cell in full_cells
+        if scene.pictures[picture_index].large[cell]
+    ]
+    if large_cells and generator.random() < _LARGE:
+        return _pick(generator, large_cells)
+    return _pick(generator, full_cells) if full_cells else None
 
 
 def _cell(attribute: str) -> Callable[[Scene, np.random.Generator], Question | None]:
-    def make(scene: Scene, rng: np.random.Generator) -> Question | None:
-        place = _salient(scene, rng)
-        if place is None:
+    def make_question(scene: Scene, generator: np.random.Generator) -> Question | None:
+        position = _salient(scene, generator)
+        if position is None:
             return None
-        picture, cell = scene.pictures[place[0]], place[1]
-        called = image_words(picture.name, rng, scene.ordinals)
-        words = (attribute, *called, cell_word(picture, cell))
-        answer = _attribute(picture, cell, attribute)
-        return Question(attribute, words, answer, (place,), picture.name)
+        picture, cell = scene.pictures[position[0]], position[1]
+        image_phrase = image_words(picture.name, generator, scene.ordinals)
+        question_words = (attribute, *image_phrase, cell_word(picture, cell))
+        answer_word = _attribute(picture, cell, attribute)
+        return Question(attribute, question_words, answer_word, (position,), picture.name)
 
-    return make
+    return make_question
 
 
 def _attribute(picture: Picture, cell: int, attribute: str) -> str:
     return COLOURS[picture.colour(cell)] if attribute == "colour" else SHAPES[picture.shape(cell)]
 
 
-def _only(scene: Scene, rng: np.random.Generator) -> Question | None:
+def _only(scene: Scene, generator: np.random.Generator) -> Question | None:
     """Ask for the colour of a shape that a picture has only once."""
-    places = []
-    for n, picture in enumerate(scene.pictures):
-        counts = Counter(picture.shape(cell) for cell in picture.full())
-        places += [(n, cell) for cell in picture.full() if counts[picture.shape(cell)] == 1]
-    if not places:
+    positions = []
+    for picture_index, picture in enumerate(scene.pictures):
+        shape_counts = Counter(picture.shape(cell) for cell in picture.full())
+        positions += [
+            (picture_index, cell)
+            for cell in picture.full()
+            if shape_counts[picture.shape(cell)] == 1
+        ]
+    if not positions:
         return None
-    n, cell = _pick(rng, places)
-    picture = scene.pictures[n]
-    called = image_words(picture.name, rng, scene.ordinals)
-    words = ("colour", *called, SHAPES[picture.shape(cell)])
-    return Question("only", words, COLOURS[picture.colour(cell)], ((n, cell),), picture.name)
+    picture_index, cell = _pick(generator, positions)
+    picture = scene.pictures[picture_index]
+    image_phrase = image_words(picture.name, generator, scene.ordinals)
+    question_words = ("colour", *image_phrase, SHAPES[picture.shape(cell)])
+    return Question(
+        "only",
+        question_words,
+        COLOURS[picture.colour(cell)],
+        ((picture_index, cell),),
+        picture.name,
+    )
 
 
-def _which(scene: Scene, rng: np.random.Generator) -> Question | None:
+def _which(scene: Scene, generator: np.random.Generator) -> Question | None:
     """Ask for the picture of an object that no other picture has."""
-    holders: dict[int, set[int]] = {}
-    for n, picture in enumerate(scene.pictures):
+    object_pictures: dict[int, set[int]] = {}
+    for picture_index, picture in enumerate(scene.pictures):
         for cell in picture.full():
-            holders.setdefault(picture.objects[cell], set()).add(n)
-    alone = [(thing, *where) for thing, where in sorted(holders.items()) if len(where) == 1]
-    if not alone:
+            object_pictures.setdefault(picture.objects[cell], set()).add(picture_index)
+    unique_objects = [
+        (object_code, *picture_set)
+        for object_code, picture_set in sorted(object_pictures.items())
+        if len(picture_set) == 1
+    ]
+    if not unique_objects:
         return None
-    thing, n = _pick(rng, alone)
-    picture = scene.pictures[n]
-    colour, shape = divmod(thing, len(SHAPES))
-    words = ("which", "image", COLOURS[colour], SHAPES[shape])
-    cells = tuple((n, cell) for cell in picture.full() if picture.objects[cell] == thing)
-    return Question("which", words, NAMES[picture.name - 1], cells)
+    object_code, picture_index = _pick(generator, unique_objects)
+    picture = scene.pictures[picture_index]
+    colour, shape = divmod(object_code, len(SHAPES))
+    question_words = ("which", "image", COLOURS[colour], SHAPES[shape])
+    object_cells = tuple(
+        (picture_index, cell) for cell in picture.full() if picture.objects[cell] == object_code
+    )
+    return Question("which", question_words, NAMES[picture.name - 1], object_cells)
 
 
-def _matching(picture: Picture, word: str) -> list[int]:
-    """Return the cells of a picture whose colour or shape is `word`."""
-    if word in COLOURS:
-        return [cell for cell in picture.full() if COLOURS[picture.colour(cell)] == word]
-    return [cell for cell in picture.full() if SHAPES[picture.shape(cell)] == word]
+def _matching(picture: Picture, attribute_word: str) -> list[int]:
+    """Return the cells of a picture whose colour or shape is `attribute_word`."""
+    if attribute_word in COLOURS:
+        return [cell for cell in picture.full() if COLOURS[picture.colour(cell)] == attribute_word]
+    return [cell for cell in picture.full() if SHAPES[picture.shape(cell)] == attribute_word]
 
 
-def _count(scene: Scene, rng: np.random.Generator) -> Question | None:
+def _count(scene: Scene, generator: np.random.Generator) -> Question | None:
     """Ask how often a picture has a colour or shape; rare counts are drawn as often as others."""
     by_count: dict[int, list[tuple[int, str]]] = {}
-    for n, picture in enumerate(scene.pictures):
-        full = [thing for thing in picture.objects if thing != EMPTY]
-        colours = Counter(COLOURS[thing // len(SHAPES)] for thing in full)
-        shapes = Counter(SHAPES[thing % len(SHAPES)] for thing in full)
+    for picture_index, picture in enumerate(scene.pictures):
+        picture_objects = [object_code for object_code in picture.objects if object_code != EMPTY]
+        colour_counts = Counter(
+            COLOURS[object_code // len(SHAPES)] for object_code in picture_objects
+        )
+        shape_counts = Counter(SHAPES[object_code % len(SHAPES)] for object_code in picture_objects)
         for word in (*COLOURS, *SHAPES):
-            count = colours[word] + shapes[word]
+            count = colour_counts[word] + shape_counts[word]
             if count < len(COUNTS):
-                by_count.setdefault(count, []).append((n, word))
-    counts = sorted(by_count)
-    weights = np.array([0.4 if count == 0 else 1.0 for count in counts])
-    count = counts[int(rng.choice(len(counts), p=weights / weights.sum()))]
-    n, word = _pick(rng, by_count[count])
-    picture = scene.pictures[n]
-    called = image_words(picture.name, rng, scene.ordinals)
-    cells = tuple((n, cell) for cell in _matching(picture, word))
-    words = ("count", *called, word)
-    return Question("count", words, COUNTS[count], cells, picture.name)
+                by_count.setdefault(count, []).append((picture_index, word))
+    known_counts = sorted(by_count)
+    weights = np.array([0.4 if count == 0 else 1.0 for count in known_counts])
+    count = known_counts[int(generator.choice(len(known_counts), p=weights / weights.sum()))]
+    picture_index, word = _pick(generator, by_count[count])
+    picture = scene.pictures[picture_index]
+    image_phrase = image_words(picture.name, generator, scene.ordinals)
+    counted_cells = tuple((picture_index, cell) for cell in _matching(picture, word))
+    question_words = ("count", *image_phrase, word)
+    return Question("count", question_words, COUNTS[count], counted_cells, picture.name)
 
 
-def _more(scene: Scene, rng: np.random.Generator) -> Question | None:
+def _more(scene: Scene, generator: np.random.Generator) -> Question | None:
     """Ask which of two pictures has more of a colour or shape."""
     if len(scene.pictures) < 2:
         return None
     for attempt in range(24):
-        word = _pick(rng, (*COLOURS, *SHAPES))
-        a, b = rng.permutation(len(scene.pictures))[:2].tolist()
-        first, second = (_matching(scene.pictures[n], word) for n in (a, b))
+        attribute_word = _pick(generator, (*COLOURS, *SHAPES))
+        first_index, second_index = generator.permutation(len(scene.pictures))[:2].tolist()
+        first_cells, second_cells = (
+            _matching(scene.pictures[picture_index], attribute_word)
+            for picture_index in (first_index, second_index)
+        )
         # Most pairs would have none of it in one picture; look for a real comparison first.
-        enough = first and second if attempt < 12 else first or second
-        if len(first) == len(second) or not enough:
+        is_comparable = (
+            first_cells and second_cells if attempt < 12 else first_cells or second_cells
+        )
+        if len(first_cells) == len(second_cells) or not is_comparable:
             continue
-        pictures = scene.pictures[a], scene.pictures[b]
-        called = [image_words(each.name, rng, scene.ordinals) for each in pictures]
-        words = ("more", *called[0], *called[1], word)
-        answer = NAMES[pictures[len(second) > len(first)].name - 1]
-        cells = (*((a, cell) for cell in first), *((b, cell) for cell in second))
-        return Question("more", words, answer, cells, compared=(a, b))
+        compared = scene.pictures[first_index], scene.pictures[second_index]
+        image_phrases = [
+            image_words(picture.name, generator, scene.ordinals) for picture in compared
+        ]
+        question_words = ("more", *image_phrases[0], *image_phrases[1], attribute_word)
+        answer_word = NAMES[compared[len(second_cells) > len(first_cells)].name - 1]
+        relevant_cells = (
+            *((first_index, cell) for cell in first_cells),
+            *((second_index, cell) for cell in second_cells),
+        )
+        return Question(
+            "more",
+            question_words,
+            answer_word,
+            relevant_cells,
+            compared=(first_index, second_index),
+        )
     return None
 
 
-def _same(scene: Scene, rng: np.random.Generator) -> Question | None:
+def _same(scene: Scene, generator: np.random.Generator) -> Question | None:
     """Ask whether two pictures have the same colour, or the same shape, in one cell."""
-    attribute = _pick(rng, ("colour", "shape"))
-    wanted = bool(rng.random() < 0.5)
-    by_word: dict[str, list[tuple[int, int, str]]] = {}
-    for n, picture in enumerate(scene.pictures):
+    attribute = _pick(generator, ("colour", "shape"))
+    expects_same = bool(generator.random() < 0.5)
+    cells_by_word: dict[str, list[tuple[int, int, str]]] = {}
+    for index, picture in enumerate(scene.pictures):
         for cell in picture.full():
-            word = cell_word(picture, cell)
-            by_word.setdefault(word, []).append((n, cell, _attribute(picture, cell, attribute)))
-    pairs = [
-        (word, a, b)
-        for word, places in by_word.items()
-        for i, a in enumerate(places)
-        for b in places[:i]
-        if (a[2] == b[2]) == wanted
+            cell_name = cell_word(picture, cell)
+            cells_by_word.setdefault(cell_name, []).append(
+                (index, cell, _attribute(picture, cell, attribute))
+            )
+    cell_pairs = [
+        (cell_name, left_cell, right_cell)
+        for cell_name, positions in cells_by_word.items()
+        for pair_index, left_cell in enumerate(positions)
+        for right_cell in positions[:pair_index]
+        if (left_cell[2] == right_cell[2]) == expects_same
     ]
-    if not pairs:
+    if not cell_pairs:
         return None
-    word, *places = _pick(rng, pairs)
-    first, second = (places[int(n)] for n in rng.permutation(2))
-    called = [
-        image_words(scene.pictures[n].name, rng, scene.ordinals) for n in (first[0], second[0])
+    cell_name, *positions = _pick(generator, cell_pairs)
+    first_cell, second_cell = (positions[int(index)] for index in generator.permutation(2))
+    image_phrases = [
+        image_words(scene.pictures[index].name, generator, scene.ordinals)
+        for index in (first_cell[0], second_cell[0])
     ]
-    words = ("same", attribute, *called[0], *called[1], word)
-    answer = YES if wanted else NO
-    compared = (first[0], second[0])
-    return Question("same", words, answer, (first[:2], second[:2]), compared=compared)
+    question_words = ("same", attribute, *image_phrases[0], *image_phrases[1], cell_name)
+    answer_word = YES if expects_same else NO
+    picture_indices = (first_cell[0], second_cell[0])
+    return Question(
+        "same",
+        question_words,
+        answer_word,
+        (first_cell[:2], second_cell[:2]),
+        compared=picture_indices,
+    )
 
 
-def _note(scene: Scene, rng: np.random.Generator) -> Question | None:
+def _note(scene: Scene, generator: np.random.Generator) -> Question | None:
     """Ask for the word that the text noted for a picture."""
     if not scene.notes:
         return None
-    n = _pick(rng, sorted(scene.notes))
-    picture = scene.pictures[n]
-    words = ("note", *image_words(picture.name, rng, scene.ordinals))
-    return Question("note", words, scene.notes[n], (), picture.name)
+    picture_index = _pick(generator, sorted(scene.notes))
+    picture = scene.pictures[picture_index]
+    question_words = ("note", *image_words(picture.name, generator, scene.ordinals))
+    return Question("note", question_words, scene.notes[picture_index], (), picture.name)
 
 
 KINDS: dict[str, Callable[[Scene, np.random.Generator], Question | None]] = {

@@ -123,7 +123,11 @@ def _group_rows(
         random_stream = zlib.crc32(str(task_name).encode()) if len(mean_tasks) > 1 else 0
         context_count = int(context_codes.max()) + 1
         resample = functools.partial(
-            resampled, clusters=context_count, seed=seed, n=draw_count, stream=random_stream
+            resampled,
+            cluster_count=context_count,
+            seed=seed,
+            draw_count=draw_count,
+            stream=random_stream,
         )
         is_bounded = bool(np.nanmin(score_values) >= 0 and np.nanmax(score_values) <= 1)
         score_strata.add(score_values, context_codes, resample, is_bounded, signed=False)

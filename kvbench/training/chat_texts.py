@@ -75,45 +75,45 @@ INTROS = (
 )
 
 
-def person(rng: random.Random) -> str:
+def person(generator: random.Random) -> str:
     """A full name."""
-    return f"{rng.choice(FIRST)} {rng.choice(LAST)}"
+    return f"{generator.choice(FIRST)} {generator.choice(LAST)}"
 
 
-def digits(rng: random.Random, fewest: int, most: int) -> str:
-    """A number of `fewest` to `most` digits that does not begin with 0."""
-    count = rng.randint(fewest, most)
-    return str(rng.randint(10 ** (count - 1), 10**count - 1))
+def digits(generator: random.Random, min_digits: int, max_digits: int) -> str:
+    """A number of `min_digits` to `max_digits` digits that does not begin with 0."""
+    digit_count = generator.randint(min_digits, max_digits)
+    return str(generator.randint(10 ** (digit_count - 1), 10**digit_count - 1))
 
 
-def code_word(rng: random.Random) -> str:
+def code_word(generator: random.Random) -> str:
     """Two words, or letters and digits."""
-    if rng.random() < 0.5:
-        return f"{rng.choice(_CODE_A)} {rng.choice(_CODE_B)}"
-    letters = "".join(rng.choices("ABCDEFGHJKLMNPQRSTUVWXYZ", k=rng.randint(2, 4)))
-    return f"{letters}{rng.choice('- ')}{digits(rng, 2, 4)}"
+    if generator.random() < 0.5:
+        return f"{generator.choice(_CODE_A)} {generator.choice(_CODE_B)}"
+    letters = "".join(generator.choices("ABCDEFGHJKLMNPQRSTUVWXYZ", k=generator.randint(2, 4)))
+    return f"{letters}{generator.choice('- ')}{digits(generator, 2, 4)}"
 
 
-def serial(rng: random.Random) -> str:
+def serial(generator: random.Random) -> str:
     """A serial number: groups of hexadecimal digits."""
-    groups = rng.randint(2, 5)
-    return "-".join("".join(rng.choices("0123456789abcdef", k=4)) for _ in range(groups))
+    group_count = generator.randint(2, 5)
+    return "-".join("".join(generator.choices("0123456789abcdef", k=4)) for _ in range(group_count))
 
 
-def clock(rng: random.Random) -> str:
+def clock(generator: random.Random) -> str:
     """A time of the day."""
-    return f"{rng.randint(5, 22)}:{rng.randint(0, 59):02d}"
+    return f"{generator.randint(5, 22)}:{generator.randint(0, 59):02d}"
 
 
-def story(rng: random.Random) -> str:
+def story(generator: random.Random) -> str:
     """A sentence in which nothing is worth remembering."""
     return (
-        rng.choice(STORY).format(
-            p=rng.choice(FIRST),
-            place=rng.choice(_PLACES),
-            thing=rng.choice(ITEMS),
-            city=rng.choice(CITIES),
-            time=rng.choice(_TIMES),
+        generator.choice(STORY).format(
+            p=generator.choice(FIRST),
+            place=generator.choice(_PLACES),
+            thing=generator.choice(ITEMS),
+            city=generator.choice(CITIES),
+            time=generator.choice(_TIMES),
         )
         + "."
     )
@@ -126,36 +126,36 @@ class Kind:
     Attributes:
         subject: Makes what the fact is about.
         value: Makes what is asked for.
-        stated: Sentences with `{s}` and `{v}`.
-        asked: Questions with `{s}`.
-        answers: Answers with `{s}` and `{v}`.
+        statements: Sentence templates with subject `{s}` and value `{v}`.
+        questions: Question templates with subject `{s}`.
+        answers: Answer templates with subject `{s}` and value `{v}`.
     """
 
     subject: Callable[[random.Random], str]
     value: Callable[[random.Random], str]
-    stated: tuple[str, ...]
-    asked: tuple[str, ...]
+    statements: tuple[str, ...]
+    questions: tuple[str, ...]
     answers: tuple[str, ...]
 
 
 KINDS = (
     Kind(
         person,
-        lambda r: r.choice(JOBS),
+        lambda generator: generator.choice(JOBS),
         ("{s} works as a {v}.", "For many years {s} has been a {v}.", "{s}, a {v}, arrived first."),
         ("What does {s} do for a living?", "What is the profession of {s}?"),
         ("{s} is a {v}.", "{v}"),
     ),
     Kind(
         person,
-        lambda r: f"{r.choice(CITIES)} in {r.randint(1921, 2004)}",
+        lambda generator: f"{generator.choice(CITIES)} in {generator.randint(1921, 2004)}",
         ("{s} was born in {v}.", "The parents of {s} met before {s} was born in {v}."),
         ("Where and when was {s} born?", "Tell me the place and year of birth of {s}."),
         ("{s} was born in {v}.", "In {v}."),
     ),
     Kind(
         person,
-        lambda r: digits(r, 6, 9),
+        lambda generator: digits(generator, 6, 9),
         (
             "You can call {s} at {v}.",
             "The telephone of {s} has the number {v}.",
@@ -166,7 +166,7 @@ KINDS = (
     ),
     Kind(
         person,
-        lambda r: digits(r, 3, 8),
+        lambda generator: digits(generator, 3, 8),
         (
             "The locker of {s} opens with {v}.",
             "{s} chose {v} as a pin.",
@@ -176,28 +176,28 @@ KINDS = (
         ("{s}: {v}", "The digits are {v}.", "{v}"),
     ),
     Kind(
-        lambda r: r.choice(CITIES),
+        lambda generator: generator.choice(CITIES),
         clock,
         ("The train to {s} leaves at {v}.", "At {v} the last bus departs for {s}."),
         ("When does one leave for {s}?", "What is the departure time to {s}?"),
         ("The departure to {s} is at {v}.", "At {v}."),
     ),
     Kind(
-        lambda r: r.choice(ITEMS),
-        lambda r: f"{r.randint(2, 990)}.{r.randint(0, 99):02d} euros",
+        lambda generator: generator.choice(ITEMS),
+        lambda generator: f"{generator.randint(2, 990)}.{generator.randint(0, 99):02d} euros",
         ("The {s} costs {v}.", "Somebody paid {v} for the {s}.", "They ask {v} for a used {s}."),
         ("What does the {s} cost?", "How much was asked or paid for the {s}?"),
         ("The price of the {s} is {v}.", "{v}"),
     ),
     Kind(
-        lambda r: f"{r.choice(PROJECTS)} project",
+        lambda generator: f"{generator.choice(PROJECTS)} project",
         code_word,
         ("The code word of the {s} is {v}.", "Say {v} to enter the {s}.", 'In the {s}, use "{v}".'),
         ("What is the code word of the {s}?", "What do I have to say in the {s}?"),
         ("The code word is {v}.", "{v}"),
     ),
     Kind(
-        lambda r: r.choice(ITEMS),
+        lambda generator: generator.choice(ITEMS),
         serial,
         ("The serial number of the {s} is {v}.", "Engraved on the {s}: {v}.", "The {s} reads {v}."),
         ("Which serial number does the {s} have?", "What is engraved on the {s}?"),
@@ -205,14 +205,14 @@ KINDS = (
     ),
     Kind(
         person,
-        lambda r: f"a {r.choice(PETS)} named {r.choice(FIRST)}",
+        lambda generator: f"a {generator.choice(PETS)} named {generator.choice(FIRST)}",
         ("{s} has {v}.", "At home, {s} keeps {v}.", "Last year {s} adopted {v}."),
         ("Which animal does {s} have?", "What pet does {s} keep, and what is its name?"),
         ("{s} has {v}.", "It is {v}."),
     ),
     Kind(
-        lambda r: f"{r.choice(PROJECTS)} team",
-        lambda r: f"room {r.randint(2, 980)}",
+        lambda generator: f"{generator.choice(PROJECTS)} team",
+        lambda generator: f"room {generator.randint(2, 980)}",
         ("The {s} meets in {v}.", "You will find the {s} in {v} on Monday."),
         ("Where does the {s} meet?", "In which room is the {s}?"),
         ("The {s} meets in {v}.", "In {v}."),

@@ -43,12 +43,12 @@ class Chat:
 
     def messages(self) -> list[dict[str, str]]:
         """The messages; the first question follows the text."""
-        result = []
-        for i, (question, answer) in enumerate(self.turns):
-            content = question if i else f"{self.text}\n\n{question}"
-            result.append({"role": "user", "content": content})
-            result.append({"role": "assistant", "content": answer})
-        return result
+        chat_messages = []
+        for turn_index, (question, answer) in enumerate(self.turns):
+            content = question if turn_index else f"{self.text}\n\n{question}"
+            chat_messages.append({"role": "user", "content": content})
+            chat_messages.append({"role": "assistant", "content": answer})
+        return chat_messages
 
 
 def facts() -> Mapping[str, Any]:
@@ -60,13 +60,13 @@ def facts() -> Mapping[str, Any]:
     }
 
 
-def sequence(tokenizer: Any, length: int, rng: random.Random) -> dict[str, Tensor]:
+def sequence(tokenizer: Any, length: int, generator: random.Random) -> dict[str, Tensor]:
     """Draw a conversation of at most `length` tokens and encode it.
 
     Args:
         tokenizer: Tokenizer of the model; its chat template is used if it has one.
         length: Maximum number of tokens; seven tenths of it or more are used.
-        rng: Source of all choices.
+        generator: Source of all choices.
 
     Returns:
         `input_ids` int64 `[T]`, and `supervised` bool `[T]`: positions whose next token belongs to
@@ -77,247 +77,286 @@ def sequence(tokenizer: Any, length: int, rng: random.Random) -> dict[str, Tenso
     """
     if length < SHORTEST:
         raise UserError(f"--length {length} is too short for --data chats; use {SHORTEST} or more")
-    most = round(length * rng.uniform(0.7, 1.0))
+    limit = round(length * generator.uniform(0.7, 1.0))
     while True:  # a text whose facts alone do not fit is drawn anew
-        (sort,) = rng.choices(list(_SHARES), weights=list(_SHARES.values()))
-        build = _SORTS[sort](rng.randrange(1 << 62))
-        size = _largest(lambda n: count_tokens(tokenizer, _render(tokenizer, build(n))), most)  # noqa: B023
-        if size is not None:
-            return _encode(tokenizer, build(size))
+        (text_kind,) = generator.choices(list(_SHARES), weights=list(_SHARES.values()))
+        build = _TEXT_KINDS[text_kind](generator.randrange(1 << 62))
+        chat_size = _largest(lambda n: count_tokens(tokenizer, _render(tokenizer, build(n))), limit)  # noqa: B023
+        if chat_size is not None:
+            return _encode(tokenizer, build(chat_size))
 
 
-def _largest(tokens: Callable[[int], int], most: int) -> int | None:
-    """The largest size, from 0 on, whose tokens do not exceed `most`; None if there is none."""
-    if tokens(0) > most:
+def _largest(measure_tokens: Callable[[int], int], limit: int) -> int | None:
+    """The largest size, from 0 on, whose tokens do not exceed `limit`; None if there is none."""
+    if measure_tokens(0) > limit:
         return None
-    low, high = 0, 1
-    while tokens(high) <= most:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if tokens(middle) <= most else (low, middle)
-    return low
+    lower, upper = 0, 1
+    while measure_tokens(upper) <= limit:
+        lower, upper = upper, 2 * upper
+    while upper - lower > 1:
+        middle = (lower + upper) // 2
+        lower, upper = (middle, upper) if measure_tokens(middle) <= limit else (lower, middle)
+    return lower
 
 
 def _render(tokenizer: Any, chat: Chat) -> str:
-    messages = chat.messages()
+    chat_messages = chat.messages()
     if tokenizer.chat_template is None:
-        return "\n\n".join(message["content"] for message in messages)
-    text: str = tokenizer.apply_chat_template(messages, tokenize=False)
-    return text
+        return "\n\n".join(message["content"] for message in chat_messages)
+    rendered: str = tokenizer.apply_chat_template(chat_messages, tokenize=False)
+    return rendered
 
 
 def _encode(tokenizer: Any, chat: Chat) -> dict[str, Tensor]:
-    text = _render(tokenizer, chat)
-    parts, end = [], 0  # prompt, answer, prompt, answer, ..., rest
+    rendered = _render(tokenizer, chat)
+    segments, segment_end = [], 0  # prompt, answer, prompt, answer, ..., rest
     for question, answer in chat.turns:
-        begin = text.index(answer, text.index(question, end) + len(question))
-        parts += [text[end:begin], answer]
-        end = begin + len(answer)
-    pieces = split_encode(tokenizer, *parts, text[end:])
-    answered = [bool(i % 2) for i, piece in enumerate(pieces) for _ in piece]
-    before = torch.tensor([*answered[1:], False])
-    ends = torch.tensor(answered) & ~before  # an answer's last token predicts its end
-    ends[-1] = False
+        answer_start = rendered.index(answer, rendered.index(question, segment_end) + len(question))
+        segments += [rendered[segment_end:answer_start], answer]
+        segment_end = answer_start + len(answer)
+    token_segments = split_encode(tokenizer, *segments, rendered[segment_end:])
+    in_answer = [bool(index % 2) for index, piece in enumerate(token_segments) for _ in piece]
+    is_before = torch.tensor([*in_answer[1:], False])
+    is_end = torch.tensor(in_answer) & ~is_before  # an answer's last token predicts its end
+    is_end[-1] = False
     return {
-        "input_ids": torch.tensor([i for piece in pieces for i in piece]),
-        "supervised": before | ends,
+        "input_ids": torch.tensor([token_id for piece in token_segments for token_id in piece]),
+        "supervised": is_before | is_end,
     }
 
 
 # --- sentences without facts ----------------------------------------------------------------------
 
 
-def _filler(rng: random.Random) -> Iterator[str]:
+def _filler(generator: random.Random) -> Iterator[str]:
     """Sentences of one origin, without end."""
-    (origin,) = rng.choices(("story", "manual", "dull"), weights=(45, 45, 10))
-    dull = rng.choice(words.DULL)
-    found = manual.sentences()
-    at = rng.randrange(len(found))
+    (origin,) = generator.choices(("story", "manual", "dull"), weights=(45, 45, 10))
+    dull_text = generator.choice(words.DULL)
+    manual_sentences = manual.sentences()
+    position = generator.randrange(len(manual_sentences))
     while True:
         if origin == "story":
-            yield words.story(rng)
+            yield words.story(generator)
         elif origin == "dull":
-            yield dull
+            yield dull_text
         else:
-            yield found[at % len(found)]
-            at += 1
+            yield manual_sentences[position % len(manual_sentences)]
+            position += 1
 
 
 def _first(sentences: Iterator[str]) -> Callable[[int], list[str]]:
     """Make a function that returns the first n sentences, the same at every call."""
-    made: list[str] = []
+    drawn_sentences: list[str] = []
 
-    def take(n: int) -> list[str]:
-        while len(made) < n:
-            made.append(next(sentences))
-        return made[:n]
+    def take_first(sentence_count: int) -> list[str]:
+        while len(drawn_sentences) < sentence_count:
+            drawn_sentences.append(next(sentences))
+        return drawn_sentences[:sentence_count]
 
-    return take
+    return take_first
 
 
-def _scatter(sentences: list[str], among: list[str], places: list[float]) -> str:
+def _scatter(sentences: list[str], background: list[str], positions: list[float]) -> str:
     """Put sentences at relative places among others."""
-    body = list(among)
-    order = sorted(zip(places, sentences, strict=True), reverse=True)
-    for place, sentence in order:
-        body.insert(round(place * len(among)), sentence)
-    return " ".join(body)
+    combined = list(background)
+    ordered = sorted(zip(positions, sentences, strict=True), reverse=True)
+    for position, sentence in ordered:
+        combined.insert(round(position * len(background)), sentence)
+    return " ".join(combined)
 
 
 # --- the sorts of texts: from a seed to a conversation by size ------------------------------------
 
 
 def _about_facts(seed: int) -> Callable[[int], Chat]:
-    rng = random.Random(seed)
-    count = rng.choice((1, 1, 2, 3, 4, 6))
-    taken: set[str] = set()
-    told: list[tuple[words.Kind, str, str]] = []
-    alike = rng.choice(words.KINDS) if rng.random() < 0.4 else None  # distractors of one kind
-    for _ in range(count):
-        kind = alike or rng.choice(words.KINDS)
-        subject = _fresh(kind.subject, rng, taken)
-        told.append((kind, subject, kind.value(rng)))
-    stated = [rng.choice(kind.stated).format(s=s, v=v) for kind, s, v in told]
-    asked = rng.sample(told, rng.randint(1, min(3, count)))
+    generator = random.Random(seed)
+    fact_count = generator.choice((1, 1, 2, 3, 4, 6))
+    used_subjects: set[str] = set()
+    drawn_facts: list[tuple[words.Kind, str, str]] = []
+    # distractors of one kind
+    shared_kind = generator.choice(words.KINDS) if generator.random() < 0.4 else None
+    for _ in range(fact_count):
+        fact_kind = shared_kind or generator.choice(words.KINDS)
+        subject = _draw_unused(fact_kind.subject, generator, used_subjects)
+        drawn_facts.append((fact_kind, subject, fact_kind.value(generator)))
+    statements = [
+        generator.choice(fact_kind.statements).format(s=fact_subject, v=fact_value)
+        for fact_kind, fact_subject, fact_value in drawn_facts
+    ]
+    asked_facts = generator.sample(drawn_facts, generator.randint(1, min(3, fact_count)))
     turns = []
-    for kind, s, v in asked:
+    for fact_kind, fact_subject, fact_value in asked_facts:
         turns.append(
-            (rng.choice(kind.asked).format(s=s), rng.choice(kind.answers).format(s=s, v=v))
+            (
+                generator.choice(fact_kind.questions).format(s=fact_subject),
+                generator.choice(fact_kind.answers).format(s=fact_subject, v=fact_value),
+            )
         )
-    places = [rng.random() for _ in told]
-    intro = rng.choice(words.INTROS)
-    take = _first(_filler(rng))
+    positions = [generator.random() for _ in drawn_facts]
+    intro = generator.choice(words.INTROS)
+    take_sentences = _first(_filler(generator))
 
-    def build(n: int) -> Chat:
-        return Chat(_joined(intro, _scatter(stated, take(n), places)), tuple(turns))
+    def build_chat(sentence_count: int) -> Chat:
+        return Chat(
+            _prepend_intro(intro, _scatter(statements, take_sentences(sentence_count), positions)),
+            tuple(turns),
+        )
 
-    return build
+    return build_chat
 
 
 def _about_table(seed: int) -> Callable[[int], Chat]:
-    rng = random.Random(seed)
-    mark = rng.choice((" | ", ", ", "\t", "; "))
-    columns: list[tuple[str, Callable[[random.Random], str]]] = [
-        ("profession", lambda r: r.choice(words.JOBS)),
-        ("city", lambda r: r.choice(words.CITIES)),
-        ("extension", lambda r: words.digits(r, 3, 5)),
+    generator = random.Random(seed)
+    separator = generator.choice((" | ", ", ", "\t", "; "))
+    table_columns: list[tuple[str, Callable[[random.Random], str]]] = [
+        ("profession", lambda generator: generator.choice(words.JOBS)),
+        ("city", lambda generator: generator.choice(words.CITIES)),
+        ("extension", lambda generator: words.digits(generator, 3, 5)),
         ("arrival", words.clock),
         ("pass", words.code_word),
     ]
-    columns = rng.sample(columns, rng.randint(1, 3))
-    taken: set[str] = set()
+    table_columns = generator.sample(table_columns, generator.randint(1, 3))
+    used_names: set[str] = set()
 
-    def rows() -> Iterator[str]:
+    def generate_rows() -> Iterator[str]:
         while True:
-            name = _fresh(words.person, rng, taken)
-            yield mark.join([name, *(make(rng) for _, make in columns)])
+            person_name = _draw_unused(words.person, generator, used_names)
+            yield separator.join(
+                [person_name, *(draw_value(generator) for _, draw_value in table_columns)]
+            )
 
-    header = mark.join(["name", *(title for title, _ in columns)])
-    take, asking = _first(rows()), rng.randrange(1 << 62)
-    intro = rng.choice(words.INTROS)
+    header = separator.join(["name", *(column_title for column_title, _ in table_columns)])
+    take_rows, question_seed = _first(generate_rows()), generator.randrange(1 << 62)
+    intro = generator.choice(words.INTROS)
 
-    def build(n: int) -> Chat:
-        lines = take(n + 4)
-        choose = random.Random(asking)
+    def build_chat(extra_rows: int) -> Chat:
+        row_lines = take_rows(extra_rows + 4)
+        chooser = random.Random(question_seed)
         turns = []
-        for row in choose.sample(lines, 2):
-            cells = row.split(mark)
-            at = choose.randrange(len(columns))
-            turns.append((f"What is the {columns[at][0]} of {cells[0]}?", cells[at + 1]))
-        return Chat(_joined(intro, "\n".join([header, *lines])), tuple(turns))
+        for row_line in chooser.sample(row_lines, 2):
+            row_cells = row_line.split(separator)
+            column_index = chooser.randrange(len(table_columns))
+            turns.append(
+                (
+                    f"What is the {table_columns[column_index][0]} of {row_cells[0]}?",
+                    row_cells[column_index + 1],
+                )
+            )
+        return Chat(_prepend_intro(intro, "\n".join([header, *row_lines])), tuple(turns))
 
-    return build
+    return build_chat
 
 
 def _about_settings(seed: int) -> Callable[[int], Chat]:
-    rng = random.Random(seed)
-    mark = rng.choice((" = ", ": ", " -> "))
-    value = rng.choice((words.code_word, words.serial, lambda r: words.digits(r, 2, 8)))
-    taken: set[str] = set()
+    generator = random.Random(seed)
+    separator = generator.choice((" = ", ": ", " -> "))
+    draw_value = generator.choice(
+        (words.code_word, words.serial, lambda generator: words.digits(generator, 2, 8))
+    )
+    used_keys: set[str] = set()
 
-    def name(r: random.Random) -> str:
-        return f"{r.choice(words.PROJECTS)}_{r.choice(words.ITEMS)}"
+    def draw_key(generator: random.Random) -> str:
+        return f"{generator.choice(words.PROJECTS)}_{generator.choice(words.ITEMS)}"
 
-    def lines() -> Iterator[str]:
+    def generate_lines() -> Iterator[str]:
         while True:
-            yield _fresh(name, rng, taken) + mark + value(rng)
+            yield _draw_unused(draw_key, generator, used_keys) + separator + draw_value(generator)
 
-    take, asking = _first(lines()), rng.randrange(1 << 62)
-    filler, intro = _first(_filler(rng)), rng.choice(words.INTROS)
-    wide = rng.random() < 0.5  # half of the texts have the lines among sentences
+    take_lines, question_seed = _first(generate_lines()), generator.randrange(1 << 62)
+    take_filler, intro = _first(_filler(generator)), generator.choice(words.INTROS)
+    is_scattered = generator.random() < 0.5  # half of the texts have the lines among sentences
 
-    def build(n: int) -> Chat:
-        shown = take(4 if wide else 4 + n)
-        choose = random.Random(asking)
+    def build_chat(line_count: int) -> Chat:
+        setting_lines = take_lines(4 if is_scattered else 4 + line_count)
+        chooser = random.Random(question_seed)
         turns = []
-        for line in choose.sample(shown, 2):
-            key, _, content = line.partition(mark)
-            turns.append((f"What is {key} set to?", content))
-        among = filler(n if wide else 0)
-        body = among.copy()
-        for line in shown:
-            body.insert(choose.randint(0, len(body)) if wide else len(body), line)
-        return Chat(_joined(intro, "\n".join(body)), tuple(turns))
+        for setting_line in chooser.sample(setting_lines, 2):
+            setting_key, _, setting_value = setting_line.partition(separator)
+            turns.append((f"What is {setting_key} set to?", setting_value))
+        filler_sentences = take_filler(line_count if is_scattered else 0)
+        body_lines = filler_sentences.copy()
+        for setting_line in setting_lines:
+            body_lines.insert(
+                chooser.randint(0, len(body_lines)) if is_scattered else len(body_lines),
+                setting_line,
+            )
+        return Chat(_prepend_intro(intro, "\n".join(body_lines)), tuple(turns))
 
-    return build
+    return build_chat
 
 
 def _to_repeat(seed: int) -> Callable[[int], Chat]:
-    rng = random.Random(seed)
-    value = rng.choice((words.person, words.code_word, lambda r: words.digits(r, 3, 8)))
-    count = rng.randint(2, 6)
-    taken: set[str] = set()
-    listed = [_fresh(value, rng, taken) for _ in range(count)]
-    name = f"{rng.choice(words.PROJECTS)} list"
-    place, take = rng.random(), _first(_filler(rng))
-    intro = rng.choice(words.INTROS)
-    items = ", ".join(listed)
+    generator = random.Random(seed)
+    draw_entry = generator.choice(
+        (words.person, words.code_word, lambda generator: words.digits(generator, 3, 8))
+    )
+    entry_count = generator.randint(2, 6)
+    used_entries: set[str] = set()
+    entries = [_draw_unused(draw_entry, generator, used_entries) for _ in range(entry_count)]
+    list_name = f"{generator.choice(words.PROJECTS)} list"
+    position, take_sentences = generator.random(), _first(_filler(generator))
+    intro = generator.choice(words.INTROS)
+    entry_list = ", ".join(entries)
 
-    def build(n: int) -> Chat:
-        text = _scatter([f"The {name} reads: {items}."], take(n), [place])
-        return Chat(_joined(intro, text), ((f"Repeat the {name}.", items),))
+    def build_chat(sentence_count: int) -> Chat:
+        body = _scatter(
+            [f"The {list_name} reads: {entry_list}."], take_sentences(sentence_count), [position]
+        )
+        return Chat(_prepend_intro(intro, body), ((f"Repeat the {list_name}.", entry_list),))
 
-    return build
+    return build_chat
 
 
 def _about_people(seed: int) -> Callable[[int], Chat]:
-    rng = random.Random(seed)
-    taken: set[str] = set()
-    count = rng.randint(2, 5)
-    job = rng.choice(words.JOBS)
-    told = [_fresh(words.person, rng, taken) for _ in range(count)]
-    others = [f"{_fresh(words.person, rng, taken)} came too." for _ in range(rng.randint(0, 2))]
-    stated = [rng.choice(words.KINDS[0].stated).format(s=s, v=job) for s in told]
-    places = [rng.random() for _ in stated + others]
-    first = [s for _, s in sorted(zip(places[:count], told, strict=True))]
-    take, intro = _first(_filler(rng)), rng.choice(words.INTROS)
+    generator = random.Random(seed)
+    used_names: set[str] = set()
+    person_count = generator.randint(2, 5)
+    shared_job = generator.choice(words.JOBS)
+    matching_people = [
+        _draw_unused(words.person, generator, used_names) for _ in range(person_count)
+    ]
+    other_sentences = [
+        f"{_draw_unused(words.person, generator, used_names)} came too."
+        for _ in range(generator.randint(0, 2))
+    ]
+    statements = [
+        generator.choice(words.KINDS[0].statements).format(s=person_name, v=shared_job)
+        for person_name in matching_people
+    ]
+    positions = [generator.random() for _ in statements + other_sentences]
+    ordered_people = [
+        person_name
+        for _, person_name in sorted(zip(positions[:person_count], matching_people, strict=True))
+    ]
+    take_sentences, intro = _first(_filler(generator)), generator.choice(words.INTROS)
 
-    def build(n: int) -> Chat:
-        text = _scatter([*stated, *others], take(n), places)
-        question = f"Name everyone in the text who is a {job}."
-        return Chat(_joined(intro, text), ((question, ", ".join(first)),))
+    def build_chat(sentence_count: int) -> Chat:
+        body = _scatter([*statements, *other_sentences], take_sentences(sentence_count), positions)
+        question = f"Name everyone in the text who is a {shared_job}."
+        return Chat(_prepend_intro(intro, body), ((question, ", ".join(ordered_people)),))
 
-    return build
+    return build_chat
 
 
-def _fresh(make: Callable[[random.Random], str], rng: random.Random, taken: set[str]) -> str:
+def _draw_unused(
+    draw_value: Callable[[random.Random], str], generator: random.Random, used_values: set[str]
+) -> str:
     """Something that was not drawn before; a number is added where all have been."""
     for _ in range(50):
-        made = make(rng)
-        if made not in taken:
+        candidate = draw_value(generator)
+        if candidate not in used_values:
             break
     else:
-        made = f"{made} {len(taken)}"
-    taken.add(made)
-    return made
+        candidate = f"{candidate} {len(used_values)}"
+    used_values.add(candidate)
+    return candidate
 
 
-def _joined(intro: str, text: str) -> str:
-    return f"{intro}\n{text}" if intro else text
+def _prepend_intro(intro: str, body: str) -> str:
+    return f"{intro}\n{body}" if intro else body
 
 
-_SORTS: dict[str, Callable[[int], Callable[[int], Chat]]] = {
+_TEXT_KINDS: dict[str, Callable[[int], Callable[[int], Chat]]] = {
     "facts": _about_facts,
     "table": _about_table,
     "settings": _about_settings,

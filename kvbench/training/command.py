@@ -30,8 +30,8 @@ from kvbench.runs.planning import quiet_libraries
 from kvbench.training.data import Sequences, Stream, different, open_streams
 from kvbench.training.folder import (
     CHECKPOINTS,
+    GATES_FILE,
     LOG,
-    MADE,
     PICTURE,
     RUN,
     check_same,
@@ -82,9 +82,11 @@ class GateTraining:
     @property
     def sequences(self) -> int:
         """Number of sequences that all processes together train on, repetitions included."""
-        processes = int(os.environ.get("WORLD_SIZE", "1"))
-        per_step = self.settings["batch_size"] * self.settings["accumulate"] * processes
-        return int(self.settings["steps"] * per_step)
+        process_count = int(os.environ.get("WORLD_SIZE", "1"))
+        sequences_per_step = (
+            self.settings["batch_size"] * self.settings["accumulate"] * process_count
+        )
+        return int(self.settings["steps"] * sequences_per_step)
 
     @property
     def passes(self) -> int:
@@ -117,41 +119,45 @@ class GateTraining:
     def lines(self) -> list[str]:
         """A description for the user."""
         s = self.settings
-        names = _OF_BLOCKS if self.method.objective == "match" else _SHAPE
-        shape = ", ".join(f"{k} {s[k]}" for k in names if s.get(k) is not None)
-        tokens = s["steps"] * s["batch_size"] * s["accumulate"] * s["length"]
-        lines = [
-            f"{self.title} ({shape}) on {self.data}",
+        shape_names = _OF_BLOCKS if self.method.objective == "match" else _SHAPE
+        shape_text = ", ".join(
+            f"{setting_name} {s[setting_name]}"
+            for setting_name in shape_names
+            if s.get(setting_name) is not None
+        )
+        token_count = s["steps"] * s["batch_size"] * s["accumulate"] * s["length"]
+        description = [
+            f"{self.title} ({shape_text}) on {self.data}",
             f"{s['steps']} steps of {s['batch_size']} x {s['accumulate']} sequences of up to "
-            f"{s['length']} tokens: up to {tokens} tokens",
+            f"{s['length']} tokens: up to {token_count} tokens",
             f"AdamW, learning rate {s['lr']:g} ({s['schedule']}), weight decay "
             f"{s['weight_decay']:g}, seed {s['seed']}, {str(self.dtype).removeprefix('torch.')} on "
             f"{self.device}",
         ]
         if self.method.objective == "replay":
-            lines.append(
+            description.append(
                 f"loss: squared error of the log of KVzip+ scores; {self.different} different "
                 f"sequences, {self.passes} times each"
             )
         if self.method.objective == "distil":
-            terms = ["reverse KL" if s["reverse_kl"] else "KL"] if s["kl"] else []
-            terms += ["next token"] if s["ntp"] else []
+            loss_terms = ["reverse KL" if s["reverse_kl"] else "KL"] if s["kl"] else []
+            loss_terms += ["next token"] if s["ntp"] else []
             if s["with_capacity"]:
-                terms.append(f"{s['capacity_weight']:g} x capacity of {s['capacity']} tokens")
-            lines.append(f"loss: {' + '.join(terms)}; {s['gating']} gating")
+                loss_terms.append(f"{s['capacity_weight']:g} x capacity of {s['capacity']} tokens")
+            description.append(f"loss: {' + '.join(loss_terms)}; {s['gating']} gating")
         if self.method.objective == "compress":
-            lines.append(
+            description.append(
                 f"loss: next token, after cuts to {s['capacity']} entries before every chunk of "
                 f"{s['chunk']} tokens"
             )
-        return [*lines, f"to {self.out}"]
+        return [*description, f"to {self.out}"]
 
 
 def plan(
     model: str,
     policy: str,
     data: str | None,
-    given: Mapping[str, Any],
+    options: Mapping[str, Any],
     *,
     out: Path | None = None,
     device: str = "auto",
@@ -164,7 +170,7 @@ def plan(
         model: `reference`, a folder or a hub id.
         policy: Name of a trainer.
         data: Data, as described in `kvbench.training.data`; None for that of the model's recipe.
-        given: Settings by name; see `kvbench.training.settings.complete`.
+        options: Settings by name; see `kvbench.training.settings.complete`.
         out: The folder; None for the one where the policy looks.
         device: Device, as for a run.
         dtype: Data type, as for a run; `auto` is that of the model's recipe, where it names one.
@@ -174,25 +180,32 @@ def plan(
         UserError: Something is unknown or out of range.
     """
     method: Method = get(TRAINERS, policy)
-    config = load_config(model, revision).get_text_config()
-    window = int(getattr(config, "max_position_embeddings", 0) or 0)
-    settings = complete(method, model, window, given)
+    text_config = load_config(model, revision).get_text_config()
+    window = int(getattr(text_config, "max_position_embeddings", 0) or 0)
+    settings = complete(method, model, window, options)
     recipe = recipe_of(model, policy)
     data = data or recipe.get("data")
     if data is None:
         raise UserError(
             f"there is no recipe for {policy} gates of {model}; name data, such as --data chats"
         )
-    place = pick_device(device)
-    if place.type == "cuda" and "LOCAL_RANK" in os.environ:  # torchrun: one GPU per process
-        place = pick_device(f"cuda:{os.environ['LOCAL_RANK']}")
+    target_device = pick_device(device)
+    if target_device.type == "cuda" and "LOCAL_RANK" in os.environ:  # torchrun: one GPU per process
+        target_device = pick_device(f"cuda:{os.environ['LOCAL_RANK']}")
     if settings["checkpointing"] is None:  # on a CPU, memory is seldom short: it only takes time
-        settings["checkpointing"] = place.type == "cuda"
-    folder = (out or method.place(model)).expanduser()
+        settings["checkpointing"] = target_device.type == "cuda"
+    output_folder = (out or method.place(model)).expanduser()
     if dtype == "auto":
         dtype = recipe.get("dtype", dtype)
     return GateTraining(
-        model, revision, data, method, settings, folder, place, pick_dtype(dtype, place)
+        model,
+        revision,
+        data,
+        method,
+        settings,
+        output_folder,
+        target_device,
+        pick_dtype(dtype, target_device),
     )
 
 
@@ -216,36 +229,36 @@ def train(training: GateTraining, reporter: Reporter, *, fresh: bool = False) ->
     from kvbench.training.trainer import GateTrainer, ReportProgress, arguments
 
     quiet_libraries()
-    settings, out = training.settings, training.out
+    settings, folder = training.settings, training.out
     identity = training.identity()
     is_main = os.environ.get("RANK", "0") == "0"  # under torchrun, only the first process reports
-    if not fresh and is_finished(out, identity):
-        line = f"{out} already holds these gates; use --fresh to train them again"
-        return [line] if is_main else []
+    if not fresh and is_finished(folder, identity):
+        message = f"{folder} already holds these gates; use --fresh to train them again"
+        return [message] if is_main else []
     if not is_main:
         reporter = Silent()
     elif not fresh:
-        check_same(out, identity)
+        check_same(folder, identity)
 
     tokenizer = load_tokenizer(training.model, training.revision)
-    streams = _streams(training, tokenizer, reporter)
-    sequences = Sequences(streams, training.sequences, training.passes, settings["seed"])
+    data_streams = _streams(training, tokenizer, reporter)
+    sequences = Sequences(data_streams, training.sequences, training.passes, settings["seed"])
     sequences[0]  # data that does not fit fails here, before the model is loaded
-    network = load_model(training.model, training.revision, training.device, training.dtype)
-    student = _student(training, network)
-    args = arguments(settings, out / CHECKPOINTS, training.device)
-    with args.main_process_first(local=False):
+    base_model = load_model(training.model, training.revision, training.device, training.dtype)
+    student = _student(training, base_model)
+    training_args = arguments(settings, folder / CHECKPOINTS, training.device)
+    with training_args.main_process_first(local=False):
         if is_main:
-            claim(out, identity, fresh)
-        checkpoint, step = latest_checkpoint(out)
-        log = truncate_log(out, step)
-    trainer = GateTrainer(student, args, sequences, out, tokenizer.pad_token_id or 0)
+            claim(folder, identity, fresh)
+        checkpoint, completed_steps = latest_checkpoint(folder)
+        log_records = truncate_log(folder, completed_steps)
+    trainer = GateTrainer(student, training_args, sequences, folder, tokenizer.pad_token_id or 0)
     trainer.add_callback(ReportProgress(reporter))
-    trainer.continue_log(log)
+    trainer.continue_log(log_records)
 
     reporter.start(settings["steps"], training.title)
-    reporter.advance(step)
-    trainer.run(checkpoint, step)
+    reporter.advance(completed_steps)
+    trainer.run(checkpoint, completed_steps)
     reporter.stop()
     if not trainer.is_world_process_zero():
         return []
@@ -254,37 +267,39 @@ def train(training: GateTraining, reporter: Reporter, *, fresh: bool = False) ->
 
 def _streams(training: GateTraining, tokenizer: Any, reporter: Reporter) -> list[Stream]:
     settings = training.settings
-    count = training.different
+    sequence_count = training.different
     if training.method.objective == "replay":
-        count += _HELD_OUT
-    streams = open_streams(
+        sequence_count += _HELD_OUT
+    data_streams = open_streams(
         training.data,
         tokenizer,
         model=training.model,
         length=settings["length"],
-        count=count,
+        count=sequence_count,
         seed=settings["seed"],
         split=settings["split"],
         subset=settings["subset"],
         column=settings["column"],
         message=reporter.message,
     )
-    if training.method.objective == "regress" and not all(s.has_answers for s in streams):
+    if training.method.objective == "regress" and not all(
+        stream.has_answers for stream in data_streams
+    ):
         raise UserError(
             f"--data {training.data}: {training.method.name} learns from answers; use rows with "
             "context, question and answers"
         )
-    return streams
+    return data_streams
 
 
-def _student(training: GateTraining, network: nn.Module) -> Student | ReplayStudent:
+def _student(training: GateTraining, base_model: nn.Module) -> Student | ReplayStudent:
     method, settings = training.method, training.settings
     with torch.random.fork_rng():
         torch.manual_seed(settings["seed"])
-        gates = method.build(model_info(network), decoder_of(network).config, settings)
+        gates = method.build(model_info(base_model), decoder_of(base_model).config, settings)
     if method.objective == "replay":
-        return ReplayStudent(network, gates, method)
-    return Student(network, gates, method, settings)
+        return ReplayStudent(base_model, gates, method)
+    return Student(base_model, gates, method, settings)
 
 
 def _write(
@@ -294,26 +309,34 @@ def _write(
     sequences: Sequences,
 ) -> list[str]:
     """Write the gates and the figure, delete the checkpoints, and say so."""
-    out, method, model = training.out, training.method, training.model
-    log = truncate_log(out, training.settings["steps"])
-    last = {k: v for k, v in log[-1].items() if k not in ("lr", "grad_norm")} if log else {}
-    commit = str(getattr(student.base.config, "_commit_hash", None) or "")
+    folder, method, model = training.out, training.method, training.model
+    log_records = truncate_log(folder, training.settings["steps"])
+    last_record = (
+        {
+            field_name: field_value
+            for field_name, field_value in log_records[-1].items()
+            if field_name not in ("lr", "grad_norm")
+        }
+        if log_records
+        else {}
+    )
+    base_commit = str(getattr(student.base.config, "_commit_hash", None) or "")
     sources = [dict(stream.facts) for stream in sequences.streams]
-    trained = {**identity, "sources": sources, "last": last}
-    lines = [f"wrote {out}: gates.safetensors, {MADE}, {RUN}, {LOG}"]
-    if log:
-        draw(log, out / PICTURE, f"{training.title} on {training.data}")
-        lines = [f"{lines[0]}, {PICTURE}", describe(log[-1])]
-    if isinstance(student, ReplayStudent) and (held_out := sequences.held_out(_HELD_OUT)):
-        trained["held_out"] = agreement(student.eval(), held_out)
-        lines.append(describe_agreement(trained["held_out"]))
-    facts = {
+    training_facts = {**identity, "sources": sources, "last": last_record}
+    messages = [f"wrote {folder}: gates.safetensors, {GATES_FILE}, {RUN}, {LOG}"]
+    if log_records:
+        draw(log_records, folder / PICTURE, f"{training.title} on {training.data}")
+        messages = [f"{messages[0]}, {PICTURE}", describe(log_records[-1])]
+    if isinstance(student, ReplayStudent) and (held_out_items := sequences.held_out(_HELD_OUT)):
+        training_facts["held_out"] = agreement(student.eval(), held_out_items)
+        messages.append(describe_agreement(training_facts["held_out"]))
+    gates_facts = {
         "base_model": reference.NAME if model == "reference" else model,
-        "base_revision": identity["weights"] or commit,
-        "training": trained,
+        "base_revision": identity["weights"] or base_commit,
+        "training": training_facts,
     }
-    method.save(student.gates.cpu(), out, facts, training.settings["half"])
-    shutil.rmtree(out / CHECKPOINTS, ignore_errors=True)
-    if out != method.place(model) or recipe_of(model, method.name):  # shipped gates go first
-        lines.append(f"policies read them with {method.name}:gates={out}")
-    return lines
+    method.save(student.gates.cpu(), folder, gates_facts, training.settings["half"])
+    shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
+    if folder != method.place(model) or recipe_of(model, method.name):  # shipped gates go first
+        messages.append(f"policies read them with {method.name}:gates={folder}")
+    return messages

@@ -109,62 +109,68 @@ class Sequences(Dataset[Item]):
         return self.count
 
     def __getitem__(self, index: int) -> Item:
-        group, place = divmod(index, self.passes * TOGETHER)
-        turn, place = divmod(place, TOGETHER)
-        if turn:
-            order = np.random.default_rng([_RNG_KEY, self.seed, group, turn])
-            place = int(order.permutation(TOGETHER)[place])
-        return self._different(group * TOGETHER + place)
+        group_index, position = divmod(index, self.passes * TOGETHER)
+        pass_index, position = divmod(position, TOGETHER)
+        if pass_index:
+            generator = np.random.default_rng([_RNG_KEY, self.seed, group_index, pass_index])
+            position = int(generator.permutation(TOGETHER)[position])
+        return self._different(group_index * TOGETHER + position)
 
-    def held_out(self, count: int) -> list[Item]:
-        """Up to `count` sequences that come after those of the training, if there are any.
+    def held_out(self, max_count: int) -> list[Item]:
+        """Up to `max_count` sequences that come after those of the training, if there are any.
 
         The next row of a file replaces one that does not fit, so a later sequence can be one of the
         training; such sequences are left out.
         """
-        first = different(self.count, self.passes)
-        later = [
-            self._different(i)
-            for i in range(first, first + count)
-            if i // len(self.streams) < (self.streams[i % len(self.streams)].size or i + 1)
+        first_index = different(self.count, self.passes)
+        later_items = [
+            self._different(index)
+            for index in range(first_index, first_index + max_count)
+            if index // len(self.streams)
+            < (self.streams[index % len(self.streams)].size or index + 1)
         ]
         if not any(stream.size for stream in self.streams):  # made up, each of its own
-            return later
-        known = {tuple(self._different(i)["input_ids"]) for i in range(first)}
-        return [item for item in later if tuple(item["input_ids"]) not in known]
+            return later_items
+        training_ids = {tuple(self._different(index)["input_ids"]) for index in range(first_index)}
+        return [item for item in later_items if tuple(item["input_ids"]) not in training_ids]
 
-    def _different(self, number: int) -> Item:
-        return self.streams[number % len(self.streams)].get(number // len(self.streams))
-
-
-def different(count: int, passes: int) -> int:
-    """How many different sequences there are at most among `count`, repetitions included."""
-    return count if passes == 1 else -(-count // (passes * TOGETHER)) * TOGETHER
+    def _different(self, index: int) -> Item:
+        return self.streams[index % len(self.streams)].get(index // len(self.streams))
 
 
-def collate(items: Sequence[Item], pad: int = 0) -> Item:
+def different(total_count: int, passes: int) -> int:
+    """How many different sequences there are at most among `total_count`, repetitions included."""
+    return total_count if passes == 1 else -(-total_count // (passes * TOGETHER)) * TOGETHER
+
+
+def collate(batch_items: Sequence[Item], pad_token: int = 0) -> Item:
     """Pad sequences on the left; the batch has `valid` only if there is padding.
 
     Images of all sequences follow one another.
     """
-    longest = max(len(item["input_ids"]) for item in items)
-    missing = [longest - len(item["input_ids"]) for item in items]
+    max_length = max(len(item["input_ids"]) for item in batch_items)
+    padding_counts = [max_length - len(item["input_ids"]) for item in batch_items]
     batch = {
-        name: torch.stack(
-            [pad_tensor(x[name], (n, 0), value=fill) for x, n in zip(items, missing, strict=True)]
+        field_name: torch.stack(
+            [
+                pad_tensor(sequence[field_name], (padding, 0), value=fill_value)
+                for sequence, padding in zip(batch_items, padding_counts, strict=True)
+            ]
         )
-        for name, fill in (("input_ids", pad), ("supervised", False))
+        for field_name, fill_value in (("input_ids", pad_token), ("supervised", False))
     }
-    for name in dict.fromkeys(name for item in items for name in item):
-        if name not in batch:
-            batch[name] = torch.cat([item[name] for item in items if name in item])
-    if any(missing):
-        batch["valid"] = torch.arange(longest) >= torch.tensor(missing)[:, None]
+    for field_name in dict.fromkeys(field_name for item in batch_items for field_name in item):
+        if field_name not in batch:
+            batch[field_name] = torch.cat(
+                [item[field_name] for item in batch_items if field_name in item]
+            )
+    if any(padding_counts):
+        batch["valid"] = torch.arange(max_length) >= torch.tensor(padding_counts)[:, None]
     return batch
 
 
 def open_streams(
-    spec: str,
+    data_spec: str,
     tokenizer: Any,
     *,
     model: str,
@@ -179,7 +185,7 @@ def open_streams(
     """Open training data.
 
     Args:
-        spec: The data as described above, separated by commas.
+        data_spec: The data as described above, separated by commas.
         tokenizer: Tokenizer of the model.
         model: The model as `--model` names it.
         length: Maximum tokens of a sequence.
@@ -193,39 +199,41 @@ def open_streams(
     Raises:
         UserError: There is no such data, or it does not fit the model or `length`.
     """
-    names = [name.strip() for name in spec.split(",") if name.strip()]
-    if not names:
+    data_names = [data_name.strip() for data_name in data_spec.split(",") if data_name.strip()]
+    if not data_names:
         raise UserError("--data is empty; use reference, chats, a task, a JSONL file or a hub id")
-    streams = []
-    share = -(-count // len(names))
-    for name in names:
-        if name == "reference":
-            streams.append(_reference(tokenizer, model, length, seed))
-        elif name == "chats":
-            streams.append(_chats(tokenizer, length, seed))
-        elif name.endswith(".jsonl"):
-            rows: Any = [row for _, row in read_rows(Path(name).expanduser())]
-            streams.append(_rows(name, rows, tokenizer, length, seed, column))
-        elif "/" in name:
-            rows = _hub(name, split, subset)
-            streams.append(_rows(name, rows, tokenizer, length, seed, column))
+    data_streams = []
+    sequences_each = -(-count // len(data_names))
+    for data_name in data_names:
+        if data_name == "reference":
+            data_streams.append(_reference(tokenizer, model, length, seed))
+        elif data_name == "chats":
+            data_streams.append(_chats(tokenizer, length, seed))
+        elif data_name.endswith(".jsonl"):
+            data_rows: Any = [data_row for _, data_row in read_rows(Path(data_name).expanduser())]
+            data_streams.append(_rows(data_name, data_rows, tokenizer, length, seed, column))
+        elif "/" in data_name:
+            data_rows = _hub(data_name, split, subset)
+            data_streams.append(_rows(data_name, data_rows, tokenizer, length, seed, column))
         else:
-            streams.append(_task(name, tokenizer, model, length, share, seed, message))
-    return streams
+            data_streams.append(
+                _task(data_name, tokenizer, model, length, sequences_each, seed, message)
+            )
+    return data_streams
 
 
-def _with_answer(prompt: Sequence[int], answer: Sequence[int]) -> Item:
+def _with_answer(prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> Item:
     """A sequence; only its answer is learned."""
-    ids = torch.tensor([*prompt, *answer])
-    supervised = torch.zeros(len(ids), dtype=torch.bool)
-    supervised[len(prompt) - 1 : len(ids) - 1] = True
-    return {"input_ids": ids, "supervised": supervised}
+    token_ids = torch.tensor([*prompt_ids, *answer_ids])
+    supervised = torch.zeros(len(token_ids), dtype=torch.bool)
+    supervised[len(prompt_ids) - 1 : len(token_ids) - 1] = True
+    return {"input_ids": token_ids, "supervised": supervised}
 
 
 def _answer_ids(tokenizer: Any, prompt: str, answer: str) -> list[int]:
     """Token ids of an answer after a prompt."""
-    space = "" if prompt[-1:].isspace() else " "
-    return split_encode(tokenizer, prompt, space + answer)[1]
+    separator = "" if prompt[-1:].isspace() else " "
+    return split_encode(tokenizer, prompt, separator + answer)[1]
 
 
 # --- the reference model's language ---------------------------------------------------------------
@@ -239,50 +247,54 @@ def _reference(tokenizer: Any, model: str, length: int, seed: int) -> Stream:
         )
     if length < 96:
         raise UserError(f"--length {length} is too short for --data reference; use 96 or more")
-    knobs = samples.Knobs(plural=12, spread=24, noise=0.2, plain_noise=0.6, full=0.2, fewest=1)
-    tasks, shares = list(_MIX), np.array(list(_MIX.values()))
+    difficulty = samples.Knobs(plural=12, spread=24, noise=0.2, plain_noise=0.6, full=0.2, fewest=1)
+    task_names, task_shares = list(_MIX), np.array(list(_MIX.values()))
 
-    def get(index: int) -> Item:
-        rng = np.random.default_rng([_RNG_KEY, seed, index])
-        (task,) = rng.choice(len(tasks), size=1, p=shares / shares.sum())
-        words: list[str] = []
+    def get_item(index: int) -> Item:
+        generator = np.random.default_rng([_RNG_KEY, seed, index])
+        (task_index,) = generator.choice(len(task_names), size=1, p=task_shares / task_shares.sum())
+        sequence_words: list[str] = []
         supervised: list[bool] = []  # True for words of answers
-        for part in samples.draw(rng, tasks[task], length, knobs).parts:
-            prompt, answer = (part, []) if isinstance(part, list) else (part.prompt, part.answer)
-            words += [*prompt, *answer]
-            supervised += [False] * len(prompt) + [True] * len(answer)
-        ids = torch.tensor([samples.IDS[word] for word in words])
-        return {"input_ids": ids, "supervised": torch.tensor([*supervised[1:], False])}
+        for segment in samples.draw(generator, task_names[task_index], length, difficulty).parts:
+            prompt_words, answer_words = (
+                (segment, []) if isinstance(segment, list) else (segment.prompt, segment.answer)
+            )
+            sequence_words += [*prompt_words, *answer_words]
+            supervised += [False] * len(prompt_words) + [True] * len(answer_words)
+        token_ids = torch.tensor(
+            [samples.IDS[vocabulary_word] for vocabulary_word in sequence_words]
+        )
+        return {"input_ids": token_ids, "supervised": torch.tensor([*supervised[1:], False])}
 
-    return Stream(get, True, {"data": "reference", "mix": _MIX})
+    return Stream(get_item, True, {"data": "reference", "mix": _MIX})
 
 
 def _chats(tokenizer: Any, length: int, seed: int) -> Stream:
-    def get(index: int) -> Item:
+    def get_item(index: int) -> Item:
         return chats.sequence(tokenizer, length, random.Random(f"{_RNG_KEY}-{seed}-{index}"))
 
-    return Stream(get, True, chats.facts())
+    return Stream(get_item, True, chats.facts())
 
 
 # --- kvbench's tasks ------------------------------------------------------------------------------
 
 
 def _task(
-    name: str,
+    task_name: str,
     tokenizer: Any,
     model: str,
     length: int,
-    count: int,
+    sequence_count: int,
     seed: int,
     message: Callable[[str], None],
 ) -> Stream:
     grid = Grid.from_dict(
         {
-            "tasks": name,
+            "tasks": task_name,
             "models": model,
             "policies": "full",
             "lengths": length,
-            "samples": max(1, min(500, -(-count // len(resolve_task(name))))),
+            "samples": max(1, min(500, -(-sequence_count // len(resolve_task(task_name))))),
             "repeats": 1,
             "seed": _TASK_SEEDS + seed,
             "device": "cpu",
@@ -290,34 +302,37 @@ def _task(
     )
     (stage,) = plan(grid, message).stages
     prompts = [prompt for job in stage.jobs for prompt in job.prompts]
-    order = np.random.default_rng([_RNG_KEY, seed]).permutation(len(prompts))
+    shuffled_order = np.random.default_rng([_RNG_KEY, seed]).permutation(len(prompts))
 
-    def get(index: int) -> Item:
-        prompt = prompts[int(order[index % len(prompts)])]
+    def get_item(index: int) -> Item:
+        prompt = prompts[int(shuffled_order[index % len(prompts)])]
         request = prompt.request
-        answer = request.answer or " ".join(request.target)
-        answer_ids = _answer_ids(tokenizer, request.context + request.question, answer)
-        item = _with_answer(prompt.ids, answer_ids)
+        answer_text = request.answer or " ".join(request.target)
+        answer_ids = _answer_ids(tokenizer, request.context + request.question, answer_text)
+        sequence = _with_answer(prompt.ids, answer_ids)
         if prompt.media:
             assert stage.vision is not None
-            item |= stage.vision.pixels(prompt.media, torch.device("cpu"))
-        return item
+            sequence |= stage.vision.pixels(prompt.media, torch.device("cpu"))
+        return sequence
 
-    facts = {"data": name, "samples": len(prompts), "seed": grid.seed}
-    return Stream(get, True, facts, len(prompts))
+    data_facts = {"data": task_name, "samples": len(prompts), "seed": grid.seed}
+    return Stream(get_item, True, data_facts, len(prompts))
 
 
 # --- rows of a file or of the hub -----------------------------------------------------------------
 
 
-def _hub(name: str, split: str, subset: str | None) -> Any:
+def _hub(dataset_name: str, split: str, subset: str | None) -> Any:
     datasets.utils.logging.set_verbosity_error()
     datasets.disable_progress_bars()
     try:
-        return datasets.load_dataset(name, subset, split=split)
+        return datasets.load_dataset(dataset_name, subset, split=split)
     except (OSError, ValueError, RuntimeError) as error:
-        reason = next((s for s in str(error).splitlines() if s.strip()), type(error).__name__)
-        raise UserError(f"--data {name} cannot be loaded: {reason}") from None
+        reason = next(
+            (error_line for error_line in str(error).splitlines() if error_line.strip()),
+            type(error).__name__,
+        )
+        raise UserError(f"--data {dataset_name} cannot be loaded: {reason}") from None
 
 
 _TEXT = ("text", "messages", "conversations", "content", "prompt")
@@ -325,64 +340,75 @@ _ANSWERED = ("context", "question", "answers")
 
 
 def _rows(
-    name: str, rows: Any, tokenizer: Any, length: int, seed: int, column: str | None
+    source: str, dataset_rows: Any, tokenizer: Any, length: int, seed: int, text_column: str | None
 ) -> Stream:
     """Rows in a seeded order, again and again; each is tokenised at its turn."""
-    if not len(rows):
-        raise UserError(f"--data {name} has no rows")
-    first = rows[0]
-    if not isinstance(first, Mapping):
-        raise UserError(f"--data {name}: a row must be an object with named fields")
-    has_answers = column is None and all(key in first for key in _ANSWERED)
-    if column is None:
-        column = next((key for key in _TEXT if key in first), None)
-    if not has_answers and column not in first:
+    if not len(dataset_rows):
+        raise UserError(f"--data {source} has no rows")
+    first_row = dataset_rows[0]
+    if not isinstance(first_row, Mapping):
+        raise UserError(f"--data {source}: a row must be an object with named fields")
+    has_answers = text_column is None and all(column_name in first_row for column_name in _ANSWERED)
+    if text_column is None:
+        text_column = next((column_name for column_name in _TEXT if column_name in first_row), None)
+    if not has_answers and text_column not in first_row:
         raise UserError(
-            f"--data {name} has the columns {', '.join(first)}; use rows with text, or with "
+            f"--data {source} has the columns {', '.join(first_row)}; use rows with text, or with "
             "context, question and answers, or name the column with --text-column"
         )
 
-    def encode(row: Mapping[str, Any]) -> Item | None:
+    def encode_row(data_row: Mapping[str, Any]) -> Item | None:
         """A sequence; None if the row does not fit."""
         if has_answers:
-            answers = row["answers"]
-            answer = answers if isinstance(answers, str) else str(answers[0])
-            text = str(row["context"]) + str(row["question"])
-            item = _with_answer(_prompt_ids(tokenizer, text), _answer_ids(tokenizer, text, answer))
-            return item if len(item["input_ids"]) <= length else None
-        ids = _prompt_ids(tokenizer, _text(tokenizer, row[str(column)]))[:length]
-        return _with_answer(ids[:1], ids[1:]) if len(ids) > 1 else None
+            row_answers = data_row["answers"]
+            answer_text = row_answers if isinstance(row_answers, str) else str(row_answers[0])
+            prompt_text = str(data_row["context"]) + str(data_row["question"])
+            sequence = _with_answer(
+                _prompt_ids(tokenizer, prompt_text),
+                _answer_ids(tokenizer, prompt_text, answer_text),
+            )
+            return sequence if len(sequence["input_ids"]) <= length else None
+        token_ids = _prompt_ids(tokenizer, _text(tokenizer, data_row[str(text_column)]))[:length]
+        return _with_answer(token_ids[:1], token_ids[1:]) if len(token_ids) > 1 else None
 
-    def get(index: int) -> Item:
-        epoch, place = divmod(index, len(rows))
-        order = np.random.default_rng([_RNG_KEY, seed, epoch]).permutation(len(rows))
-        for step in range(len(rows)):  # the next row replaces one that does not fit
-            item = encode(rows[int(order[(place + step) % len(rows)])])
-            if item is not None:
-                return item
-        raise UserError(f"--data {name}: no row fits into --length {length}; use a larger one")
+    def get_item(index: int) -> Item:
+        epoch, position = divmod(index, len(dataset_rows))
+        row_order = np.random.default_rng([_RNG_KEY, seed, epoch]).permutation(len(dataset_rows))
+        for offset in range(len(dataset_rows)):  # the next row replaces one that does not fit
+            sequence = encode_row(
+                dataset_rows[int(row_order[(position + offset) % len(dataset_rows)])]
+            )
+            if sequence is not None:
+                return sequence
+        raise UserError(f"--data {source}: no row fits into --length {length}; use a larger one")
 
-    content = digest_of(rows) if isinstance(rows, list) else getattr(rows, "_fingerprint", "")
-    facts = {"data": name, "rows": len(rows), "content": str(content)}
-    return Stream(get, has_answers, facts, len(rows))
+    content_digest = (
+        digest_of(dataset_rows)
+        if isinstance(dataset_rows, list)
+        else getattr(dataset_rows, "_fingerprint", "")
+    )
+    data_facts = {"data": source, "rows": len(dataset_rows), "content": str(content_digest)}
+    return Stream(get_item, has_answers, data_facts, len(dataset_rows))
 
 
 def _prompt_ids(tokenizer: Any, text: str) -> list[int]:
     """Token ids of a text without its end token, so that an answer can follow."""
-    head, tail = split_encode(tokenizer, text, "")
-    return head + tail
+    leading_ids, trailing_ids = split_encode(tokenizer, text, "")
+    return leading_ids + trailing_ids
 
 
-def _text(tokenizer: Any, value: Any) -> str:
+def _text(tokenizer: Any, content: Any) -> str:
     """A text, or a conversation in the chat template of the model."""
-    if isinstance(value, str):
-        return value
-    turns = []
-    for turn in value:
-        role = str(turn.get("role", turn.get("from")))
+    if isinstance(content, str):
+        return content
+    chat_turns = []
+    for chat_turn in content:
+        role = str(chat_turn.get("role", chat_turn.get("from")))
         role = {"human": "user", "gpt": "assistant"}.get(role, role)
-        turns.append({"role": role, "content": str(turn.get("content", turn.get("value", "")))})
+        chat_turns.append(
+            {"role": role, "content": str(chat_turn.get("content", chat_turn.get("value", "")))}
+        )
     if tokenizer.chat_template is not None:
-        text: str = tokenizer.apply_chat_template(turns, tokenize=False)
-        return text
-    return "\n\n".join(turn["content"] for turn in turns)
+        rendered: str = tokenizer.apply_chat_template(chat_turns, tokenize=False)
+        return rendered
+    return "\n\n".join(chat_turn["content"] for chat_turn in chat_turns)

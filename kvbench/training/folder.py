@@ -16,7 +16,7 @@ RUN = "training.json"
 
 LOG = "training.jsonl"
 PICTURE = "training.png"
-MADE = "gates.json"
+GATES_FILE = "gates.json"
 """Written last."""
 
 CHECKPOINTS = "checkpoints"
@@ -24,43 +24,45 @@ COMPLETE = "complete"
 """An empty file that is written last; a checkpoint without it is torn."""
 
 
-def is_finished(out: Path, identity: Mapping[str, Any]) -> bool:
+def is_finished(folder: Path, identity: Mapping[str, Any]) -> bool:
     """Whether a folder holds the gates of exactly this training, and nothing is left to do."""
-    if (out / CHECKPOINTS).exists() or not (out / MADE).is_file():
+    if (folder / CHECKPOINTS).exists() or not (folder / GATES_FILE).is_file():
         return False
     try:
-        return bool(json.loads((out / RUN).read_text(encoding="utf-8")) == identity)
+        return bool(json.loads((folder / RUN).read_text(encoding="utf-8")) == identity)
     except (OSError, ValueError, RecursionError):
         return False
 
 
-def check_same(out: Path, identity: Mapping[str, Any]) -> None:
+def check_same(folder: Path, identity: Mapping[str, Any]) -> None:
     """Refuse a folder that holds another training, unless there is nothing to lose in it.
 
     Args:
-        out: The folder.
+        folder: The folder.
         identity: Everything that can change the gates.
 
     Raises:
         UserError: The folder holds gates or checkpoints of another training.
     """
-    path = out / RUN
-    valuable = (out / MADE).exists() or any((out / CHECKPOINTS).glob(f"*/{COMPLETE}"))
-    if not path.is_file() or not valuable:
+    record_path = folder / RUN
+    has_progress = (folder / GATES_FILE).exists() or any(
+        (folder / CHECKPOINTS).glob(f"*/{COMPLETE}")
+    )
+    if not record_path.is_file() or not has_progress:
         return
     try:
-        earlier = json.loads(path.read_text(encoding="utf-8"))
+        earlier = json.loads(record_path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
-        raise UserError(f"cannot read {path}; use --fresh to start again") from None
-    for name in sorted({*earlier, *identity}):
-        if earlier.get(name) != identity.get(name):
+        raise UserError(f"cannot read {record_path}; use --fresh to start again") from None
+    for setting in sorted({*earlier, *identity}):
+        if earlier.get(setting) != identity.get(setting):
             raise UserError(
-                f"{out} holds a training with {name}={earlier.get(name)} instead of "
-                f"{identity.get(name)}; use another --out, or --fresh to throw it away"
+                f"{folder} holds a training with {setting}={earlier.get(setting)} instead of "
+                f"{identity.get(setting)}; use another --out, or --fresh to throw it away"
             )
 
 
-def claim(out: Path, identity: Mapping[str, Any], fresh: bool) -> None:
+def claim(folder: Path, identity: Mapping[str, Any], fresh: bool) -> None:
     """Start the folder, or continue the same training in it.
 
     Call it only after everything that can be wrong has been checked: a start that fails must not
@@ -70,51 +72,55 @@ def claim(out: Path, identity: Mapping[str, Any], fresh: bool) -> None:
         UserError: The folder holds another training, or cannot be written.
     """
     if fresh:
-        shutil.rmtree(out / CHECKPOINTS, ignore_errors=True)
+        shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
     else:
-        check_same(out, identity)
+        check_same(folder, identity)
     try:
-        if fresh:  # MADE as well: a new RUN beside old gates would look finished
-            for name in (MADE, RUN, LOG, PICTURE):
-                (out / name).unlink(missing_ok=True)
-        out.mkdir(parents=True, exist_ok=True)
+        if fresh:  # GATES_FILE as well: a new RUN beside old gates would look finished
+            for file_name in (GATES_FILE, RUN, LOG, PICTURE):
+                (folder / file_name).unlink(missing_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise cannot("write", out, error) from None
-    with replacing(out / RUN) as part:
-        part.write_text(json.dumps(identity, indent=2) + "\n", encoding="utf-8")
+        raise cannot("write", folder, error) from None
+    with replacing(folder / RUN) as temporary_path:
+        temporary_path.write_text(json.dumps(identity, indent=2) + "\n", encoding="utf-8")
 
 
-def latest_checkpoint(out: Path) -> tuple[Path | None, int]:
+def latest_checkpoint(folder: Path) -> tuple[Path | None, int]:
     """The newest complete checkpoint and its step, or None and 0; torn ones are deleted."""
-    latest, step = None, 0
-    for path in (out / CHECKPOINTS).glob("checkpoint-*"):
-        number = int(path.name.rpartition("-")[2])
-        if not (path / COMPLETE).is_file():
-            shutil.rmtree(path)
-        elif number > step:
-            latest, step = path, number
-    return latest, step
+    latest_path, latest_step = None, 0
+    for checkpoint in (folder / CHECKPOINTS).glob("checkpoint-*"):
+        step_number = int(checkpoint.name.rpartition("-")[2])
+        if not (checkpoint / COMPLETE).is_file():
+            shutil.rmtree(checkpoint)
+        elif step_number > latest_step:
+            latest_path, latest_step = checkpoint, step_number
+    return latest_path, latest_step
 
 
-def truncate_log(out: Path, step: int) -> list[dict[str, Any]]:
-    """Remove the records after `step` from the log, and a torn last line; return the others."""
-    path = out / LOG
+def truncate_log(folder: Path, max_step: int) -> list[dict[str, Any]]:
+    """Remove the records after `max_step` from the log, and a torn last line; return the others."""
+    log_path = folder / LOG
     records: list[dict[str, Any]] = []
-    if path.is_file():
-        for line in path.read_text(encoding="utf-8").splitlines():
+    if log_path.is_file():
+        for log_line in log_path.read_text(encoding="utf-8").splitlines():
             try:
-                record = json.loads(line)
+                record = json.loads(log_line)
             except (ValueError, RecursionError):
                 continue
-            if record.get("step", 0) <= step:
+            if record.get("step", 0) <= max_step:
                 records.append(record)
-    with replacing(path) as part:
-        part.write_text("".join(json.dumps(x) + "\n" for x in records), encoding="utf-8")
+    with replacing(log_path) as temporary_path:
+        temporary_path.write_text(
+            "".join(json.dumps(entry) + "\n" for entry in records), encoding="utf-8"
+        )
     return records
 
 
 def describe(record: Mapping[str, Any]) -> str:
     """A record of the log as text."""
-    names = ("loss", "kl", "ntp", "capacity", "retained", "fit", "smooth")
-    parts = [f"{name} {record[name]:.4g}" for name in names if name in record]
-    return f"step {record['step']}: {', '.join(parts)}"
+    loss_names = ("loss", "kl", "ntp", "capacity", "retained", "fit", "smooth")
+    loss_texts = [
+        f"{loss_name} {record[loss_name]:.4g}" for loss_name in loss_names if loss_name in record
+    ]
+    return f"step {record['step']}: {', '.join(loss_texts)}"

@@ -42,9 +42,9 @@ def quality(
     student: Tensor,
     teacher: Tensor,
     target: Tensor,
-    head: Callable[[Tensor], Tensor],
+    output_head: Callable[[Tensor], Tensor],
     terms: Terms,
-    block: int = _BLOCK,
+    block_size: int = _BLOCK,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Divergence and next-token loss of a student, as means over positions.
 
@@ -55,17 +55,17 @@ def quality(
         student: Final hidden states of the student, `[K, d_model]`.
         teacher: Final hidden states of the teacher, without gradient, `[K, d_model]`.
         target: Next tokens, int64 `[K]`.
-        head: Maps hidden states to logits; frozen.
+        output_head: Maps hidden states to logits; frozen.
         terms: Terms to compute; the others are 0.
-        block: Positions per block.
+        block_size: Positions per block.
 
     Returns:
         Float32 scalars: the sum of `KL` and `NTP`, which has the gradient, and both without it.
     """
-    result: tuple[Tensor, Tensor, Tensor] = _Quality.apply(
-        student, teacher, target, head, terms, block
+    quality_losses: tuple[Tensor, Tensor, Tensor] = _Quality.apply(
+        student, teacher, target, output_head, terms, block_size
     )  # type: ignore[no-untyped-call]
-    return result
+    return quality_losses
 
 
 class _Quality(torch.autograd.Function):
@@ -81,57 +81,63 @@ class _Quality(torch.autograd.Function):
         terms: Terms,
         block: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        kl = ntp = student.new_zeros((), dtype=torch.float32)
-        slope = torch.empty_like(student)
-        count = max(1, len(target))
-        for i in range(0, len(target), block):
-            rows = slice(i, i + block)
+        kl_loss = ntp_loss = student.new_zeros((), dtype=torch.float32)
+        student_gradient = torch.empty_like(student)
+        target_count = max(1, len(target))
+        for block_start in range(0, len(target), block):
+            block_rows = slice(block_start, block_start + block)
             with torch.enable_grad():
-                hidden = student[rows].detach().requires_grad_()
-                logits = head(hidden)
-            taught = head(teacher[rows]) if terms.kl else None
-            more_kl, more_ntp, of_logits = _block_quality(
-                logits.detach(), taught, target[rows], terms
+                hidden_states = student[block_rows].detach().requires_grad_()
+                logits = head(hidden_states)
+            teacher_logits = head(teacher[block_rows]) if terms.kl else None
+            block_kl, block_ntp, logits_gradient = _block_quality(
+                logits.detach(), teacher_logits, target[block_rows], terms
             )
-            kl, ntp = kl + more_kl, ntp + more_ntp
-            of_logits = of_logits.div_(count).to(logits.dtype)
-            (slope[rows],) = torch.autograd.grad(logits, hidden, of_logits)
-        ctx.save_for_backward(slope)
-        kl, ntp = kl / count, ntp / count
-        ctx.mark_non_differentiable(kl, ntp)
-        return kl + ntp, kl, ntp
+            kl_loss, ntp_loss = kl_loss + block_kl, ntp_loss + block_ntp
+            logits_gradient = logits_gradient.div_(target_count).to(logits.dtype)
+            (student_gradient[block_rows],) = torch.autograd.grad(
+                logits, hidden_states, logits_gradient
+            )
+        ctx.save_for_backward(student_gradient)
+        kl_loss, ntp_loss = kl_loss / target_count, ntp_loss / target_count
+        ctx.mark_non_differentiable(kl_loss, ntp_loss)
+        return kl_loss + ntp_loss, kl_loss, ntp_loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (slope,) = ctx.saved_tensors
-        return (grads[0] * slope).to(slope.dtype), None, None, None, None, None
+        (gradient,) = ctx.saved_tensors
+        return (grads[0] * gradient).to(gradient.dtype), None, None, None, None, None
 
 
 def _block_quality(
-    logits: Tensor, taught: Tensor | None, target: Tensor, terms: Terms
+    logits: Tensor, teacher_logits: Tensor | None, target: Tensor, terms: Terms
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sums of KL and NTP over positions, and the gradient with regard to the student's logits."""
-    log_q = F.log_softmax(logits, -1, dtype=torch.float32)
-    q = log_q.exp()
-    slope = torch.zeros_like(q)
-    kl = ntp = q.new_zeros(())
+    student_log_probs = F.log_softmax(logits, -1, dtype=torch.float32)
+    student_probs = student_log_probs.exp()
+    logits_gradient = torch.zeros_like(student_probs)
+    kl_sum = ntp_sum = student_probs.new_zeros(())
     if terms.ntp:
-        own = target[:, None]
-        ntp = -log_q.gather(-1, own).sum()
-        slope += q
-        slope.scatter_add_(-1, own, -torch.ones_like(own, dtype=q.dtype))
-    if taught is not None:
-        log_p = F.log_softmax(taught, -1, dtype=torch.float32)
+        target_index = target[:, None]
+        ntp_sum = -student_log_probs.gather(-1, target_index).sum()
+        logits_gradient += student_probs
+        logits_gradient.scatter_add_(
+            -1, target_index, -torch.ones_like(target_index, dtype=student_probs.dtype)
+        )
+    if teacher_logits is not None:
+        teacher_log_probs = F.log_softmax(teacher_logits, -1, dtype=torch.float32)
         if terms.reverse:  # d/dz sum q (log q - log p) = q (log q - log p - KL)
-            difference = log_q.sub_(log_p)
-            each = (q * difference).sum(-1, keepdim=True)
-            slope.addcmul_(q, difference.sub_(each))
+            difference = student_log_probs.sub_(teacher_log_probs)
+            row_divergence = (student_probs * difference).sum(-1, keepdim=True)
+            logits_gradient.addcmul_(student_probs, difference.sub_(row_divergence))
         else:
-            p = log_p.exp()
-            each = (p * log_p.sub_(log_q)).sum(-1, keepdim=True)
-            slope.add_(q).sub_(p)
-        kl = each.sum()
-    return kl, ntp, slope
+            teacher_probs = teacher_log_probs.exp()
+            row_divergence = (teacher_probs * teacher_log_probs.sub_(student_log_probs)).sum(
+                -1, keepdim=True
+            )
+            logits_gradient.add_(student_probs).sub_(teacher_probs)
+        kl_sum = row_divergence.sum()
+    return kl_sum, ntp_sum, logits_gradient
 
 
 def retained(log_beta: Tensor, valid: Tensor | None = None) -> Tensor:
@@ -144,16 +150,16 @@ def retained(log_beta: Tensor, valid: Tensor | None = None) -> Tensor:
     Returns:
         A scalar in (0, 1].
     """
-    length = log_beta.shape[-1]
-    age = torch.arange(length - 1, -1, -1, device=log_beta.device)
-    weight = (age * log_beta.detach().float()).exp()
+    token_count = log_beta.shape[-1]
+    token_age = torch.arange(token_count - 1, -1, -1, device=log_beta.device)
+    retention = (token_age * log_beta.detach().float()).exp()
     if valid is None:
-        return weight.mean()
-    return ((weight * valid[:, None, None]).sum(-1) / valid.sum(-1)[:, None, None]).mean()
+        return retention.mean()
+    return ((retention * valid[:, None, None]).sum(-1) / valid.sum(-1)[:, None, None]).mean()
 
 
 def answer_logits(
-    query: Tensor, key: Tensor, supervised: Tensor, scale: float, block: int = 256
+    query: Tensor, key: Tensor, supervised: Tensor, scale: float, block_size: int = 256
 ) -> Tensor:
     """The largest logit that each token gets from the answer's queries: LocRet's labels.
 
@@ -162,46 +168,57 @@ def answer_logits(
         key: Keys after RoPE, `[B, H, T, d]`.
         supervised: Positions of the answer's queries, which predict its tokens, bool `[B, T]`.
         scale: Factor of the logits.
-        block: Queries per block.
+        block_size: Queries per block.
 
     Returns:
         Float32 `[B, H, T]`: the maximum over the query heads of the group and the answer's queries
         after the token; `-inf` if there are no such queries.
     """
-    batch, heads, length, _ = key.shape
-    column = torch.arange(length, device=key.device)
-    result = key.new_full((batch, heads, length), float("-inf"), dtype=torch.float32)
-    for row in range(batch):
-        k = key[row].float()
-        for positions in column[supervised[row]].split(block):
-            q = query[row].float()[:, positions].unflatten(0, (heads, -1)).flatten(1, 2)
-            logits = q @ k.transpose(-1, -2) * scale
-            later = positions.repeat(query.shape[1] // heads)[:, None] > column
-            logits = logits.masked_fill(~later, float("-inf"))
-            result[row] = torch.maximum(result[row], logits.amax(1))
-    return result
+    batch_size, kv_heads, length, _ = key.shape
+    columns = torch.arange(length, device=key.device)
+    labels = key.new_full((batch_size, kv_heads, length), float("-inf"), dtype=torch.float32)
+    for sequence_index in range(batch_size):
+        keys = key[sequence_index].float()
+        for query_positions in columns[supervised[sequence_index]].split(block_size):
+            queries = (
+                query[sequence_index]
+                .float()[:, query_positions]
+                .unflatten(0, (kv_heads, -1))
+                .flatten(1, 2)
+            )
+            logits = queries @ keys.transpose(-1, -2) * scale
+            is_later = query_positions.repeat(query.shape[1] // kv_heads)[:, None] > columns
+            logits = logits.masked_fill(~is_later, float("-inf"))
+            labels[sequence_index] = torch.maximum(labels[sequence_index], logits.amax(1))
+    return labels
 
 
-def regression(predicted: Tensor, label: Tensor, usable: Tensor) -> tuple[Tensor, Tensor]:
+def regression(predictions: Tensor, labels: Tensor, usable_mask: Tensor) -> tuple[Tensor, Tensor]:
     """LocRet's two terms: smooth L1 to the labels, and the mean square between neighbours.
 
     Args:
-        predicted: Predicted logits, `[B, L, H, T]`.
-        label: Labels, `[B, L, H, T]`.
-        usable: Which tokens have a label, bool `[B, L, H, T]`.
+        predictions: Predicted logits, `[B, L, H, T]`.
+        labels: Labels, `[B, L, H, T]`.
+        usable_mask: Which tokens have a label, bool `[B, L, H, T]`.
 
     Returns:
         Means over usable tokens, the first over all layers; the second is summed over layers, as in
         the authors' code. Two neighbours count if both are usable.
     """
-    fit = F.smooth_l1_loss(predicted, label.masked_fill(~usable, 0.0), reduction="none")
-    fit = (fit * usable).sum() / usable.sum().clamp(min=1)
-    both = usable[..., 1:] & usable[..., :-1]
-    step = (predicted.diff(dim=-1) ** 2 * both).sum((0, 2, 3)) / both.sum((0, 2, 3)).clamp(min=1)
-    return fit, step.sum()
+    fit_loss = F.smooth_l1_loss(
+        predictions, labels.masked_fill(~usable_mask, 0.0), reduction="none"
+    )
+    fit_loss = (fit_loss * usable_mask).sum() / usable_mask.sum().clamp(min=1)
+    pair_mask = usable_mask[..., 1:] & usable_mask[..., :-1]
+    smooth_loss = (predictions.diff(dim=-1) ** 2 * pair_mask).sum((0, 2, 3)) / pair_mask.sum(
+        (0, 2, 3)
+    ).clamp(min=1)
+    return fit_loss, smooth_loss.sum()
 
 
-def block_shares(query: Tensor, key: Tensor, block: int, scale: float) -> tuple[Tensor, Tensor]:
+def block_shares(
+    query: Tensor, key: Tensor, block_size: int, scale: float
+) -> tuple[Tensor, Tensor]:
     """How the attention of every query spreads over the complete blocks before it.
 
     A block counts by the largest attention weight that any query head of the group gives to any of
@@ -210,7 +227,7 @@ def block_shares(query: Tensor, key: Tensor, block: int, scale: float) -> tuple[
     Args:
         query: Queries after RoPE, `[H, G, T, d]`.
         key: Keys after RoPE, `[H, T, d]`.
-        block: Entries of a block.
+        block_size: Entries of a block.
         scale: Factor of the logits.
 
     Returns:
@@ -218,23 +235,25 @@ def block_shares(query: Tensor, key: Tensor, block: int, scale: float) -> tuple[
         these are, bool `[T, K]`.
     """
     length = key.shape[1]
-    count = length // block
-    column = torch.arange(length, device=key.device)
+    block_count = length // block_size
+    columns = torch.arange(length, device=key.device)
     logits = query.float() @ key.float().transpose(-1, -2)[:, None] * scale
-    logits = logits.masked_fill(column > column[:, None], float("-inf"))
-    weight = logits.softmax(-1)[..., : count * block].unflatten(-1, (count, block))
-    earlier = column[:count] < (column // block)[:, None]
-    largest = weight.amax((1, -1)) * earlier
-    return largest / largest.sum(-1, keepdim=True).clamp(min=1e-9), earlier
+    logits = logits.masked_fill(columns > columns[:, None], float("-inf"))
+    block_weights = logits.softmax(-1)[..., : block_count * block_size].unflatten(
+        -1, (block_count, block_size)
+    )
+    earlier_blocks = columns[:block_count] < (columns // block_size)[:, None]
+    largest_weights = block_weights.amax((1, -1)) * earlier_blocks
+    return largest_weights / largest_weights.sum(-1, keepdim=True).clamp(min=1e-9), earlier_blocks
 
 
-def divergence(logits: Tensor, share: Tensor, earlier: Tensor) -> Tensor:
+def divergence(logits: Tensor, target_shares: Tensor, earlier_blocks: Tensor) -> Tensor:
     """Sum over queries of `KL(share || softmax(logits))`, mean over heads.
 
     Args:
         logits: Logits of blocks, `[H, T, K]`.
-        share: Their shares, `[H, T, K]`.
-        earlier: Which blocks come before each query, bool `[T, K]`.
+        target_shares: Their shares, `[H, T, K]`.
+        earlier_blocks: Which blocks come before each query, bool `[T, K]`.
     """
-    log_q = logits.masked_fill(~earlier, -1e9).log_softmax(-1)
-    return F.kl_div(log_q, share, reduction="none").sum() / len(logits)
+    log_predictions = logits.masked_fill(~earlier_blocks, -1e9).log_softmax(-1)
+    return F.kl_div(log_predictions, target_shares, reduction="none").sum() / len(logits)

@@ -17,20 +17,20 @@ from kvbench.training.method import Compress
 
 
 @dataclass
-class Held:
+class LayerMemory:
     """What a layer holds.
 
     Attributes:
         key: After RoPE, `[B, H, n, d]`.
         value: `[B, H, n, d]`.
-        mass: Attention that every entry has received, mean over the query heads of a KV head,
-            float32 `[B, H, n]`.
+        attention_sums: Attention that every entry has received, mean over the query heads of a
+            KV head, float32 `[B, H, n]`.
         valid: Which entries exist, bool `[B, H, n]`.
     """
 
     key: Tensor
     value: Tensor
-    mass: Tensor
+    attention_sums: Tensor
     valid: Tensor
 
 
@@ -47,7 +47,7 @@ class Memory:
         self._compress = compress
         self._gates = gates
         self._budget = budget
-        self._layers: dict[int, Held] = {}
+        self._layers: dict[int, LayerMemory] = {}
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, valid: Tensor, scale: float
@@ -65,33 +65,38 @@ class Memory:
         Returns:
             `[B, H_q, n, d]`.
         """
-        mass = key.new_zeros(key.shape[:3], dtype=torch.float32)
-        seen = valid[:, None].expand(mass.shape)
-        held = self._layers.get(layer)
-        if held is not None:
-            before = (held.key, held.value, held.mass, held.valid)
-            if held.key.shape[2] > self._budget:
-                before = self._compress(self._gates, layer, *before, self._budget)
-            key, value = torch.cat([before[0], key], 2), torch.cat([before[1], value], 2)
-            mass, seen = torch.cat([before[2], mass], 2), torch.cat([before[3], seen], 2)
-        out, received = _attention(query, key, value, seen, scale)
-        self._layers[layer] = Held(key.detach(), value.detach(), mass.detach() + received, seen)
-        return out
+        attention_sums = key.new_zeros(key.shape[:3], dtype=torch.float32)
+        entry_mask = valid[:, None].expand(attention_sums.shape)
+        memory = self._layers.get(layer)
+        if memory is not None:
+            remembered = (memory.key, memory.value, memory.attention_sums, memory.valid)
+            if memory.key.shape[2] > self._budget:
+                remembered = self._compress(self._gates, layer, *remembered, self._budget)
+            key, value = torch.cat([remembered[0], key], 2), torch.cat([remembered[1], value], 2)
+            attention_sums, entry_mask = (
+                torch.cat([remembered[2], attention_sums], 2),
+                torch.cat([remembered[3], entry_mask], 2),
+            )
+        output, received = _attention(query, key, value, entry_mask, scale)
+        self._layers[layer] = LayerMemory(
+            key.detach(), value.detach(), attention_sums.detach() + received, entry_mask
+        )
+        return output
 
 
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, valid: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of the last entries, and what every entry receives of it."""
-    heads, new = key.shape[1], query.shape[2]
-    grouped = query.unflatten(1, (heads, -1))
-    logits = (grouped @ key[:, :, None].transpose(-1, -2)).float() * scale
-    column = torch.arange(key.shape[2], device=key.device)
-    visible = column <= column[-new:, None]
-    mask = visible & valid[:, :, None, None]
+    kv_heads, query_count = key.shape[1], query.shape[2]
+    grouped_query = query.unflatten(1, (kv_heads, -1))
+    logits = (grouped_query @ key[:, :, None].transpose(-1, -2)).float() * scale
+    columns = torch.arange(key.shape[2], device=key.device)
+    causal_mask = columns <= columns[-query_count:, None]
+    attention_mask = causal_mask & valid[:, :, None, None]
     # Not -inf: padding, which sees nothing, would get NaN.
-    weight = logits.masked_fill(~mask, torch.finfo(logits.dtype).min).softmax(-1)
-    asks = valid[:, :, None, -new:, None]
-    received = (weight.detach() * asks).sum(3).mean(2)
-    out = weight.to(value.dtype) @ value[:, :, None]
-    return out.flatten(1, 2), received
+    attention = logits.masked_fill(~attention_mask, torch.finfo(logits.dtype).min).softmax(-1)
+    query_mask = valid[:, :, None, -query_count:, None]
+    received = (attention.detach() * query_mask).sum(3).mean(2)
+    output = attention.to(value.dtype) @ value[:, :, None]
+    return output.flatten(1, 2), received

@@ -20,24 +20,24 @@ _TITLES = {
 }
 
 
-def draw(log: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
+def draw(log_records: Sequence[Mapping[str, Any]], figure_path: Path, title: str) -> None:
     """Draw a log.
 
     Args:
-        log: Its records, at least one.
-        path: The PNG file.
+        log_records: Its records, at least one.
+        figure_path: The PNG file.
         title: The title.
     """
-    steps = [record["step"] for record in log]
-    names = [name for name in _TITLES if name in log[0]]
+    steps = [record["step"] for record in log_records]
+    loss_names = [loss_name for loss_name in _TITLES if loss_name in log_records[0]]
     colour = marker_styles([title])[title][0]
     with plot_style():
-        figure = Figure(figsize=(3.2 * len(names), 2.6), layout="constrained", dpi=120)
-        axes = figure.subplots(1, len(names), squeeze=False)[0]
-        for axis, name in zip(axes, names, strict=True):
-            axis.plot(steps, [record[name] for record in log], color=colour)
-            axis.set_title(_TITLES[name])
-            axis.set_xlabel("step")
-            axis.set_ylim(bottom=0)
+        figure = Figure(figsize=(3.2 * len(loss_names), 2.6), layout="constrained", dpi=120)
+        axes = figure.subplots(1, len(loss_names), squeeze=False)[0]
+        for loss_axes, loss_name in zip(axes, loss_names, strict=True):
+            loss_axes.plot(steps, [record[loss_name] for record in log_records], color=colour)
+            loss_axes.set_title(_TITLES[loss_name])
+            loss_axes.set_xlabel("step")
+            loss_axes.set_ylim(bottom=0)
         figure.suptitle(title)
-        figure.savefig(path, metadata={"Software": None})
+        figure.savefig(figure_path, metadata={"Software": None})

@@ -95,46 +95,55 @@ class ReplayStudent(nn.Module):
         """
         if pixels:
             raise UserError(f"{self.method.name} learns from text alone; use data without images")
-        errors = []
-        for row, ids in enumerate(input_ids):
-            measured = self.measure(ids if valid is None else ids[valid[row]])
-            usable = measured.label.isfinite()
-            errors.append((self.predict(measured) - measured.label)[usable])
-        loss = torch.cat(errors).square().mean()
-        return {"loss": loss, "fit": loss.detach()}
+        prediction_errors = []
+        for sequence_index, token_ids in enumerate(input_ids):
+            measurement = self.measure(
+                token_ids if valid is None else token_ids[valid[sequence_index]]
+            )
+            usable_mask = measurement.label.isfinite()
+            prediction_errors.append((self.predict(measurement) - measurement.label)[usable_mask])
+        mean_loss = torch.cat(prediction_errors).square().mean()
+        return {"loss": mean_loss, "fit": mean_loss.detach()}
 
-    def predict(self, measured: Measured) -> Tensor:
+    def predict(self, measurement: Measured) -> Tensor:
         """The gates' predictions for one sequence, float32 `[L, H, T]`."""
         gates = cast("Gates", self.gates)
-        return torch.cat([gates.score(i, hidden) for i, hidden in enumerate(measured.hidden)])
+        return torch.cat(
+            [
+                gates.score(layer, hidden_states)
+                for layer, hidden_states in enumerate(measurement.hidden)
+            ]
+        )
 
-    def measure(self, ids: Tensor) -> Measured:
+    def measure(self, token_ids: Tensor) -> Measured:
         """Prefill and replay one sequence, int64 `[T]`, or remember what that gave."""
-        key = ids.cpu().numpy().tobytes()
-        if key in self._measured:
-            self._measured.move_to_end(key)
+        cache_key = token_ids.cpu().numpy().tobytes()
+        if cache_key in self._measured:
+            self._measured.move_to_end(cache_key)
         else:
-            self._measured[key] = self._replay(ids[None])
+            self._measured[cache_key] = self._replay(token_ids[None])
             if len(self._measured) > TOGETHER:
                 self._measured.popitem(last=False)
-        return self._measured[key]
+        return self._measured[cache_key]
 
     @torch.no_grad()
-    def _replay(self, ids: Tensor) -> Measured:
+    def _replay(self, token_ids: Tensor) -> Measured:
         cache = RaggedCache(decoder_of(self.base).config)
         start_observers(cache, frozenset({NEED}), self._info)
-        hidden: dict[int, Tensor] = {}
+        hidden_states: dict[int, Tensor] = {}
 
-        def watch(running: Forward, layer: RaggedLayer, step: Step) -> None:
-            if running.cache is cache:  # and no copy of it, on which a chunk is replayed
-                hidden[step.index] = step.hidden
+        def record_hidden(forward_pass: Forward, layer: RaggedLayer, step: Step) -> None:
+            if forward_pass.cache is cache:  # and no copy of it, on which a chunk is replayed
+                hidden_states[step.index] = step.hidden
 
-        with engine(self.base, watch):
-            forward(self.base, cache, ids)
+        with engine(self.base, record_hidden):
+            forward(self.base, cache, token_ids)
             observe_replays(self.base, cache, self._info)
         observer: Any = cache.observers[NEED]
-        label = torch.cat([observer.read(i) for i in range(self._info.layers)])
-        return Measured(tuple(hidden[i] for i in sorted(hidden)), label.log())
+        labels = torch.cat([observer.read(layer_index) for layer_index in range(self._info.layers)])
+        return Measured(
+            tuple(hidden_states[layer_index] for layer_index in sorted(hidden_states)), labels.log()
+        )
 
 
 @torch.no_grad()
@@ -148,30 +157,44 @@ def agreement(student: ReplayStudent, sequences: Iterable[Item]) -> dict[str, fl
         heads and layers together, which is the order that a global budget goes by.
     """
     labels, predictions = [], []
-    for item in sequences:
-        measured = student.measure(item["input_ids"].to(next(student.gates.parameters()).device))
-        labels.append(measured.label.cpu())
-        predictions.append(student.predict(measured).cpu())
-    label, predicted = torch.cat(labels, -1).flatten(0, 1), torch.cat(predictions, -1).flatten(0, 1)
-    usable = label.isfinite()
-    by_head = [
-        (p[own].double(), y[own].double())
-        for p, y, own in zip(predicted, label, usable, strict=True)
+    for sequence in sequences:
+        measurement = student.measure(
+            sequence["input_ids"].to(next(student.gates.parameters()).device)
+        )
+        labels.append(measurement.label.cpu())
+        predictions.append(student.predict(measurement).cpu())
+    all_labels, all_predictions = (
+        torch.cat(labels, -1).flatten(0, 1),
+        torch.cat(predictions, -1).flatten(0, 1),
+    )
+    usable_mask = all_labels.isfinite()
+    head_pairs = [
+        (head_predictions[head_mask].double(), head_labels[head_mask].double())
+        for head_predictions, head_labels, head_mask in zip(
+            all_predictions, all_labels, usable_mask, strict=True
+        )
     ]
-    r2 = [float(1 - (p - y).square().mean() / y.var(correction=0)) for p, y in by_head]
-    ranks = [_spearman(p, y) for p, y in by_head]
+    explained = [
+        float(1 - (head_predictions - head_labels).square().mean() / head_labels.var(correction=0))
+        for head_predictions, head_labels in head_pairs
+    ]
+    correlations = [
+        _spearman(head_predictions, head_labels) for head_predictions, head_labels in head_pairs
+    ]
     return {
         "sequences": len(labels),
-        "tokens": label.shape[-1],
-        "r2": round(sum(r2) / len(r2), 4),
-        "spearman": round(sum(ranks) / len(ranks), 4),
-        "spearman_model": round(_spearman(predicted[usable], label[usable]), 4),
+        "tokens": all_labels.shape[-1],
+        "r2": round(sum(explained) / len(explained), 4),
+        "spearman": round(sum(correlations) / len(correlations), 4),
+        "spearman_model": round(
+            _spearman(all_predictions[usable_mask], all_labels[usable_mask]), 4
+        ),
     }
 
 
-def _spearman(one: Tensor, other: Tensor) -> float:
+def _spearman(first: Tensor, second: Tensor) -> float:
     """Rank correlation of two vectors without ties."""
-    ranks = torch.stack([x.argsort().argsort().double() for x in (one, other)])
+    ranks = torch.stack([vector.argsort().argsort().double() for vector in (first, second)])
     return float(torch.corrcoef(ranks)[0, 1])
 
 

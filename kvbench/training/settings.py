@@ -62,7 +62,7 @@ _FLAGS = {"kl": "no-kl", "ntp": "no-ntp", "with_capacity": "no-capacity", "colum
 """Flags that are not the name of their setting."""
 
 
-def complete(method: Method, model: str, window: int, given: Mapping[str, Any]) -> dict[str, Any]:
+def complete(method: Method, model: str, window: int, options: Mapping[str, Any]) -> dict[str, Any]:
     """Check the given settings and add the others.
 
     The others are those of the model's recipe, where it has one, and otherwise those of the paper.
@@ -71,7 +71,7 @@ def complete(method: Method, model: str, window: int, given: Mapping[str, Any]) 
         method: What is trained.
         model: The model as the user named it.
         window: Positions of the model; 0 if unknown.
-        given: Settings by name; None counts as not given.
+        options: Settings by name; None counts as not given.
 
     Returns:
         All settings; only `checkpointing` can be None, which leaves it to the device.
@@ -79,15 +79,19 @@ def complete(method: Method, model: str, window: int, given: Mapping[str, Any]) 
     Raises:
         UserError: A setting is unknown or out of range, or two settings contradict each other.
     """
-    explicit = {name: value for name, value in given.items() if value is not None}
-    recipe = {k: v for k, v in recipe_of(model, method.name).items() if k not in OUTSIDE}
-    settings = {**_DEFAULTS, **method.defaults, **recipe, **explicit}
-    known = {*_DEFAULTS, *_APPLIES_TO, *method.defaults}
-    for name in explicit:
-        if name not in known:
-            raise unknown("setting", name, known)
-        if method.objective not in _APPLIES_TO.get(name, (method.objective,)):
-            raise UserError(f"{_flag(name)} does not apply to {method.name}; leave it out")
+    explicit = {setting: value for setting, value in options.items() if value is not None}
+    recipe_settings = {
+        setting: recipe_value
+        for setting, recipe_value in recipe_of(model, method.name).items()
+        if setting not in OUTSIDE
+    }
+    settings = {**_DEFAULTS, **method.defaults, **recipe_settings, **explicit}
+    known_names = {*_DEFAULTS, *_APPLIES_TO, *method.defaults}
+    for setting in explicit:
+        if setting not in known_names:
+            raise unknown("setting", setting, known_names)
+        if method.objective not in _APPLIES_TO.get(setting, (method.objective,)):
+            raise UserError(f"{_flag(setting)} does not apply to {method.name}; leave it out")
     if "tokens" in explicit and "steps" in explicit:
         raise UserError("--tokens and --steps both set the length of the training; use one of them")
     if window and settings["length"] > window:
@@ -97,32 +101,32 @@ def complete(method: Method, model: str, window: int, given: Mapping[str, Any]) 
             )
         settings["length"] = window
     _check(settings, method)
-    tokens = settings.pop("tokens")
-    if tokens is not None:
-        per_step = settings["batch_size"] * settings["accumulate"] * settings["length"]
-        settings["steps"] = max(1, round(tokens / per_step))
-    steps = settings["steps"] = settings["steps"] or _STEPS
-    settings["log_steps"] = settings["log_steps"] or max(1, steps // 100)
-    settings["save_steps"] = settings["save_steps"] or max(1, min(200, steps // 5))
+    token_count = settings.pop("tokens")
+    if token_count is not None:
+        tokens_per_step = settings["batch_size"] * settings["accumulate"] * settings["length"]
+        settings["steps"] = max(1, round(token_count / tokens_per_step))
+    step_count = settings["steps"] = settings["steps"] or _STEPS
+    settings["log_steps"] = settings["log_steps"] or max(1, step_count // 100)
+    settings["save_steps"] = settings["save_steps"] or max(1, min(200, step_count // 5))
     return settings
 
 
 def _check(settings: Mapping[str, Any], method: Method) -> None:
-    for name, options in _CHOICES.items():
-        value = settings.get(name)
-        if value is not None and value not in (*options, method.defaults.get(name)):
-            raise UserError(f"{_flag(name)} {value} is unknown; use {' or '.join(options)}")
-    for name in _COUNTS:
-        value = settings.get(name)
-        smallest = 2 if name == "length" else 1
-        if value is not None and value < smallest:
-            raise UserError(f"{_flag(name)} {value} is too small; use {smallest} or more")
-    for name in ("lr", "weight_decay", "capacity_weight", "warmup", "seed", "bias"):
-        value = settings.get(name, 1.0)
-        in_range = name == "bias" or value > 0 or (value == 0 and name != "lr")
+    for setting, choices in _CHOICES.items():
+        value = settings.get(setting)
+        if value is not None and value not in (*choices, method.defaults.get(setting)):
+            raise UserError(f"{_flag(setting)} {value} is unknown; use {' or '.join(choices)}")
+    for setting in _COUNTS:
+        value = settings.get(setting)
+        minimum = 2 if setting == "length" else 1
+        if value is not None and value < minimum:
+            raise UserError(f"{_flag(setting)} {value} is too small; use {minimum} or more")
+    for setting in ("lr", "weight_decay", "capacity_weight", "warmup", "seed", "bias"):
+        value = settings.get(setting, 1.0)
+        in_range = setting == "bias" or value > 0 or (value == 0 and setting != "lr")
         if not (math.isfinite(value) and in_range):
-            advice = {"bias": "a finite number", "lr": "a number above 0"}.get(name, "0 or more")
-            raise UserError(f"{_flag(name)} {value} is invalid; use {advice}")
+            advice = {"bias": "a finite number", "lr": "a number above 0"}.get(setting, "0 or more")
+            raise UserError(f"{_flag(setting)} {value} is invalid; use {advice}")
     if method.objective == "distil":
         _check_loss(settings)
     if method.objective == "compress":
@@ -148,9 +152,11 @@ def _check_loss(settings: Mapping[str, Any]) -> None:
 
 
 def _check_compression(settings: Mapping[str, Any]) -> None:
-    for name in ("keep_rate", "mix"):
-        if not 0 <= settings[name] <= 1:
-            raise UserError(f"{_flag(name)} {settings[name]} is invalid; use a number from 0 to 1")
+    for setting in ("keep_rate", "mix"):
+        if not 0 <= settings[setting] <= 1:
+            raise UserError(
+                f"{_flag(setting)} {settings[setting]} is invalid; use a number from 0 to 1"
+            )
     if settings["kernel_size"] % 2 == 0:
         raise UserError(f"--kernel-size {settings['kernel_size']} is even; use an odd number")
     if settings["capacity"] * (1 - settings["keep_rate"]) < 1:
@@ -159,14 +165,14 @@ def _check_compression(settings: Mapping[str, Any]) -> None:
             f"{settings['capacity']} to merge into; use a smaller --keep-rate"
         )
     # A layer is cut before a chunk; the last token of a sequence is only a target.
-    longest = (settings["length"] - 2) // settings["chunk"] * settings["chunk"]
-    if settings["capacity"] >= longest:
+    max_prefix = (settings["length"] - 2) // settings["chunk"] * settings["chunk"]
+    if settings["capacity"] >= max_prefix:
         raise UserError(
-            f"at most {longest} tokens of --length {settings['length']} precede a --chunk of "
+            f"at most {max_prefix} tokens of --length {settings['length']} precede a --chunk of "
             f"{settings['chunk']}, which must be more than --capacity {settings['capacity']}, or "
             "nothing is ever cut; use smaller ones"
         )
 
 
-def _flag(name: str) -> str:
-    return f"--{_FLAGS.get(name, name.replace('_', '-'))}"
+def _flag(setting: str) -> str:
+    return f"--{_FLAGS.get(setting, setting.replace('_', '-'))}"

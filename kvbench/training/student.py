@@ -69,25 +69,29 @@ def training_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """The attention function: `query` `[B, H_q, T, d]` after RoPE, output `[B, T, H_q, d]`."""
     check_keywords(module, kwargs)
-    hooked = module.__dict__.get("_kvbench_training")
-    if hooked is not None:
-        running, index, hidden = hooked
-        student: Student = running.student
+    hook_state = module.__dict__.get("_kvbench_training")
+    if hook_state is not None:
+        forward_pass, layer, hidden_states = hook_state
+        student: Student = forward_pass.student
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        if running.memory is not None:
-            out = running.memory.attend(index, query, key, value, running.valid, scale)
-            return out.transpose(1, 2).contiguous(), None
+        if forward_pass.memory is not None:
+            output = forward_pass.memory.attend(layer, query, key, value, forward_pass.valid, scale)
+            return output.transpose(1, 2).contiguous(), None
         if student.method.objective == "distil":
-            return student.gated(running, index, hidden, query, key, value, scale), None
+            return student.gated(forward_pass, layer, hidden_states, query, key, value, scale), None
         if student.method.objective == "match":
-            running.outputs[index], running.scale = (query, key), scale
-        elif index not in running.outputs:
-            labels = losses.answer_logits(query, key, running.supervised, scale)
-            running.outputs[index] = hidden, student.project(index, hidden), labels
-    plain: tuple[Tensor, Tensor | None] = sdpa_attention_forward(
+            forward_pass.outputs[layer], forward_pass.scale = (query, key), scale
+        elif layer not in forward_pass.outputs:
+            labels = losses.answer_logits(query, key, forward_pass.supervised, scale)
+            forward_pass.outputs[layer] = (
+                hidden_states,
+                student.project(layer, hidden_states),
+                labels,
+            )
+    plain_output: tuple[Tensor, Tensor | None] = sdpa_attention_forward(
         module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
     )
-    return plain
+    return plain_output
 
 
 AttentionInterface.register(NAME, training_attention)
@@ -124,17 +128,20 @@ class Student(nn.Module):
         self._info = model_info(model)
         self._running: _Pass | None = None
         self._pixels: Mapping[str, Tensor] = {}
-        layers = int(decoder_of(model).config.num_hidden_layers)
-        if method.objective == "compress" and self._info.layers < layers:
+        layer_count = int(decoder_of(model).config.num_hidden_layers)
+        if method.objective == "compress" and self._info.layers < layer_count:
             raise UserError(
                 f"{method.name} cannot be trained for this model: only {self._info.layers} of its "
-                f"{layers} layers have full attention"
+                f"{layer_count} layers have full attention"
             )
         check_supported(model)
         decoder_of(model).set_attn_implementation(NAME)
-        for index, module in attention_modules(model):
+        for layer, module in attention_modules(model):
             module.register_forward_pre_hook(
-                lambda m, a, k, i=index: self._entering(i, m, a, k), with_kwargs=True
+                lambda hooked, positional, keywords, layer_index=layer: self._entering(
+                    layer_index, hooked, positional, keywords
+                ),
+                with_kwargs=True,
             )
             module.register_forward_hook(_leaving, always_call=True)
         self.checkpointed = (
@@ -144,8 +151,12 @@ class Student(nn.Module):
         )
         if self.checkpointed:
             # The name changed within transformers 5; the first argument is the same.
-            names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
-            enable: Any = next(getattr(model, n) for n in names if hasattr(model, n))
+            method_names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+            enable: Any = next(
+                getattr(model, method_name)
+                for method_name in method_names
+                if hasattr(model, method_name)
+            )
             enable({"use_reentrant": False})
         self.train()
 
@@ -154,9 +165,9 @@ class Student(nn.Module):
         super().train(mode)
         self.base.eval()
         if self.checkpointed:  # layers checkpoint only in training mode; their modules stay
-            for module in self.base.modules():
-                if getattr(module, "gradient_checkpointing", False):
-                    module.training = mode
+            for submodule in self.base.modules():
+                if getattr(submodule, "gradient_checkpointing", False):
+                    submodule.training = mode
         return self
 
     def forward(
@@ -186,106 +197,142 @@ class Student(nn.Module):
             return self._match(input_ids, supervised, valid)
         return self._distil(input_ids, supervised, valid)
 
-    def _distil(self, ids: Tensor, supervised: Tensor, valid: Tensor | None) -> dict[str, Tensor]:
-        rows = supervised[:, :-1]
-        teacher = None
+    def _distil(
+        self, input_ids: Tensor, supervised: Tensor, valid: Tensor | None
+    ) -> dict[str, Tensor]:
+        learned_mask = supervised[:, :-1]
+        teacher_states = None
         if self.terms.kl:
             self._running = None  # without the hooks, the model is the teacher
             with torch.no_grad():
-                teacher = self._decode(ids, valid)[:, :-1][rows]
-        self._running = running = _Pass(self, valid, supervised)
-        student = self._decode(ids, valid)[:, :-1][rows]
-        log_beta = torch.stack([running.outputs[i][0] for i in sorted(running.outputs)], 1)
-        loss = log_beta.new_zeros(())
-        parts: dict[str, Tensor] = {}
+                teacher_states = self._decode(input_ids, valid)[:, :-1][learned_mask]
+        self._running = forward_pass = _Pass(self, valid, supervised)
+        student_states = self._decode(input_ids, valid)[:, :-1][learned_mask]
+        log_beta = torch.stack(
+            [forward_pass.outputs[layer][0] for layer in sorted(forward_pass.outputs)], 1
+        )
+        total_loss = log_beta.new_zeros(())
+        loss_parts: dict[str, Tensor] = {}
         if self.terms.kl or self.terms.ntp:
-            reference = student.detach() if teacher is None else teacher
-            quality, kl, ntp = losses.quality(
-                student, reference, ids[:, 1:][rows], head_of(self.base), self.terms
+            reference_states = student_states.detach() if teacher_states is None else teacher_states
+            quality_loss, kl_loss, ntp_loss = losses.quality(
+                student_states,
+                reference_states,
+                input_ids[:, 1:][learned_mask],
+                head_of(self.base),
+                self.terms,
             )
-            parts |= {"kl": kl} if self.terms.kl else {}
-            parts |= {"ntp": ntp} if self.terms.ntp else {}
-            loss = loss + quality
+            loss_parts |= {"kl": kl_loss} if self.terms.kl else {}
+            loss_parts |= {"ntp": ntp_loss} if self.terms.ntp else {}
+            total_loss = total_loss + quality_loss
         if self.weight:
             assert self.method.capacity is not None
-            capacity = self.method.capacity(
+            capacity_loss = self.method.capacity(
                 log_beta, self.budget, scope=self.method.scope, reduce=self.reduce, valid=valid
             )
-            parts["capacity"] = capacity.detach()
-            loss = loss + self.weight * capacity
-        return {"loss": loss, **parts, "retained": losses.retained(log_beta, valid)}
+            loss_parts["capacity"] = capacity_loss.detach()
+            total_loss = total_loss + self.weight * capacity_loss
+        return {"loss": total_loss, **loss_parts, "retained": losses.retained(log_beta, valid)}
 
-    def _regress(self, ids: Tensor, supervised: Tensor, valid: Tensor | None) -> dict[str, Tensor]:
-        self._running = running = _Pass(self, valid, supervised)
+    def _regress(
+        self, input_ids: Tensor, supervised: Tensor, valid: Tensor | None
+    ) -> dict[str, Tensor]:
+        self._running = forward_pass = _Pass(self, valid, supervised)
         with torch.no_grad():
-            self._decode(ids, valid)
-        layers = [running.outputs[i] for i in sorted(running.outputs)]
+            self._decode(input_ids, valid)
+        layer_outputs = [forward_pass.outputs[layer] for layer in sorted(forward_pass.outputs)]
         gates = cast("Gates", self.gates)
-        predicted = torch.stack(
-            [gates.score(i, hidden, qkv=qkv) for i, (hidden, qkv, _) in enumerate(layers)], 1
+        predictions = torch.stack(
+            [
+                gates.score(layer, hidden_states, qkv=qkv)
+                for layer, (hidden_states, qkv, _) in enumerate(layer_outputs)
+            ],
+            1,
         )
-        labels = torch.stack([labels for *_, labels in layers], 1)
-        usable = labels.isfinite()
+        labels = torch.stack([labels for *_, labels in layer_outputs], 1)
+        usable_mask = labels.isfinite()
         if valid is not None:
-            usable &= valid[:, None, None]
-        fit, smooth = losses.regression(predicted, labels, usable)
-        loss = fit + losses.SMOOTH * smooth
-        return {"loss": loss, "fit": fit.detach(), "smooth": smooth.detach()}
+            usable_mask &= valid[:, None, None]
+        fit_loss, smooth_loss = losses.regression(predictions, labels, usable_mask)
+        total_loss = fit_loss + losses.SMOOTH * smooth_loss
+        return {"loss": total_loss, "fit": fit_loss.detach(), "smooth": smooth_loss.detach()}
 
-    def _compress(self, ids: Tensor, supervised: Tensor, valid: Tensor | None) -> dict[str, Tensor]:
+    def _compress(
+        self, input_ids: Tensor, supervised: Tensor, valid: Tensor | None
+    ) -> dict[str, Tensor]:
         if self._pixels:
             raise UserError(f"{self.method.name} learns from text alone; use data without images")
         assert self.method.compress is not None
         memory = Memory(self.method.compress, self.gates, self.budget)
-        exists = torch.ones_like(supervised) if valid is None else valid
-        position = (exists.long().cumsum(-1) - 1).clamp(min=0)
-        hidden, target = [], []
-        for start in range(0, ids.shape[1] - 1, self.chunk):
-            part = slice(start, start + self.chunk)
-            learned = supervised[:, :-1][:, part]
-            self._running = _Pass(self, exists[:, part], learned, memory=memory)
-            with torch.set_grad_enabled(bool(learned.any()) and torch.is_grad_enabled()):
-                out = self._decode(ids[:, part], None, position[:, part])
-            hidden.append(out[:, : learned.shape[1]][learned])
-            target.append(ids[:, 1:][:, part][learned])
-        student = torch.cat(hidden)
-        loss, _, ntp = losses.quality(
-            student, student.detach(), torch.cat(target), head_of(self.base), self.terms
+        token_mask = torch.ones_like(supervised) if valid is None else valid
+        positions = (token_mask.long().cumsum(-1) - 1).clamp(min=0)
+        hidden_states, targets = [], []
+        for chunk_start in range(0, input_ids.shape[1] - 1, self.chunk):
+            chunk_slice = slice(chunk_start, chunk_start + self.chunk)
+            learned_mask = supervised[:, :-1][:, chunk_slice]
+            self._running = _Pass(self, token_mask[:, chunk_slice], learned_mask, memory=memory)
+            with torch.set_grad_enabled(bool(learned_mask.any()) and torch.is_grad_enabled()):
+                chunk_states = self._decode(
+                    input_ids[:, chunk_slice], None, positions[:, chunk_slice]
+                )
+            hidden_states.append(chunk_states[:, : learned_mask.shape[1]][learned_mask])
+            targets.append(input_ids[:, 1:][:, chunk_slice][learned_mask])
+        student_states = torch.cat(hidden_states)
+        total_loss, _, ntp_loss = losses.quality(
+            student_states,
+            student_states.detach(),
+            torch.cat(targets),
+            head_of(self.base),
+            self.terms,
         )
         # A sequence that fits the budget is never cut; the gates then get a gradient of 0.
-        loss = loss + 0.0 * torch.stack([p.sum() for p in self.gates.parameters()]).sum()
-        return {"loss": loss, "ntp": ntp}
+        total_loss = (
+            total_loss
+            + 0.0 * torch.stack([parameter.sum() for parameter in self.gates.parameters()]).sum()
+        )
+        return {"loss": total_loss, "ntp": ntp_loss}
 
-    def _match(self, ids: Tensor, supervised: Tensor, valid: Tensor | None) -> dict[str, Tensor]:
-        self._running = running = _Pass(self, valid, supervised)
+    def _match(
+        self, input_ids: Tensor, supervised: Tensor, valid: Tensor | None
+    ) -> dict[str, Tensor]:
+        self._running = forward_pass = _Pass(self, valid, supervised)
         with torch.no_grad():
-            self._decode(ids, valid)
-        gates, size = cast("Gates", self.gates), cast("Gates", self.gates).block
-        tokens = [ids.shape[1]] * len(ids) if valid is None else valid.sum(-1).tolist()
-        total, queries = torch.zeros((), device=ids.device), 0
-        for index, (query, key) in sorted(running.outputs.items()):
-            for row, length in enumerate(tokens):  # blocks start at the first token of a sequence
-                if length < 2 * size:
+            self._decode(input_ids, valid)
+        gates, block_size = cast("Gates", self.gates), cast("Gates", self.gates).block
+        lengths = [input_ids.shape[1]] * len(input_ids) if valid is None else valid.sum(-1).tolist()
+        total_loss, query_count = torch.zeros((), device=input_ids.device), 0
+        for layer, (query, key) in sorted(forward_pass.outputs.items()):
+            for index, length in enumerate(
+                lengths
+            ):  # blocks start at the first token of a sequence
+                if length < 2 * block_size:
                     continue
-                k = key[row, :, -length:]
-                q = query[row, :, -length:].unflatten(0, (len(k), -1))
-                position = torch.arange(length, device=ids.device)
-                complete = position[: length // size * size].unflatten(0, (-1, size))
-                blocks = k[:, : complete.numel()].unflatten(1, complete.shape)
-                share, earlier = losses.block_shares(q, k, size, running.scale)
-                shown = Blocks(index, q, position, blocks, complete, self._info)
-                logits = gates.rate(shown)
-                total = total + losses.divergence(logits, share, earlier)
-                queries += int(earlier.any(-1).sum())
-        if not queries:  # no sequence has a second block: a loss of 0 that still has a gradient
-            total, queries = sum((p.sum() * 0.0 for p in self.gates.parameters()), total), 1
-        return {"loss": total / queries, "kl": total.detach() / queries}
+                keys = key[index, :, -length:]
+                queries = query[index, :, -length:].unflatten(0, (len(keys), -1))
+                positions = torch.arange(length, device=input_ids.device)
+                block_positions = positions[: length // block_size * block_size].unflatten(
+                    0, (-1, block_size)
+                )
+                blocks = keys[:, : block_positions.numel()].unflatten(1, block_positions.shape)
+                target_shares, earlier_blocks = losses.block_shares(
+                    queries, keys, block_size, forward_pass.scale
+                )
+                block_view = Blocks(layer, queries, positions, blocks, block_positions, self._info)
+                logits = gates.rate(block_view)
+                total_loss = total_loss + losses.divergence(logits, target_shares, earlier_blocks)
+                query_count += int(earlier_blocks.any(-1).sum())
+        if not query_count:  # no sequence has a second block: a loss of 0 that still has a gradient
+            total_loss, query_count = (
+                sum((parameter.sum() * 0.0 for parameter in self.gates.parameters()), total_loss),
+                1,
+            )
+        return {"loss": total_loss / query_count, "kl": total_loss.detach() / query_count}
 
     def gated(
         self,
-        running: _Pass,
+        forward_pass: _Pass,
         layer: int,
-        hidden: Tensor,
+        hidden_states: Tensor,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -293,21 +340,23 @@ class Student(nn.Module):
     ) -> Tensor:
         """Retention-gated attention of a layer, `[B, T, H_q, d]`."""
         assert self.method.attention is not None
-        log_beta = cast("Gates", self.gates).log_beta(layer, hidden, key, value)
+        log_beta = cast("Gates", self.gates).log_beta(layer, hidden_states, key, value)
         # The backward pass runs a checkpointed layer again: the first output has the gradient.
-        running.outputs.setdefault(layer, (log_beta,))
-        out = self.method.attention(
-            query, key, value, log_beta, scale=scale, gating=self.gating, valid=running.valid
+        forward_pass.outputs.setdefault(layer, (log_beta,))
+        output = self.method.attention(
+            query, key, value, log_beta, scale=scale, gating=self.gating, valid=forward_pass.valid
         )
-        return out.transpose(1, 2).contiguous()
+        return output.transpose(1, 2).contiguous()
 
-    def project(self, layer: int, hidden: Tensor) -> Tensor:
+    def project(self, layer: int, hidden_states: Tensor) -> Tensor:
         """Queries, keys and values of a layer before RoPE, `[B, T, (H_q + 2 H) d]`."""
         assert self._info.project is not None
-        return self._info.project(layer, hidden)
+        return self._info.project(layer, hidden_states)
 
-    def _decode(self, ids: Tensor, valid: Tensor | None, position: Tensor | None = None) -> Tensor:
-        kwargs: dict[str, Tensor] = {} if position is None else {"position_ids": position}
+    def _decode(
+        self, input_ids: Tensor, valid: Tensor | None, positions: Tensor | None = None
+    ) -> Tensor:
+        kwargs: dict[str, Tensor] = {} if positions is None else {"position_ids": positions}
         if valid is not None:
             kwargs["attention_mask"] = valid.long()
             kwargs["position_ids"] = (valid.long().cumsum(-1) - 1).clamp(min=0)
@@ -316,16 +365,18 @@ class Student(nn.Module):
             decoder = self.base.model
             kwargs |= self._pixels
             if rotary_model(self.base) is not None:
-                position, _ = media_positions(self.base, ids, valid, self._pixels)
-                kwargs["position_ids"] = position
-        out: Tensor = decoder(input_ids=ids, use_cache=False, **kwargs).last_hidden_state
-        return out
+                positions, _ = media_positions(self.base, input_ids, valid, self._pixels)
+                kwargs["position_ids"] = positions
+        last_states: Tensor = decoder(
+            input_ids=input_ids, use_cache=False, **kwargs
+        ).last_hidden_state
+        return last_states
 
-    def _entering(self, index: int, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        running = self._running
-        module.__dict__["_kvbench_training"] = running and (running, index, hidden)
+    def _entering(self, layer: int, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        hidden_states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        forward_pass = self._running
+        module.__dict__["_kvbench_training"] = forward_pass and (forward_pass, layer, hidden_states)
 
 
-def _leaving(module: nn.Module, args: Any, out: Any) -> None:
+def _leaving(module: nn.Module, args: Any, output: Any) -> None:
     module.__dict__["_kvbench_training"] = None

@@ -46,7 +46,7 @@ def arguments(settings: Mapping[str, Any], folder: Path, device: torch.device) -
     """
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
-    args = TrainingArguments(
+    training_args = TrainingArguments(
         output_dir=str(folder),
         max_steps=settings["steps"],
         per_device_train_batch_size=settings["batch_size"],
@@ -68,9 +68,9 @@ def arguments(settings: Mapping[str, Any], folder: Path, device: torch.device) -
         dataloader_pin_memory=device.type == "cuda",
         seed=settings["seed"],
     )
-    if args.n_gpu > 1:  # one GPU per process; torchrun starts several processes
-        args._n_gpu = 1
-    return args
+    if training_args.n_gpu > 1:  # one GPU per process; torchrun starts several processes
+        training_args._n_gpu = 1
+    return training_args
 
 
 class GateTrainer(Trainer):
@@ -89,14 +89,14 @@ class GateTrainer(Trainer):
         student: Student | ReplayStudent,
         args: TrainingArguments,
         sequences: Sequences,
-        out: Path,
-        pad: int,
+        log_folder: Path,
+        pad_token: int,
     ) -> None:
         super().__init__(
             model=student,
             args=args,
             train_dataset=sequences,
-            data_collator=lambda items: collate(items, pad),
+            data_collator=lambda items: collate(items, pad_token),
         )
         for callback in (PrinterCallback, ProgressCallback):
             self.remove_callback(callback)
@@ -104,13 +104,13 @@ class GateTrainer(Trainer):
         self._batches = 0
         self._tokens = 0
         self._started = time.monotonic()
-        self._log_file = out / LOG
+        self._log_file = log_folder / LOG
 
-    def run(self, checkpoint: Path | None, step: int) -> None:
-        """Train from a checkpoint, which holds `step` steps, to the end."""
+    def run(self, checkpoint: Path | None, completed_steps: int) -> None:
+        """Train from a checkpoint, which holds `completed_steps` steps, to the end."""
         if checkpoint is None:
             self.train()
-        elif step < self.args.max_steps:
+        elif completed_steps < self.args.max_steps:
             self.train(resume_from_checkpoint=str(checkpoint))
         else:
             self._load_from_checkpoint(str(checkpoint))
@@ -128,8 +128,8 @@ class GateTrainer(Trainer):
     ) -> Any:
         """The student's loss; its parts are summed for the log."""
         losses = model(**inputs)
-        for name, value in losses.items():
-            self._sums[name] = self._sums.get(name, 0.0) + value.detach().float()
+        for loss_name, loss_value in losses.items():
+            self._sums[loss_name] = self._sums.get(loss_name, 0.0) + loss_value.detach().float()
         self._batches += 1
         self._tokens += inputs["input_ids"].numel()
         return (losses["loss"], losses) if return_outputs else losses["loss"]
@@ -138,11 +138,16 @@ class GateTrainer(Trainer):
         """Write a record: means since the last one over all processes, learning rate, seconds."""
         if not self._batches:
             return
-        names = sorted(self._sums)
-        means = torch.stack([self._sums[name] for name in names]) / self._batches
-        means = self.accelerator.reduce(means, "mean")
+        loss_names = sorted(self._sums)
+        loss_means = (
+            torch.stack([self._sums[loss_name] for loss_name in loss_names]) / self._batches
+        )
+        loss_means = self.accelerator.reduce(loss_means, "mean")
         record: dict[str, Any] = {"step": self.state.global_step}
-        record |= {n: round(x, 6) for n, x in zip(names, means.tolist(), strict=True)}
+        record |= {
+            field_name: round(mean_value, 6)
+            for field_name, mean_value in zip(loss_names, loss_means.tolist(), strict=True)
+        }
         record["lr"] = logs.get("learning_rate", 0.0)
         record["grad_norm"] = round(float(logs.get("grad_norm", 0.0)), 6)
         record["tokens"] = self._tokens * self.accelerator.num_processes
@@ -156,25 +161,28 @@ class GateTrainer(Trainer):
             )
         self.state.log_history.append(record)
         if self.is_world_process_zero():
-            with self._log_file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
+            with self._log_file.open("a", encoding="utf-8") as log_file:
+                log_file.write(json.dumps(record) + "\n")
 
-    def continue_log(self, log: list[dict[str, Any]]) -> None:
+    def continue_log(self, log_records: list[dict[str, Any]]) -> None:
         """Continue to count tokens and seconds where a log ends."""
-        if log:
-            self._started -= log[-1]["seconds"]
-            self._tokens = log[-1]["tokens"] // self.accelerator.num_processes
+        if log_records:
+            self._started -= log_records[-1]["seconds"]
+            self._tokens = log_records[-1]["tokens"] // self.accelerator.num_processes
 
     # --- checkpoints hold only gates ---
 
     def _save(
         self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
     ) -> None:
-        folder = Path(output_dir or str(self.args.output_dir))
-        folder.mkdir(parents=True, exist_ok=True)
+        checkpoint_folder = Path(output_dir or str(self.args.output_dir))
+        checkpoint_folder.mkdir(parents=True, exist_ok=True)
         gates = self.accelerator.unwrap_model(self.model).gates
-        state = {k: v.detach().cpu().contiguous() for k, v in gates.state_dict().items()}
-        save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
+        gate_state = {
+            tensor_name: tensor.detach().cpu().contiguous()
+            for tensor_name, tensor in gates.state_dict().items()
+        }
+        save_file(gate_state, checkpoint_folder / WEIGHTS, metadata={"format": "pt"})
 
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
@@ -185,11 +193,13 @@ class GateTrainer(Trainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
         if self.is_world_process_zero():
-            folder = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
-            for path in folder.iterdir():
-                with path.open("rb") as file:
-                    os.fsync(file.fileno())
-            (folder / COMPLETE).touch()
+            checkpoint_folder = (
+                Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
+            )
+            for file_path in checkpoint_folder.iterdir():
+                with file_path.open("rb") as handle:
+                    os.fsync(handle.fileno())
+            (checkpoint_folder / COMPLETE).touch()
 
 
 class ReportProgress(TrainerCallback):

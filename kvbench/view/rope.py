@@ -13,13 +13,13 @@ from kvbench.errors import UserError
 from kvbench.view.model import ModelInfo
 
 
-def angles(model: ModelInfo, layer: int, position: Tensor) -> tuple[Tensor, Tensor]:
+def angles(model: ModelInfo, layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines of a layer at any positions.
 
     Args:
         model: The model.
         layer: Index among the full-attention layers.
-        position: int64, any shape; negative positions count as 0.
+        positions: int64, any shape; negative positions count as 0.
 
     Returns:
         float32 `[*position.shape, r]` each.
@@ -29,15 +29,19 @@ def angles(model: ModelInfo, layer: int, position: Tensor) -> tuple[Tensor, Tens
     """
     if model.rotary is None:
         raise UserError(f"cannot read the rotary embedding of model {model.name}")
-    cos, sin = model.rotary(layer, position.flatten().clamp(min=0))
-    return cos.unflatten(0, position.shape), sin.unflatten(0, position.shape)
+    cos, sin = model.rotary(layer, positions.flatten().clamp(min=0))
+    return cos.unflatten(0, positions.shape), sin.unflatten(0, positions.shape)
 
 
 def turn(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn `states` `[..., d]` by angles `[..., r]`; channels from `r` on stay as they are."""
-    r = cos.shape[-1]
+    rotary_dim = cos.shape[-1]
     return torch.cat(
-        [states[..., :r] * cos + _half_turn(states[..., :r]) * sin, states[..., r:]], -1
+        [
+            states[..., :rotary_dim] * cos + _half_turn(states[..., :rotary_dim]) * sin,
+            states[..., rotary_dim:],
+        ],
+        -1,
     )
 
 

@@ -76,16 +76,17 @@ def checked_scores(result: object, v: View) -> Scores:
     return result
 
 
-def check_floating(what: str, data: Tensor) -> None:
+def check_floating(source_name: str, data: Tensor) -> None:
     """Refuse numbers that are not floating-point: converting them would hide a mistake.
 
     Raises:
         BudgetError: They are complex, bool or integers.
     """
     if not data.is_floating_point():
-        how = ".abs()" if data.is_complex() else ".float()"
+        conversion = ".abs()" if data.is_complex() else ".float()"
         raise BudgetError(
-            f"{what} returned {_kind(data)}, not floating-point; convert it, for example with {how}"
+            f"{source_name} returned {_kind(data)}, not floating-point; convert it, for example "
+            f"with {conversion}"
         )
 
 
@@ -101,9 +102,9 @@ def protect_nothing(v: View) -> Tensor:
 def protect_window(v: View, window: int | Tensor) -> Tensor:
     """Protect the last `window` tokens (an int, or int64 `[B]`); the newest gives way last."""
     window_size = window if isinstance(window, int) else window[:, None, None]
-    classes = ((v.age < window_size) & v.valid).to(torch.int8) * Scores.WINDOW
-    is_newest = (v.age == 0) & v.valid & (classes > 0)
-    return torch.where(is_newest, Scores.NEWEST, classes).to(torch.int8)
+    entry_classes = ((v.age < window_size) & v.valid).to(torch.int8) * Scores.WINDOW
+    is_newest = (v.age == 0) & v.valid & (entry_classes > 0)
+    return torch.where(is_newest, Scores.NEWEST, entry_classes).to(torch.int8)
 
 
 def protect_sinks(v: View, sinks: int) -> Tensor:

@@ -37,8 +37,8 @@ class AdaPyramid(HeadAdaptive):
 
     def shares(self, model: ModelInfo, length: Tensor, budget: Tensor) -> Tensor:
         """Spread the total over layers, int64 `[B, L]` summing to `L * H * b`."""
-        a_head = pyramid_shares(model.layers, length, budget, self.steepness, self.window)
-        return a_head * model.kv_heads
+        head_shares = pyramid_shares(model.layers, length, budget, self.steepness, self.window)
+        return head_shares * model.kv_heads
 
 
 ADA_PYRAMIDKV = Policy(

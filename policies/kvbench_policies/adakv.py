@@ -48,44 +48,56 @@ class HeadAdaptive(Allocator):
     def allocate(self, layers: Sequence[Scored], total: Tensor) -> Tensor:
         """Spread a layer's total (int64 `[B]`) over its heads, int64 `[B, 1, H]`."""
         (layer,) = layers
-        spread = self._mix if self.safeguard_mode == "mix" else self._reserve
-        return spread(layer, total)[:, None]
+        strategy = self._mix if self.safeguard_mode == "mix" else self._reserve
+        return strategy(layer, total)[:, None]
 
-    def _reserve(self, layer: Scored, total: Tensor) -> Tensor:
-        v, scores = layer
-        floor = portion(total, self.safeguard, v.model.kv_heads)
-        key = order_key(v, scores)
-        safe = best(key, torch.minimum(floor[:, None], v.valid.sum(-1)), unique=True)
-        others = key.masked_fill(safe, -1).flatten(1)
-        chosen = best(others, total - safe.sum((1, 2))).view(v.shape)
-        return (safe | chosen).sum(-1)
+    def _reserve(self, layer: Scored, total_budget: Tensor) -> Tensor:
+        view, scores = layer
+        head_floor = portion(total_budget, self.safeguard, view.model.kv_heads)
+        rank_keys = order_key(view, scores)
+        safeguarded = best(
+            rank_keys, torch.minimum(head_floor[:, None], view.valid.sum(-1)), unique=True
+        )
+        remaining_keys = rank_keys.masked_fill(safeguarded, -1).flatten(1)
+        selected = best(remaining_keys, total_budget - safeguarded.sum((1, 2))).view(view.shape)
+        return (safeguarded | selected).sum(-1)
 
-    def _mix(self, layer: Scored, total: Tensor) -> Tensor:
-        v, scores = layer
-        heads = v.model.kv_heads
-        joint = best(order_key(v, scores).flatten(1), total).view(v.shape).sum(-1)
-        window = (v.valid & (scores.protect > Scores.CHOSEN)).sum(-1)
-        free = (total - window.sum(-1)).clamp(min=0)
+    def _mix(self, layer: Scored, total_budget: Tensor) -> Tensor:
+        view, scores = layer
+        head_count = view.model.kv_heads
+        joint_shares = (
+            best(order_key(view, scores).flatten(1), total_budget).view(view.shape).sum(-1)
+        )
+        window_counts = (view.valid & (scores.protect > Scores.CHOSEN)).sum(-1)
+        free_entries = (total_budget - window_counts.sum(-1)).clamp(min=0)
         alpha = Fraction(str(self.safeguard)).limit_denominator(1_000_000)
-        even = portion(free, self.safeguard, heads)[:, None] + window
-        real = (alpha.denominator - alpha.numerator) * (joint - window) + alpha.denominator * even
-        mixed = _largest_remainder(real, alpha.denominator, total, v.valid.sum(-1))
+        even_shares = portion(free_entries, self.safeguard, head_count)[:, None] + window_counts
+        exact_shares = (alpha.denominator - alpha.numerator) * (
+            joint_shares - window_counts
+        ) + alpha.denominator * even_shares
+        mixed_shares = _largest_remainder(
+            exact_shares, alpha.denominator, total_budget, view.valid.sum(-1)
+        )
         # If the protected entries fill the layer there is nothing to mix.
-        return torch.where((free > 0)[:, None], mixed, joint)
+        return torch.where((free_entries > 0)[:, None], mixed_shares, joint_shares)
 
 
-def _largest_remainder(real: Tensor, unit: int, total: Tensor, most: Tensor) -> Tensor:
-    """Round shares `real / unit` `[B, H]` to integers that sum to `total`, none above `most`."""
-    shares = torch.minimum(real // unit, most)
-    order = (real % unit).argsort(dim=-1, descending=True, stable=True)
+def _largest_remainder(
+    exact_shares: Tensor, denominator: int, total_entries: Tensor, capacity: Tensor
+) -> Tensor:
+    """Round `exact_shares / denominator` `[B, H]` to integers of a given sum, within `capacity`."""
+    shares = torch.minimum(exact_shares // denominator, capacity)
+    by_remainder = (exact_shares % denominator).argsort(dim=-1, descending=True, stable=True)
     for _ in range(2):  # flooring a head and the even part leaves fewer than two entries per head
-        left = (total - shares.sum(-1))[:, None]
-        room = (shares < most).gather(-1, order)
-        given = (room & (room.cumsum(-1) <= left)).long()
-        shares = shares.scatter_add(-1, order, given)
-    left = (total - shares.sum(-1))[:, None]
-    room = most - shares
-    return shares + torch.minimum(room, (left - (room.cumsum(-1) - room)).clamp(min=0))
+        remaining = (total_entries - shares.sum(-1))[:, None]
+        headroom = (shares < capacity).gather(-1, by_remainder)
+        additions = (headroom & (headroom.cumsum(-1) <= remaining)).long()
+        shares = shares.scatter_add(-1, by_remainder, additions)
+    remaining = (total_entries - shares.sum(-1))[:, None]
+    headroom = capacity - shares
+    return shares + torch.minimum(
+        headroom, (remaining - (headroom.cumsum(-1) - headroom)).clamp(min=0)
+    )
 
 
 ADAKV = Policy(

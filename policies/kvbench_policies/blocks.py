@@ -11,32 +11,35 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 
-def order_of(mask: Tensor) -> Tensor:
+def order_of(entry_mask: Tensor) -> Tensor:
     """Columns of the chosen entries (bool `[B, H, n]`) in their order, then the other columns."""
-    return (~mask).to(torch.int8).argsort(dim=-1, stable=True)
+    return (~entry_mask).to(torch.int8).argsort(dim=-1, stable=True)
 
 
-def in_blocks(x: Tensor, mask: Tensor, order: Tensor, size: int) -> Tensor:
+def in_blocks(entries: Tensor, entry_mask: Tensor, column_order: Tensor, size: int) -> Tensor:
     """Pack chosen entries side by side and cut them into blocks; zeros fill the last blocks.
 
     Args:
-        x: One value or vector per entry, `[B, H, n]` or `[B, H, n, d]`.
-        mask: Which entries are chosen, bool `[B, H, n]`.
-        order: `order_of(mask)`.
+        entries: One value or vector per entry, `[B, H, n]` or `[B, H, n, d]`.
+        entry_mask: Which entries are chosen, bool `[B, H, n]`.
+        column_order: `order_of(entry_mask)`.
         size: Entries of a block.
 
     Returns:
         float32 `[B, H, ceil(n / size), size]` or `[B, H, ceil(n / size), size, d]`.
     """
-    chosen, index = mask.gather(2, order), order
-    if x.dim() == 4:
-        chosen, index = chosen[..., None], order[..., None].expand(-1, -1, -1, x.shape[-1])
-    packed = x.gather(2, index).float().masked_fill(~chosen, 0.0)
-    fill = [0] * (2 * (packed.dim() - 3)) + [0, -packed.shape[2] % size]
-    return pad(packed, fill).unflatten(2, (-1, size))
+    ordered_mask, indices = entry_mask.gather(2, column_order), column_order
+    if entries.dim() == 4:
+        ordered_mask, indices = (
+            ordered_mask[..., None],
+            column_order[..., None].expand(-1, -1, -1, entries.shape[-1]),
+        )
+    packed = entries.gather(2, indices).float().masked_fill(~ordered_mask, 0.0)
+    padding = [0] * (2 * (packed.dim() - 3)) + [0, -packed.shape[2] % size]
+    return pad(packed, padding).unflatten(2, (-1, size))
 
 
-def from_blocks(blocks: Tensor, order: Tensor) -> Tensor:
+def from_blocks(blocks: Tensor, column_order: Tensor) -> Tensor:
     """Put values `[B, H, ceil(n / size), size]` back to their columns, `[B, H, n]`."""
-    flat = blocks.flatten(2, 3)[..., : order.shape[-1]]
-    return torch.zeros_like(flat).scatter_(-1, order, flat)
+    flattened = blocks.flatten(2, 3)[..., : column_order.shape[-1]]
+    return torch.zeros_like(flattened).scatter_(-1, column_order, flattened)

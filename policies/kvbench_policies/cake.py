@@ -51,9 +51,9 @@ class MeanAndVariance(WindowScore):
         """Score the entries of one layer, float32 `[B, H, n]`; 0 in the window."""
         before_window = self.past(v)
         attention = v.window_attention(self.window)
-        value = v.grouped(attention.mean(2) + self.gamma * variance(attention))
-        value = self.pooled(value.masked_fill(~before_window, 0.0), "avg")
-        return Scores(value.masked_fill(~before_window, 0.0), protect_window(v, self.window))
+        scores = v.grouped(attention.mean(2) + self.gamma * variance(attention))
+        scores = self.pooled(scores.masked_fill(~before_window, 0.0), "avg")
+        return Scores(scores.masked_fill(~before_window, 0.0), protect_window(v, self.window))
 
 
 def variance(attention: Tensor) -> Tensor:
@@ -90,9 +90,11 @@ class LayerPreference(Allocator):
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        for name in ("tau1", "tau2"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise UserError(f"{name}={getattr(self, name)} is out of range; use more than 0")
+        for parameter in ("tau1", "tau2"):
+            if not 0 < getattr(self, parameter) < float("inf"):
+                raise UserError(
+                    f"{parameter}={getattr(self, parameter)} is out of range; use more than 0"
+                )
         check_count("window", self.window, 1)
 
     @property
@@ -102,20 +104,20 @@ class LayerPreference(Allocator):
 
     def allocate(self, layers: Sequence[Scored], total: Tensor) -> Tensor:
         """Spread a total (int64 `[B]`) over the heads of all layers, int64 `[B, L, H]`."""
-        logs = measured(layers, self, self._log_preference)
-        largest = logs.amax(1, keepdim=True).clamp(min=-1e300)
-        base = torch.full_like(total, self.window).double()
-        return spread_by_weight(layers, (logs - largest).exp(), base, total)
+        log_weights = measured(layers, self, self._log_preference)
+        largest_log = log_weights.amax(1, keepdim=True).clamp(min=-1e300)
+        window_base = torch.full_like(total, self.window).double()
+        return spread_by_weight(layers, (log_weights - largest_log).exp(), window_base, total)
 
-    def _log_preference(self, v: View) -> Tensor:
+    def _log_preference(self, view: View) -> Tensor:
         """`log P` of one layer, float64 `[B]`."""
-        attention = v.window_attention(self.window)
-        past = ((v.age >= self.window) & v.valid).repeat_interleave(v.model.group, 1)
-        attention = attention.masked_fill(~past[:, :, None], 0.0)
+        attention = view.window_attention(self.window)
+        past_mask = ((view.age >= self.window) & view.valid).repeat_interleave(view.model.group, 1)
+        attention = attention.masked_fill(~past_mask[:, :, None], 0.0)
         entropy = -torch.special.xlogy(attention, attention).double().sum((1, 2, 3))
-        shift = variance(attention).double().sum((1, 2))
+        total_variance = variance(attention).double().sum((1, 2))
         # Logarithms, so that small exponents do not overflow; -inf where one of them is 0.
-        return entropy.clamp(min=0.0).log() / self.tau1 + shift.log() / self.tau2
+        return entropy.clamp(min=0.0).log() / self.tau1 + total_variance.log() / self.tau2
 
 
 CAKE = Policy(

@@ -65,43 +65,55 @@ class ValueMerge(Merger):
         0 before the first.
         """
         evicted = v.valid & ~keep
-        seen = state.get("seen", torch.zeros_like(v.length))
-        state["seen"] = torch.where(evicted.any(2).any(1), v.length, seen)
+        seen_length = state.get("seen", torch.zeros_like(v.length))
+        state["seen"] = torch.where(evicted.any(2).any(1), v.length, seen_length)
         # Tokens that came since then were never evicted before, so from a candidate on adjacent
         # entries are adjacent tokens.
-        candidate = evicted & (v.position >= seen[:, None, None])
-        mass = v.grouped(v.obs[AttentionMass()]).double().masked_fill(~v.valid, 0.0)
-        total, count = (self._after(x) for x in (mass, v.valid.double()))
-        merged = candidate & (v.noise(1).double() * total < mass * count)
-        receives = keep & (sum_before(merged.double(), self.merge_span) > 0)
+        candidates = evicted & (v.position >= seen_length[:, None, None])
+        accumulated = v.grouped(v.obs[AttentionMass()]).double().masked_fill(~v.valid, 0.0)
+        following_sum, following_count = (
+            self._after(quantity) for quantity in (accumulated, v.valid.double())
+        )
+        merged_mask = candidates & (
+            v.noise(1).double() * following_sum < accumulated * following_count
+        )
+        receives = keep & (sum_before(merged_mask.double(), self.merge_span) > 0)
         if not bool(receives.any()):
             return v.key, v.value
-        return v.key, self._add(v.value, merged, receives)
+        return v.key, self._add(v.value, merged_mask, receives)
 
-    def _after(self, x: Tensor) -> Tensor:
+    def _after(self, quantity: Tensor) -> Tensor:
         """Sum over the `merge_span` entries after every entry, `[B, H, n]`."""
-        return sum_before(x.flip(2), self.merge_span).flip(2)
+        return sum_before(quantity.flip(2), self.merge_span).flip(2)
 
-    def _add(self, value: Tensor, merged: Tensor, receives: Tensor) -> Tensor:
+    def _add(self, values: Tensor, merged_mask: Tensor, receives: Tensor) -> Tensor:
         """Add merged values to their receivers, in float32, block by block of entries.
 
         Args:
-            value: `[B, H, n, d]`; not changed.
-            merged: Which entries are merged, bool `[B, H, n]`.
+            values: `[B, H, n, d]`; not changed.
+            merged_mask: Which entries are merged, bool `[B, H, n]`.
             receives: Which entries receive anything, bool `[B, H, n]`.
         """
-        out = value.clone()
-        batch, heads, n, dim = value.shape
-        step = max(self.merge_span, merging.BLOCK // (batch * heads * dim))
-        for start in range(0, n, step):
-            block = slice(start, start + step)
-            size = merged[:, :, block].shape[2]
-            reach = slice(max(0, start - self.merge_span), start + step)
-            rows = value[:, :, reach].float().masked_fill(~merged[:, :, reach, None], 0.0)
-            gained = sum_before(rows, self.merge_span)[:, :, -size:] / self.merge_span
-            grown = (value[:, :, block].float() + gained).to(value.dtype)
-            out[:, :, block] = torch.where(receives[:, :, block, None], grown, value[:, :, block])
-        return out
+        updated = values.clone()
+        batch_size, head_count, entry_count, head_dim = values.shape
+        block_size = max(self.merge_span, merging.BLOCK // (batch_size * head_count * head_dim))
+        for block_start in range(0, entry_count, block_size):
+            block_slice = slice(block_start, block_start + block_size)
+            block_length = merged_mask[:, :, block_slice].shape[2]
+            reach_slice = slice(max(0, block_start - self.merge_span), block_start + block_size)
+            evicted_values = (
+                values[:, :, reach_slice]
+                .float()
+                .masked_fill(~merged_mask[:, :, reach_slice, None], 0.0)
+            )
+            additions = (
+                sum_before(evicted_values, self.merge_span)[:, :, -block_length:] / self.merge_span
+            )
+            merged_values = (values[:, :, block_slice].float() + additions).to(values.dtype)
+            updated[:, :, block_slice] = torch.where(
+                receives[:, :, block_slice, None], merged_values, values[:, :, block_slice]
+            )
+        return updated
 
 
 CAM = Policy(

@@ -49,29 +49,34 @@ class Chunks(TopK):
 
     def prepare(self, v: View, scores: Scores) -> Scores:
         """Replace the scores of unprotected entries by those of their chunks."""
-        free = v.valid & (scores.protect <= 0)
-        chunk = (v.position // self.chunk_length).masked_fill(~free, -1)
-        value = scores.value.float().masked_fill(~free, 0.0)
+        free_mask = v.valid & (scores.protect <= 0)
+        chunk_labels = (v.position // self.chunk_length).masked_fill(~free_mask, -1)
+        free_scores = scores.value.float().masked_fill(~free_mask, 0.0)
         if self.joint:
-            chunk, value = chunk.flatten(1)[:, None], value.flatten(1)[:, None]
-        mean = mean_of_equals(value, chunk).view(v.shape)
-        return Scores(torch.where(free, mean, scores.value), scores.protect)
+            chunk_labels, free_scores = (
+                chunk_labels.flatten(1)[:, None],
+                free_scores.flatten(1)[:, None],
+            )
+        chunk_means = mean_of_equals(free_scores, chunk_labels).view(v.shape)
+        return Scores(torch.where(free_mask, chunk_means, scores.value), scores.protect)
 
 
-def mean_of_equals(value: Tensor, label: Tensor) -> Tensor:
+def mean_of_equals(values: Tensor, labels: Tensor) -> Tensor:
     """Give every number the mean of those with the same label in its row.
 
     Args:
-        value: float32 `[B, R, m]`.
-        label: int64 `[B, R, m]`.
+        values: float32 `[B, R, m]`.
+        labels: int64 `[B, R, m]`.
     """
-    ordered, order = label.sort(dim=-1, stable=True)
-    begins = torch.nn.functional.pad(ordered.diff(dim=-1) != 0, (1, 0))
-    number = torch.empty_like(order).scatter_(-1, order, begins.long().cumsum(-1))
-    m = label.shape[-1]
-    total = sum_into(value.contiguous(), number, m)
-    count = sum_into(torch.ones_like(value), number, m)
-    return (total / count.clamp(min=1)).gather(-1, number)
+    ordered, sort_order = labels.sort(dim=-1, stable=True)
+    run_starts = torch.nn.functional.pad(ordered.diff(dim=-1) != 0, (1, 0))
+    run_indices = torch.empty_like(sort_order).scatter_(
+        -1, sort_order, run_starts.long().cumsum(-1)
+    )
+    entry_count = labels.shape[-1]
+    label_sums = sum_into(values.contiguous(), run_indices, entry_count)
+    label_counts = sum_into(torch.ones_like(values), run_indices, entry_count)
+    return (label_sums / label_counts.clamp(min=1)).gather(-1, run_indices)
 
 
 CHUNKKV = Policy(

@@ -64,16 +64,16 @@ class Blend(Score):
 
     def score(self, v: View) -> Scores:
         """Score the entries of one layer, float32 `[B, H, n]`; 0 where they are protected."""
-        rated = v.valid & (v.position >= self.sinks) & (v.age >= self.recent)
-        outliers = standardised(leverage(v, rated, self.sketch), rated)
-        attention = standardised(pooled_attention(v, self._need), rated)
+        rated_mask = v.valid & (v.position >= self.sinks) & (v.age >= self.recent)
+        outlier_scores = standardised(leverage(v, rated_mask, self.sketch), rated_mask)
+        attention = standardised(pooled_attention(v, self._need), rated_mask)
         if self.blend is None:
-            weight = (1 - v.budget.double() / v.length).clamp(min=0.0).float()[:, None, None]
-            value = weight * outliers + attention
+            blend_weight = (1 - v.budget.double() / v.length).clamp(min=0.0).float()[:, None, None]
+            scores = blend_weight * outlier_scores + attention
         else:
-            value = self.blend * outliers + attention
-        protect = torch.maximum(protect_window(v, self.recent), protect_sinks(v, self.sinks))
-        return Scores(value, protect)
+            scores = self.blend * outlier_scores + attention
+        protection = torch.maximum(protect_window(v, self.recent), protect_sinks(v, self.sinks))
+        return Scores(scores, protection)
 
 
 COMPACTOR = Policy(

@@ -66,26 +66,24 @@ class TwoStage(Selector):
 
     def select(self, v: View, scores: Scores, share: Tensor) -> Tensor:
         """Choose exactly `share` (int64 `[B, H]`) entries per head, bool `[B, H, n]`."""
-        first = portion(share, self.first_stage)
+        first_counts = portion(share, self.first_stage)
         if self.variant == "release":
-            mean = portion(share.sum(-1), self.safeguard, share.shape[-1])
-            first = torch.maximum(first, mean[:, None])
-        window = (v.valid & (scores.protect > 0)).sum(-1)
-        first = torch.minimum(torch.maximum(first, window), share)
-        stage1 = best(order_key(v, scores), first, unique=True)
+            mean_floor = portion(share.sum(-1), self.safeguard, share.shape[-1])
+            first_counts = torch.maximum(first_counts, mean_floor[:, None])
+        window_counts = (v.valid & (scores.protect > 0)).sum(-1)
+        first_counts = torch.minimum(torch.maximum(first_counts, window_counts), share)
+        first_selected = best(order_key(v, scores), first_counts, unique=True)
         attention = scores.value.float()
         if self.variant == "paper":
-            valid = attention.masked_fill(~v.valid, 0.0)
-            attention = attention - valid.amin(-1, keepdim=True).clamp(max=0.0)
-        size = v.once(
+            valid_attention = attention.masked_fill(~v.valid, 0.0)
+            attention = attention - valid_attention.amin(-1, keepdim=True).clamp(max=0.0)
+        value_norms = v.once(
             ("value_norm", self.norm),
-            lambda shown: value_norm(
-                shown.value, shown.model.output_weight(shown.layer), self.norm
-            ),
+            lambda view: value_norm(view.value, view.model.output_weight(view.layer), self.norm),
         )
-        worth = (attention + self.eps) * size
-        chosen = Scores(worth, stage1.to(torch.int8))
-        return best(order_key(v, chosen), share, unique=True)
+        output_scores = (attention + self.eps) * value_norms
+        stage_scores = Scores(output_scores, first_selected.to(torch.int8))
+        return best(order_key(v, stage_scores), share, unique=True)
 
 
 CRITICALKV = Policy(

@@ -54,27 +54,29 @@ class CurLeverage(Score):
 
     def score(self, v: View) -> Scores:
         """Score the entries of one layer, float32 `[B, H, n]`; a head's sum is 1."""
-        key, value = (self._lengths(v, x) for x in (v.key, v.value))
+        key_leverage, value_leverage = (self._lengths(v, tensor) for tensor in (v.key, v.value))
         if self.leverage == "product":
-            worth = key * value
+            scores = key_leverage * value_leverage
         elif self.leverage == "mean":
-            worth = (key + value) / 2
+            scores = (key_leverage + value_leverage) / 2
         else:
-            worth = key if self.leverage == "key" else value
-        worth = worth / worth.sum(-1, keepdim=True).clamp(min=_TINY)
-        return Scores(worth, protect_sinks(v, self.sinks))
+            scores = key_leverage if self.leverage == "key" else value_leverage
+        scores = scores / scores.sum(-1, keepdim=True).clamp(min=_TINY)
+        return Scores(scores, protect_sinks(v, self.sinks))
 
-    def _lengths(self, v: View, x: Tensor) -> Tensor:
+    def _lengths(self, view: View, tensor: Tensor) -> Tensor:
         """Squared lengths of projected keys or values, `[B, H, n]`; 0 where there is no entry."""
-        rows = x.float()
+        projected = tensor.float()
         if self.sketch:
-            rows = rows @ (gaussian(v, x.shape[-1], self.sketch) / self.sketch**0.5)
-        square = rows.square().sum(-1).masked_fill(~v.valid, 0.0)
+            projected = projected @ (
+                gaussian(view, tensor.shape[-1], self.sketch) / self.sketch**0.5
+            )
+        squared_norms = projected.square().sum(-1).masked_fill(~view.valid, 0.0)
         if not self.local:
-            return square
-        order = order_of(v.valid)
-        blocks = in_blocks(square, v.valid, order, self.local)
-        return from_blocks(blocks / blocks.sum(-1, keepdim=True).clamp(min=_TINY), order)
+            return squared_norms
+        column_order = order_of(view.valid)
+        blocks = in_blocks(squared_norms, view.valid, column_order, self.local)
+        return from_blocks(blocks / blocks.sum(-1, keepdim=True).clamp(min=_TINY), column_order)
 
 
 CURDKV = Policy(

@@ -71,17 +71,21 @@ class ImportantRecent(Selector):
 
     def select(self, v: View, scores: Scores, share: Tensor) -> Tensor:
         """Choose exactly `share` (int64 `[B, H]`) valid entries per head, bool `[B, H, n]`."""
-        recent = self.recent
-        if recent is None:
-            recent = 0.5 if self.variant == "release" else 0.25
-        window = portion(share, recent)
-        if recent > 0 or self.sinks > 0:
-            window = window.clamp(min=1)
-        near = ((v.age < window[..., None]) & v.valid).to(torch.int8) * Scores.WINDOW
-        near = torch.where((v.age == 0) & (near > 0), Scores.NEWEST, near).to(torch.int8)
-        classes = torch.maximum(torch.maximum(near, protect_sinks(v, self.sinks)), scores.protect)
-        ranked = rank_entries(Scores(scores.value, classes), v.valid)
-        return (ranked < share[..., None]) & v.valid
+        recent_share = self.recent
+        if recent_share is None:
+            recent_share = 0.5 if self.variant == "release" else 0.25
+        window_sizes = portion(share, recent_share)
+        if recent_share > 0 or self.sinks > 0:
+            window_sizes = window_sizes.clamp(min=1)
+        recent_class = ((v.age < window_sizes[..., None]) & v.valid).to(torch.int8) * Scores.WINDOW
+        recent_class = torch.where(
+            (v.age == 0) & (recent_class > 0), Scores.NEWEST, recent_class
+        ).to(torch.int8)
+        classes = torch.maximum(
+            torch.maximum(recent_class, protect_sinks(v, self.sinks)), scores.protect
+        )
+        ranks = rank_entries(Scores(scores.value, classes), v.valid)
+        return (ranks < share[..., None]) & v.valid
 
 
 @dataclass(frozen=True)
@@ -123,73 +127,88 @@ class EmaMerge(Merger):
         The state holds `tau` (float64) and `cuts` (int64), the number of cuts behind it: `[B, H]`,
         or `[B, 1]` if the heads share one threshold.
         """
-        kept, in_use = pack(keep, newest_first=True)
-        evicted, real = pack(v.valid & ~keep & keep.any(-1, keepdim=True))
-        similarity, near = _nearest(v.key, kept, in_use, evicted)
-        go = self._decide(similarity.double(), real, state)
-        if not bool(go.any()):
+        kept_indices, in_use = pack(keep, newest_first=True)
+        evicted_indices, real_mask = pack(v.valid & ~keep & keep.any(-1, keepdim=True))
+        similarity, nearest_kept = _nearest(v.key, kept_indices, in_use, evicted_indices)
+        merge_mask = self._decide(similarity.double(), real_mask, state)
+        if not bool(merge_mask.any()):
             return v.key, v.value
         if self.variant == "release":
-            kept_weight, weight, norm = 1.0, similarity, go.float()
+            kept_weight, merge_weights, norm_weights = 1.0, similarity, merge_mask.float()
         else:
-            kept_weight, weight = math.e, similarity.exp()
-            norm = weight.masked_fill(~go, 0.0)
-        slots = kept.shape[2]
-        below = kept_weight + sum_into(norm, near, slots)
-        in_use = in_use & (sum_into(go.float(), near, slots) > 0)
-        merged = []
-        for x in (v.key, v.value):
-            total = kept_weight * take(x, kept) + sum_rows_into(x, evicted, go, near, slots, weight)
-            merged.append(put(x, kept, in_use, total / below[..., None]))
-        return merged[0], merged[1]
+            kept_weight, merge_weights = math.e, similarity.exp()
+            norm_weights = merge_weights.masked_fill(~merge_mask, 0.0)
+        slot_count = kept_indices.shape[2]
+        denominators = kept_weight + sum_into(norm_weights, nearest_kept, slot_count)
+        in_use = in_use & (sum_into(merge_mask.float(), nearest_kept, slot_count) > 0)
+        merged_tensors = []
+        for tensor in (v.key, v.value):
+            weighted_sums = kept_weight * take(tensor, kept_indices) + sum_rows_into(
+                tensor, evicted_indices, merge_mask, nearest_kept, slot_count, merge_weights
+            )
+            merged_tensors.append(
+                put(tensor, kept_indices, in_use, weighted_sums / denominators[..., None])
+            )
+        return merged_tensors[0], merged_tensors[1]
 
-    def _decide(self, similarity: Tensor, real: Tensor, state: dict[str, Tensor]) -> Tensor:
+    def _decide(self, similarity: Tensor, real_mask: Tensor, state: dict[str, Tensor]) -> Tensor:
         """Update the threshold and decide which evicted entries are merged, bool `[B, H, E]`."""
-        ema = self.ema
-        if ema is None:
-            ema = 0.5 if self.variant == "release" else 0.7
-        known = similarity.masked_fill(~real, 0.0)
-        value, count = known.sum(2), real.sum(2)
-        worth = known
+        smoothing = self.ema
+        if smoothing is None:
+            smoothing = 0.5 if self.variant == "release" else 0.7
+        real_similarity = similarity.masked_fill(~real_mask, 0.0)
+        similarity_sums, entry_counts = real_similarity.sum(2), real_mask.sum(2)
+        rank_keys = real_similarity
         if self.variant == "release":
-            value, count = value.sum(1, keepdim=True), count.sum(1, keepdim=True)
-            worth = known.sum(1, keepdim=True) / real.sum(1, keepdim=True).clamp(min=1)
-        mean = value / count.clamp(min=1)
-        cuts = state.get("cuts", torch.zeros_like(count))
-        before = state.get("tau", torch.zeros_like(mean))
+            similarity_sums, entry_counts = (
+                similarity_sums.sum(1, keepdim=True),
+                entry_counts.sum(1, keepdim=True),
+            )
+            rank_keys = real_similarity.sum(1, keepdim=True) / real_mask.sum(1, keepdim=True).clamp(
+                min=1
+            )
+        mean_similarity = similarity_sums / entry_counts.clamp(min=1)
+        step_counts = state.get("cuts", torch.zeros_like(entry_counts))
+        previous_tau = state.get("tau", torch.zeros_like(mean_similarity))
         # In this form a mean equal to the threshold leaves it unchanged to the last bit.
-        after = torch.where(cuts > 0, before + ema * (mean - before), mean)
-        tau = torch.where(count > 0, after, before)
-        state["tau"], state["cuts"] = tau, cuts + (count > 0).long()
-        return (worth >= tau[..., None]) & real
+        updated_tau = torch.where(
+            step_counts > 0,
+            previous_tau + smoothing * (mean_similarity - previous_tau),
+            mean_similarity,
+        )
+        threshold = torch.where(entry_counts > 0, updated_tau, previous_tau)
+        state["tau"], state["cuts"] = threshold, step_counts + (entry_counts > 0).long()
+        return (rank_keys >= threshold[..., None]) & real_mask
 
 
-def _nearest(key: Tensor, kept: Tensor, in_use: Tensor, evicted: Tensor) -> tuple[Tensor, Tensor]:
+def _nearest(
+    keys: Tensor, kept_indices: Tensor, in_use: Tensor, evicted_indices: Tensor
+) -> tuple[Tensor, Tensor]:
     """Find the nearest kept entry of every evicted entry.
 
     Args:
-        key: `[B, H, n, d]`.
-        kept: Indices of the kept entries, newest first, int64 `[B, H, C]`.
+        keys: `[B, H, n, d]`.
+        kept_indices: Indices of the kept entries, newest first, int64 `[B, H, C]`.
         in_use: Which of these indices are real, bool `[B, H, C]`.
-        evicted: Indices of the evicted entries, int64 `[B, H, E]`.
+        evicted_indices: Indices of the evicted entries, int64 `[B, H, E]`.
 
     Returns:
-        The cosine, float32 `[B, H, E]`, and the position within `kept`, int64 `[B, H, E]`; ties go
-        to the first.
+        The cosine, float32 `[B, H, E]`, and the position within `kept_indices`, int64 `[B, H, E]`;
+        ties go to the first.
     """
-    similarity = torch.zeros(evicted.shape, device=key.device)
-    near = torch.zeros_like(evicted)
-    batch, heads, slots = kept.shape
-    if slots == 0:
-        return similarity, near
-    unit = normalize(take(key, kept), dim=-1).transpose(2, 3)
-    step = max(1, _BLOCK // (batch * heads * max(slots, key.shape[-1])))
-    for start in range(0, evicted.shape[2], step):
-        part = slice(start, start + step)
-        cosine = normalize(take(key, evicted[:, :, part]), dim=-1) @ unit
-        cosine = cosine.masked_fill_(~in_use[:, :, None], float("-inf"))
-        similarity[:, :, part], near[:, :, part] = cosine.max(-1)
-    return similarity, near
+    similarity = torch.zeros(evicted_indices.shape, device=keys.device)
+    nearest_kept = torch.zeros_like(evicted_indices)
+    batch_size, head_count, slot_count = kept_indices.shape
+    if slot_count == 0:
+        return similarity, nearest_kept
+    unit_keys = normalize(take(keys, kept_indices), dim=-1).transpose(2, 3)
+    block_size = max(1, _BLOCK // (batch_size * head_count * max(slot_count, keys.shape[-1])))
+    for block_start in range(0, evicted_indices.shape[2], block_size):
+        block_slice = slice(block_start, block_start + block_size)
+        cosines = normalize(take(keys, evicted_indices[:, :, block_slice]), dim=-1) @ unit_keys
+        cosines = cosines.masked_fill_(~in_use[:, :, None], float("-inf"))
+        similarity[:, :, block_slice], nearest_kept[:, :, block_slice] = cosines.max(-1)
+    return similarity, nearest_kept
 
 
 D2O = Policy(

@@ -70,9 +70,13 @@ class LookAhead(Learned):
         """The part of the score that steps after the first add, float64 `[B, H, n]`."""
         if self.horizon == 0:
             return -torch.log(-torch.expm1(log_beta.clamp(max=-_LEAST)))
-        near = (self.horizon - 1) * log_beta / 2
-        x = log_beta.clamp(max=-_NEAR / self.horizon)
-        return torch.where(self.horizon * log_beta > -_NEAR, near, _phi(self.horizon * x) - _phi(x))
+        series_term = (self.horizon - 1) * log_beta / 2
+        clamped = log_beta.clamp(max=-_NEAR / self.horizon)
+        return torch.where(
+            self.horizon * log_beta > -_NEAR,
+            series_term,
+            _phi(self.horizon * clamped) - _phi(clamped),
+        )
 
 
 DBTRIMKV = Policy(

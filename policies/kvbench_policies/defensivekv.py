@@ -57,45 +57,59 @@ class Defensive(WindowScore):
     def score(self, v: View) -> Scores:
         """Score the entries of one layer, float32 `[B, H, n]`; 0 in the window."""
         before_window = self.past(v)
-        rows = v.window_attention(self.window).unflatten(1, (-1, v.model.group))
-        rows = rows.masked_fill(~before_window[:, :, None, None], 0.0)
-        largest = self._pool(rows, before_window).amax((2, 3))
-        count = before_window.sum(-1, keepdim=True).clamp(min=1)
-        floored = torch.maximum(largest, largest.sum(-1, keepdim=True) / count)
-        size = value_norm(v.value, v.model.output_weight(v.layer))
-        value = floored * share_of_heads(v, size)
-        return Scores(value.masked_fill(~before_window, 0.0), protect_window(v, self.window))
+        attention = v.window_attention(self.window).unflatten(1, (-1, v.model.group))
+        attention = attention.masked_fill(~before_window[:, :, None, None], 0.0)
+        largest_attention = self._pool(attention, before_window).amax((2, 3))
+        past_counts = before_window.sum(-1, keepdim=True).clamp(min=1)
+        floored_attention = torch.maximum(
+            largest_attention, largest_attention.sum(-1, keepdim=True) / past_counts
+        )
+        value_norms = value_norm(v.value, v.model.output_weight(v.layer))
+        scores = floored_attention * share_of_heads(v, value_norms)
+        return Scores(scores.masked_fill(~before_window, 0.0), protect_window(v, self.window))
 
-    def _pool(self, rows: Tensor, before_window: Tensor) -> Tensor:
+    def _pool(self, attention: Tensor, before_window: Tensor) -> Tensor:
         """Pool rows `[B, H, G, window, n]` over neighbours, keeping the mass of each row."""
-        pooled = self.pooled(rows.flatten(1, 3), "avg").view(rows.shape)
+        pooled = self.pooled(attention.flatten(1, 3), "avg").view(attention.shape)
         pooled = pooled.masked_fill(~before_window[:, :, None, None], 0.0)
-        mass = rows.sum(-1, keepdim=True) / pooled.sum(-1, keepdim=True).clamp(min=_TINY)
-        return pooled * mass
+        rescaling = attention.sum(-1, keepdim=True) / pooled.sum(-1, keepdim=True).clamp(min=_TINY)
+        return pooled * rescaling
 
 
-def share_of_heads(v: View, size: Tensor) -> Tensor:
+def share_of_heads(view: View, norms: Tensor) -> Tensor:
     """Divide every entry's size by the sum over the KV heads that hold the same token.
 
     If only `k` of the `H` heads hold the token, the sum is multiplied by `H / k`.
 
     Args:
-        v: The layer.
-        size: Sizes, 0 or more, `[B, H, n]`.
+        view: The layer.
+        norms: Sizes, 0 or more, `[B, H, n]`.
 
     Returns:
         float32 `[B, H, n]`.
     """
-    heads = v.shape[1]
-    token = v.position.masked_fill(~v.valid, -1).flatten(1)
-    token, order = token.sort(dim=-1)
-    changes = torch.zeros_like(token)
-    changes[:, 1:] = token[:, 1:] != token[:, :-1]
-    run = torch.empty_like(order).scatter_(-1, order, changes.cumsum(-1))
-    flat = size.double().flatten(1)
-    total = torch.zeros_like(flat).scatter_add_(-1, run, flat).gather(-1, run)
-    held = torch.zeros_like(flat).scatter_add_(-1, run, torch.ones_like(flat)).gather(-1, run)
-    return (flat * held / (total * heads).clamp(min=_TINY)).float().view(v.shape)
+    head_count = view.shape[1]
+    positions = view.position.masked_fill(~view.valid, -1).flatten(1)
+    positions, sort_order = positions.sort(dim=-1)
+    run_starts = torch.zeros_like(positions)
+    run_starts[:, 1:] = positions[:, 1:] != positions[:, :-1]
+    run_indices = torch.empty_like(sort_order).scatter_(-1, sort_order, run_starts.cumsum(-1))
+    flat_norms = norms.double().flatten(1)
+    run_sums = (
+        torch.zeros_like(flat_norms)
+        .scatter_add_(-1, run_indices, flat_norms)
+        .gather(-1, run_indices)
+    )
+    run_counts = (
+        torch.zeros_like(flat_norms)
+        .scatter_add_(-1, run_indices, torch.ones_like(flat_norms))
+        .gather(-1, run_indices)
+    )
+    return (
+        (flat_norms * run_counts / (run_sums * head_count).clamp(min=_TINY))
+        .float()
+        .view(view.shape)
+    )
 
 
 @dataclass(frozen=True)
@@ -148,33 +162,35 @@ class ByMass(Selector):
     def prepare(self, v: View, scores: Scores) -> Scores:
         """Protect stage 1; its entries get their attention as value, the order they give way in."""
         protected_entries = v.valid & (scores.protect > 0)
-        protected = protected_entries.sum(-1)
+        protected_counts = protected_entries.sum(-1)
         unprotected = v.valid & ~protected_entries
-        plain = v.grouped(v.window_attention(self.window).sum(2))
-        plain = plain / v.length.clamp(max=self.window)[:, None, None]
+        attention = v.grouped(v.window_attention(self.window).sum(2))
+        attention = attention / v.length.clamp(max=self.window)[:, None, None]
         if self.variant == "release":
-            slip = v.valid & (v.age >= self.window) & (v.age < 2 * self.window)
-            window_share = plain.masked_fill(~slip, 0.0).sum(-1).mean(-1, keepdim=True)
+            slipped_mask = v.valid & (v.age >= self.window) & (v.age < 2 * self.window)
+            window_share = attention.masked_fill(~slipped_mask, 0.0).sum(-1).mean(-1, keepdim=True)
         else:
-            window_share = plain.masked_fill(~protected_entries, 0.0).sum(-1)
-        plain = plain.masked_fill(~unprotected, 0.0)
-        plain = plain / plain.sum(-1, keepdim=True).clamp(min=_TINY)
-        rank = rank_entries(Scores(plain, protect_nothing(v)), unprotected)
-        order = torch.empty_like(plain).scatter_(-1, rank, plain)
-        below = order.double().cumsum(-1) < (self.mass - window_share)[..., None]
-        limit = v.budget[:, None].expand_as(protected)
+            window_share = attention.masked_fill(~protected_entries, 0.0).sum(-1)
+        attention = attention.masked_fill(~unprotected, 0.0)
+        attention = attention / attention.sum(-1, keepdim=True).clamp(min=_TINY)
+        ranks = rank_entries(Scores(attention, protect_nothing(v)), unprotected)
+        ordered = torch.empty_like(attention).scatter_(-1, ranks, attention)
+        below_mass = ordered.double().cumsum(-1) < (self.mass - window_share)[..., None]
+        limits = v.budget[:, None].expand_as(protected_counts)
         if self.variant == "release":
-            entries = v.valid.sum(-1)
+            entry_counts = v.valid.sum(-1)
             # (n - w) b / n - w as one fraction, because it is rounded towards 0
-            part = (entries - protected) * limit - protected * entries
-            most = torch.div(part, entries.clamp(min=1), rounding_mode="trunc")
-            sliced = (unprotected.sum(-1) + most).clamp(min=0)
-            first = torch.where(most < 0, sliced, torch.minimum(below.sum(-1), most))
+            numerator = (entry_counts - protected_counts) * limits - protected_counts * entry_counts
+            max_counts = torch.div(numerator, entry_counts.clamp(min=1), rounding_mode="trunc")
+            sliced_counts = (unprotected.sum(-1) + max_counts).clamp(min=0)
+            first_counts = torch.where(
+                max_counts < 0, sliced_counts, torch.minimum(below_mass.sum(-1), max_counts)
+            )
         else:
-            first = torch.minimum(below.sum(-1), limit - protected)
-        chosen = unprotected & (rank < first[..., None])
-        classes = torch.where(chosen, Scores.CHOSEN, scores.protect)
-        return Scores(torch.where(chosen, plain, scores.value), classes.to(torch.int8))
+            first_counts = torch.minimum(below_mass.sum(-1), limits - protected_counts)
+        first_mask = unprotected & (ranks < first_counts[..., None])
+        classes = torch.where(first_mask, Scores.CHOSEN, scores.protect)
+        return Scores(torch.where(first_mask, attention, scores.value), classes.to(torch.int8))
 
     def select(self, v: View, scores: Scores, share: Tensor) -> Tensor:
         """Choose exactly `share` (int64 `[B, H]`) entries per head, bool `[B, H, n]`."""

@@ -74,20 +74,20 @@ class Retrieval(Profiled):
             warn_of_full_floor(
                 self.sinks, self.recent, "duo_attention (allocate=retrieval)", "head"
             )
-        heads = model.layers * model.kv_heads
-        most = length[:, None].expand(-1, heads)
-        reserved = torch.minimum(self._reserved(budget)[:, None], most)
-        worth = self._worth(model, length.device).flatten()
-        spread = fill_by_rank(worth, budget * heads, reserved, most)
-        return spread.view(-1, model.layers, model.kv_heads).sum(-1)
+        head_count = model.layers * model.kv_heads
+        capacity = length[:, None].expand(-1, head_count)
+        reserved_counts = torch.minimum(self._reserved(budget)[:, None], capacity)
+        rank_keys = self._worth(model, length.device).flatten()
+        head_shares = fill_by_rank(rank_keys, budget * head_count, reserved_counts, capacity)
+        return head_shares.view(-1, model.layers, model.kv_heads).sum(-1)
 
     def allocate(self, layers: Sequence[Scored], total: Tensor) -> Tensor:
         """Spread a layer's total (int64 `[B]`) over its heads, int64 `[B, 1, H]`."""
-        ((v, _),) = layers
-        most = v.valid.sum(-1)
-        reserved = torch.minimum(self._reserved(v.budget)[:, None], most)
-        worth = self._worth(v.model, most.device)[v.layer]
-        return fill_by_rank(worth, total, reserved, most)[:, None]
+        ((view, _),) = layers
+        capacity = view.valid.sum(-1)
+        reserved_counts = torch.minimum(self._reserved(view.budget)[:, None], capacity)
+        rank_keys = self._worth(view.model, capacity.device)[view.layer]
+        return fill_by_rank(rank_keys, total, reserved_counts, capacity)[:, None]
 
     def _reserved(self, budget: Tensor) -> Tensor:
         return budget.clamp(max=self.sinks + self.recent)
@@ -96,36 +96,40 @@ class Retrieval(Profiled):
         return torch.tensor(self.load_profile(model).scores, dtype=torch.float64).to(device)
 
 
-def warn_of_full_floor(sinks: int, recent: int, who: str, unit: str) -> None:
+def warn_of_full_floor(sinks: int, recent: int, label: str, unit: str) -> None:
     """Warn that sinks and recent tokens take the whole budget of every head or layer."""
     # No number of this batch in the text: Python shows equal warnings once.
     warnings.warn(
-        f"{who}: {sinks} sinks and {recent} recent tokens fill the budget of every {unit}, so no "
+        f"{label}: {sinks} sinks and {recent} recent tokens fill the budget of every {unit}, so no "
         f"{unit} keeps the whole context; use a larger --budget, or smaller sinks= and recent=",
         stacklevel=3,
     )
 
 
-def fill_by_rank(worth: Tensor, total: Tensor, reserved: Tensor, most: Tensor) -> Tensor:
+def fill_by_rank(
+    rank_keys: Tensor, total_entries: Tensor, reserves: Tensor, capacity: Tensor
+) -> Tensor:
     """Reserve entries for every head or layer, then fill them up from the worthiest down.
 
     Args:
-        worth: Worth of every head or layer, `[K]` or `[B, K]`; ties go to the lower index.
-        total: Entries to spread, int64 `[B]`, at most the sum of `most`.
-        reserved: Entries that each gets first, int64 `[B, K]`. A total below their sum is spread
+        rank_keys: Worth of every head or layer, `[K]` or `[B, K]`; ties go to the lower index.
+        total_entries: Entries to spread, int64 `[B]`, at most the sum of `capacity`.
+        reserves: Entries that each gets first, int64 `[B, K]`. A total below their sum is spread
             evenly, up to these numbers.
-        most: Entries that each can hold, int64 `[B, K]`, at least `reserved`.
+        capacity: Entries that each can hold, int64 `[B, K]`, at least `reserves`.
 
     Returns:
-        int64 `[B, K]` summing to `total`.
+        int64 `[B, K]` summing to `total_entries`.
     """
-    order = worth.argsort(dim=-1, descending=True, stable=True).expand_as(reserved)
-    floor = reserved.sum(-1)
-    even = apportion(torch.ones_like(reserved).double(), total.minimum(floor), reserved)
-    room = (most - reserved).gather(1, order)
-    left = (total - floor).clamp(min=0)[:, None]
-    extra = torch.minimum(room, (left - (room.cumsum(-1) - room)).clamp(min=0))
-    return even.scatter_add(1, order, extra)
+    by_rank = rank_keys.argsort(dim=-1, descending=True, stable=True).expand_as(reserves)
+    floor_sums = reserves.sum(-1)
+    base_shares = apportion(
+        torch.ones_like(reserves).double(), total_entries.minimum(floor_sums), reserves
+    )
+    headroom = (capacity - reserves).gather(1, by_rank)
+    remaining = (total_entries - floor_sums).clamp(min=0)[:, None]
+    additions = torch.minimum(headroom, (remaining - (headroom.cumsum(-1) - headroom)).clamp(min=0))
+    return base_shares.scatter_add(1, by_rank, additions)
 
 
 DUO_ATTENTION = Policy(

@@ -80,54 +80,66 @@ class _Moments:
     ) -> None:
         """Observe one forward of one layer; see `kvbench.plugin.Observer`."""
         assert self.model is not None
-        n = q.shape[2]
-        position = (valid.long().cumsum(-1) - 1)[:, -n:]
-        counts = valid[:, -n:] & (position >= self.skip)
-        cos, sin = angles(self.model, layer, position)
-        query = turn_back(q.float(), cos[:, None], sin[:, None])
-        query = query.masked_fill(~counts[:, None, :, None], 0.0)
-        count = counts.sum(-1).float()
-        mean = query.sum(2) / count.clamp(min=1)[:, None, None]
-        centred = (query - mean[:, :, None]).masked_fill(~counts[:, None, :, None], 0.0)
-        new = _Sums(count, mean, centred.transpose(-1, -2) @ centred)
-        old = self._held.get(layer)
-        self._held[layer] = new if old is None else _joined(old, new)
+        token_count = q.shape[2]
+        positions = (valid.long().cumsum(-1) - 1)[:, -token_count:]
+        counted_mask = valid[:, -token_count:] & (positions >= self.skip)
+        cosines, sines = angles(self.model, layer, positions)
+        queries = turn_back(q.float(), cosines[:, None], sines[:, None])
+        queries = queries.masked_fill(~counted_mask[:, None, :, None], 0.0)
+        query_counts = counted_mask.sum(-1).float()
+        query_means = queries.sum(2) / query_counts.clamp(min=1)[:, None, None]
+        centred = (queries - query_means[:, :, None]).masked_fill(
+            ~counted_mask[:, None, :, None], 0.0
+        )
+        new_sums = _Sums(query_counts, query_means, centred.transpose(-1, -2) @ centred)
+        old_sums = self._held.get(layer)
+        self._held[layer] = new_sums if old_sums is None else _combine_sums(old_sums, new_sums)
 
     def read(self, layer: int) -> Tensor:
         """Return mean and covariance, `[B, H_q, 1 + d, d]`."""
-        count, mean, outer = self._held[layer]
-        return torch.cat([mean[:, :, None], outer / count.clamp(min=1)[:, None, None, None]], 2)
+        query_counts, query_means, outer_sums = self._held[layer]
+        return torch.cat(
+            [query_means[:, :, None], outer_sums / query_counts.clamp(min=1)[:, None, None, None]],
+            2,
+        )
 
     def fork(self) -> Self:
         """Return an observer that can continue without changing this one."""
-        other = type(self)(self.skip, self.model)
-        other._held = dict(self._held)
-        return other
+        duplicate = type(self)(self.skip, self.model)
+        duplicate._held = dict(self._held)
+        return duplicate
 
     def sequence(self, row: int, tokens: int) -> Self:
         """The observer of one sequence; see `kvbench.plugin.Separable`."""
-        other = self.fork()
-        other._held = {i: _Sums(*(x[row : row + 1] for x in s)) for i, s in self._held.items()}
-        return other
+        duplicate = self.fork()
+        duplicate._held = {
+            layer_index: _Sums(*(tensor[row : row + 1] for tensor in layer_sums))
+            for layer_index, layer_sums in self._held.items()
+        }
+        return duplicate
 
     @classmethod
     def stack(cls, parts: Sequence[Self]) -> Self:
         """Join the sequences of several observers in one batch."""
-        out = cls(parts[0].skip, parts[0].model)
+        joined = cls(parts[0].skip, parts[0].model)
         for layer in parts[0]._held:
-            held = zip(*(p._held[layer] for p in parts), strict=True)
-            out._held[layer] = _Sums(*(torch.cat(x) for x in held))
-        return out
+            layer_sums = zip(*(observer._held[layer] for observer in parts), strict=True)
+            joined._held[layer] = _Sums(*(torch.cat(tensors) for tensors in layer_sums))
+        return joined
 
 
-def _joined(one: _Sums, two: _Sums) -> _Sums:
+def _combine_sums(first_sums: _Sums, second_sums: _Sums) -> _Sums:
     """The sums of two sets of queries together."""
-    count = one.count + two.count
-    share = (two.count / count.clamp(min=1))[:, None, None]
-    apart = two.mean - one.mean
-    cross = apart[..., None] * apart[..., None, :]
-    outer = one.outer + two.outer + cross * (one.count[:, None, None, None] * share[..., None])
-    return _Sums(count, one.mean + apart * share, outer)
+    total_count = first_sums.count + second_sums.count
+    second_share = (second_sums.count / total_count.clamp(min=1))[:, None, None]
+    mean_shift = second_sums.mean - first_sums.mean
+    shift_outer = mean_shift[..., None] * mean_shift[..., None, :]
+    outer_sums = (
+        first_sums.outer
+        + second_sums.outer
+        + shift_outer * (first_sums.count[:, None, None, None] * second_share[..., None])
+    )
+    return _Sums(total_count, first_sums.mean + mean_shift * second_share, outer_sums)
 
 
 @dataclass(frozen=True)
@@ -180,13 +192,16 @@ class ExpectedAttention(Score):
         """Give a copy that reads made-up statistics (see `kvbench.plugin.Part`)."""
         if self.statistics != PROFILE:
             return self
-        shape = (model.layers, model.query_heads, model.head_dim)
-        path = folder / "-".join(map(str, ("queries", *shape)))
-        if not (path / WEIGHTS).is_file():
-            mean = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-            made = {"query_mean": mean, "query_cov": torch.eye(shape[-1]).expand(*shape, -1)}
-            STATISTICS.save(path, made, SummaryNotes())
-        return self.replace(statistics=str(path))
+        mean_shape = (model.layers, model.query_heads, model.head_dim)
+        summary_folder = folder / "-".join(map(str, ("queries", *mean_shape)))
+        if not (summary_folder / WEIGHTS).is_file():
+            query_means = torch.randn(mean_shape, generator=torch.Generator().manual_seed(0))
+            statistics = {
+                "query_mean": query_means,
+                "query_cov": torch.eye(mean_shape[-1]).expand(*mean_shape, -1),
+            }
+            STATISTICS.save(summary_folder, statistics, SummaryNotes())
+        return self.replace(statistics=str(summary_folder))
 
     @property
     def _named(self) -> str | None:
@@ -204,49 +219,58 @@ class ExpectedAttention(Score):
 
     def score(self, v: View) -> Scores:
         """Score the entries of one layer, float32 `[B, H, n]`; 0 in the sinks."""
-        rated = v.valid & (v.position >= self.sinks)
-        key = v.key.float().masked_fill(~v.valid[..., None], 0.0)
-        mean, covariance = self._queries(v)
-        logits = mean[..., None, :] @ key[:, :, None].transpose(-1, -2) * v.scale
+        rated_mask = v.valid & (v.position >= self.sinks)
+        keys = v.key.float().masked_fill(~v.valid[..., None], 0.0)
+        query_means, covariance = self._queries(v)
+        logits = query_means[..., None, :] @ keys[:, :, None].transpose(-1, -2) * v.scale
         logits = logits[..., 0, :]
         if self.covariance:
-            for g in range(v.model.group):  # a whole group would hold G copies of the keys
-                spread = ((key @ covariance[:, :, g]) * key).sum(-1)
-                logits[:, :, g] += spread * (v.scale**2 / 2)
-        logits = logits.masked_fill(~rated[:, :, None], float("-inf"))
+            # A whole group would hold G copies of the keys
+            for group_index in range(v.model.group):
+                logit_variance = ((keys @ covariance[:, :, group_index]) * keys).sum(-1)
+                logits[:, :, group_index] += logit_variance * (v.scale**2 / 2)
+        logits = logits.masked_fill(~rated_mask[:, :, None], float("-inf"))
         attention = logits.softmax(-1).nan_to_num(0.0).mean(2)
-        value = ((attention + self.eps) * self._length(v)).masked_fill(~rated, 0.0)
-        return Scores(value, protect_sinks(v, self.sinks))
+        scores = ((attention + self.eps) * self._length(v)).masked_fill(~rated_mask, 0.0)
+        return Scores(scores, protect_sinks(v, self.sinks))
 
-    def _queries(self, v: View) -> tuple[Tensor, Tensor]:
+    def _queries(self, view: View) -> tuple[Tensor, Tensor]:
         """Mean `[B, H, G, d]` and covariance `[B, H, G, d, d]` of queries to come."""
-        moments = self._moments(v)
-        coming = v.length[:, None] + torch.arange(self.future, device=v.length.device)
-        cos, sin = (x.mean(1)[:, None, None] for x in angles(v.model, v.layer, coming))
-        turned = turn(moments, cos, sin)
-        covariance = turn(turned[:, :, 1:].transpose(-1, -2), cos, sin)
-        heads = (v.model.kv_heads, v.model.group)
-        return turned[:, :, 0].unflatten(1, heads), covariance.unflatten(1, heads)
+        moments = self._moments(view)
+        future_positions = view.length[:, None] + torch.arange(
+            self.future, device=view.length.device
+        )
+        cosines, sines = (
+            rotation.mean(1)[:, None, None]
+            for rotation in angles(view.model, view.layer, future_positions)
+        )
+        rotated = turn(moments, cosines, sines)
+        covariance = turn(rotated[:, :, 1:].transpose(-1, -2), cosines, sines)
+        head_shape = (view.model.kv_heads, view.model.group)
+        return rotated[:, :, 0].unflatten(1, head_shape), covariance.unflatten(1, head_shape)
 
-    def _moments(self, v: View) -> Tensor:
+    def _moments(self, view: View) -> Tensor:
         """Mean and covariance before RoPE, float32 `[B, H_q, 1 + d, d]`."""
         if self.statistics == CONTEXT:
-            return v.obs[QueryMoments(self.sinks)]
-        shape = (v.model.layers, v.model.query_heads, v.model.head_dim)
-        shapes = {"query_mean": shape, "query_cov": (*shape, shape[-1])}
-        found = STATISTICS.load(v.model.name, self._named, shapes)
-        mean, covariance = found["query_mean"][v.layer], found["query_cov"][v.layer]
-        joined = torch.cat([mean[:, None], covariance], 1)
-        return joined.to(v.key.device).expand(len(v.length), -1, -1, -1)
+            return view.obs[QueryMoments(self.sinks)]
+        mean_shape = (view.model.layers, view.model.query_heads, view.model.head_dim)
+        expected_shapes = {"query_mean": mean_shape, "query_cov": (*mean_shape, mean_shape[-1])}
+        statistics = STATISTICS.load(view.model.name, self._named, expected_shapes)
+        query_means, covariance = (
+            statistics["query_mean"][view.layer],
+            statistics["query_cov"][view.layer],
+        )
+        moments = torch.cat([query_means[:, None], covariance], 1)
+        return moments.to(view.key.device).expand(len(view.length), -1, -1, -1)
 
-    def _length(self, v: View) -> Tensor:
+    def _length(self, view: View) -> Tensor:
         """Lengths of the values, float32 `[B, H, n]`."""
         if self.norm == "none":
-            return torch.ones(v.shape, device=v.value.device)
-        value = v.value.masked_fill(~v.valid[..., None], 0.0)
+            return torch.ones(view.shape, device=view.value.device)
+        values = view.value.masked_fill(~view.valid[..., None], 0.0)
         if self.norm == "value":
-            return value.float().norm(dim=-1)
-        return value_norm(value, v.model.output_weight(v.layer), "l2")
+            return values.float().norm(dim=-1)
+        return value_norm(values, view.model.output_weight(view.layer), "l2")
 
 
 EXPECTED_ATTENTION = Policy(

@@ -65,16 +65,16 @@ class QuestionAttention(Score):
 
     def score(self, v: View) -> Scores:
         """Score the entries of one layer, float32 `[B, H, n]`; 0 in the question."""
-        size = min(v.asked or self.window, self.longest)
-        attention = v.window_attention(self.longest, size)
+        query_count = min(v.asked or self.window, self.longest)
+        attention = v.window_attention(self.longest, query_count)
         if self.variant == "release":
-            value = sum_over_holders(v.grouped(attention.mean(2)), v.position, v.valid)
+            scores = sum_over_holders(v.grouped(attention.mean(2)), v.position, v.valid)
         else:
-            behind = torch.arange(size - 1, -1, -1, device=v.col.device)
-            seen = (v.length[:, None] - behind).clamp(min=0)[:, None, :, None]
-            value = v.grouped((attention * seen).mean(2))
-        protect = protect_window(v, v.asked or size)
-        return Scores(value.masked_fill(protect > 0, 0.0), protect)
+            offsets = torch.arange(query_count - 1, -1, -1, device=v.col.device)
+            visible_counts = (v.length[:, None] - offsets).clamp(min=0)[:, None, :, None]
+            scores = v.grouped((attention * visible_counts).mean(2))
+        protection = protect_window(v, v.asked or query_count)
+        return Scores(scores.masked_fill(protection > 0, 0.0), protection)
 
 
 @dataclass(frozen=True)
@@ -103,25 +103,35 @@ class EveryChunk(TopK):
         """Choose exactly `share` valid entries per head, bool `[B, H, n]`."""
         if self.chunk_length is None:
             return super().select(v, scores, share)
-        key = order_key(v, scores)
-        protected = v.valid & (scores.protect > 0)
-        kept = best(key.masked_fill(~protected, -1), torch.minimum(share, protected.sum(-1)))
-        free = v.valid & ~protected
-        chunks = int(v.length.max()) // self.chunk_length + 1
+        rank_keys = order_key(v, scores)
+        protected_mask = v.valid & (scores.protect > 0)
+        kept_mask = best(
+            rank_keys.masked_fill(~protected_mask, -1), torch.minimum(share, protected_mask.sum(-1))
+        )
+        free_mask = v.valid & ~protected_mask
+        chunk_count = int(v.length.max()) // self.chunk_length + 1
         # Entries that are not free go to a place behind the last chunk.
-        chunk = (v.position // self.chunk_length).masked_fill(~free, chunks)
-        held = sum_into(free.float(), chunk, chunks + 1).long()
-        left = share - kept.sum(-1)
-        own = held[..., :chunks].flatten(0, 1)
-        quota = apportion(own.double(), left.flatten(), own).view(*left.shape, chunks)
-        # The rank of every entry in its chunk: sorted by chunk, and by worth within a chunk.
-        by_worth = key.argsort(dim=-1, descending=True)
-        order = by_worth.gather(-1, chunk.gather(-1, by_worth).argsort(dim=-1, stable=True))
-        place = torch.empty_like(order)
-        place.scatter_(-1, order, torch.arange(order.shape[-1], device=key.device).expand_as(order))
-        rank = place - (held.cumsum(-1) - held).gather(-1, chunk)
-        allowed = torch.nn.functional.pad(quota, (0, 1)).gather(-1, chunk)
-        return kept | (free & (rank < allowed))
+        chunk_indices = (v.position // self.chunk_length).masked_fill(~free_mask, chunk_count)
+        chunk_sizes = sum_into(free_mask.float(), chunk_indices, chunk_count + 1).long()
+        remaining = share - kept_mask.sum(-1)
+        capacities = chunk_sizes[..., :chunk_count].flatten(0, 1)
+        chunk_quotas = apportion(capacities.double(), remaining.flatten(), capacities).view(
+            *remaining.shape, chunk_count
+        )
+        # The rank of every entry in its chunk: sorted by chunk, and by rank key within a chunk.
+        by_rank_key = rank_keys.argsort(dim=-1, descending=True)
+        chunk_order = by_rank_key.gather(
+            -1, chunk_indices.gather(-1, by_rank_key).argsort(dim=-1, stable=True)
+        )
+        order_ranks = torch.empty_like(chunk_order)
+        order_ranks.scatter_(
+            -1,
+            chunk_order,
+            torch.arange(chunk_order.shape[-1], device=rank_keys.device).expand_as(chunk_order),
+        )
+        chunk_ranks = order_ranks - (chunk_sizes.cumsum(-1) - chunk_sizes).gather(-1, chunk_indices)
+        allowed_counts = torch.nn.functional.pad(chunk_quotas, (0, 1)).gather(-1, chunk_indices)
+        return kept_mask | (free_mask & (chunk_ranks < allowed_counts))
 
 
 FINCH = Policy(

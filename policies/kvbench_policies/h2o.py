@@ -52,8 +52,8 @@ class Accumulated(Score):
 
     def score(self, v: View) -> Scores:
         """Score the entries of one layer, float32 `[B, H, n]`."""
-        mass = v.grouped(v.obs[AttentionMass(self.observe)], self.group)
-        return Scores(mass, protect_nothing(v))
+        accumulated = v.grouped(v.obs[AttentionMass(self.observe)], self.group)
+        return Scores(accumulated, protect_nothing(v))
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ class AccumulatedAttention(Accumulated):
 
     def score(self, v: View) -> Scores:
         """Score the entries of one layer, float32 `[B, H, n]`."""
-        window = protect_window(v, portion(v.budget, self.recent))
-        return replace(super().score(v), protect=window)
+        protection = protect_window(v, portion(v.budget, self.recent))
+        return replace(super().score(v), protect=protection)
 
 
 H2O = Policy(

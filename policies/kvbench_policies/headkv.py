@@ -66,9 +66,9 @@ class HeadProfileShares(Profiled):
 
     def allocate(self, layers: Sequence[Scored], total: Tensor) -> Tensor:
         """Spread a layer's total (int64 `[B]`) over its heads, int64 `[B, 1, H]`."""
-        ((v, _),) = layers
-        planned = self.plan(v.model, v.length, v.budget)[:, v.layer]
-        return apportion(planned.double(), total, v.valid.sum(-1))[:, None]
+        ((view, _),) = layers
+        planned_shares = self.plan(view.model, view.length, view.budget)[:, view.layer]
+        return apportion(planned_shares.double(), total, view.valid.sum(-1))[:, None]
 
     def plan(self, model: ModelInfo, length: Tensor, budget: Tensor) -> Tensor:
         """Entries of every head of the model, int64 `[B, L, H]`.
@@ -79,35 +79,43 @@ class HeadProfileShares(Profiled):
             budget: `b` of every sequence, int64 `[B]`.
         """
         profile = self.load_profile(model)
-        share = self.pool_share if self.pool_share <= 1 else 1 / self.pool_share
+        pool_share = self.pool_share if self.pool_share <= 1 else 1 / self.pool_share
         lengths, budgets = tuple(length.tolist()), tuple(budget.tolist())
-        plan = _plan(profile.scores, share, self.temp, self.window, lengths, budgets)
-        return plan.to(length.device)
+        head_plan = _plan(profile.scores, pool_share, self.temp, self.window, lengths, budgets)
+        return head_plan.to(length.device)
 
 
 @functools.lru_cache(maxsize=32)
 def _plan(
-    scores: tuple[tuple[float, ...], ...],
-    share: float,
-    temp: float,
-    window: int,
-    length: tuple[int, ...],
-    budget: tuple[int, ...],
+    head_scores: tuple[tuple[float, ...], ...],
+    pool_share: float,
+    temperature: float,
+    window_size: int,
+    lengths: tuple[int, ...],
+    budgets: tuple[int, ...],
 ) -> Tensor:
     """The plan of `HeadProfileShares`, made once for all layers of a cut; read-only, on the CPU."""
-    p = torch.tensor(scores, dtype=torch.float64)
-    layers, heads = p.shape
-    p = (p / p.max()).flatten() ** temp
-    p = (p / p.sum()).expand(len(length), -1)
-    mean = torch.tensor(budget)
-    most = torch.tensor(length)[:, None].expand_as(p)
-    total = mean * layers * heads
-    kept_window = mean.clamp(max=window)
-    base = ((mean - kept_window) * (1.0 - share) + kept_window)[:, None].double()
+    probabilities = torch.tensor(head_scores, dtype=torch.float64)
+    layer_count, head_count = probabilities.shape
+    probabilities = (probabilities / probabilities.max()).flatten() ** temperature
+    probabilities = (probabilities / probabilities.sum()).expand(len(lengths), -1)
+    mean_shares = torch.tensor(budgets)
+    capacity = torch.tensor(lengths)[:, None].expand_as(probabilities)
+    total_entries = mean_shares * layer_count * head_count
+    window_shares = mean_shares.clamp(max=window_size)
+    base_shares = ((mean_shares - window_shares) * (1.0 - pool_share) + window_shares)[
+        :, None
+    ].double()
     # If no head is at its cap this is the formula itself; what caps leave of the pool is spread
     # over the other heads in proportion to p.
-    real = base + fill(p, total.double() - base[:, 0] * layers * heads, most - base)
-    return largest_remainder(real, total, most).view(-1, layers, heads)
+    exact_shares = base_shares + fill(
+        probabilities,
+        total_entries.double() - base_shares[:, 0] * layer_count * head_count,
+        capacity - base_shares,
+    )
+    return largest_remainder(exact_shares, total_entries, capacity).view(
+        -1, layer_count, head_count
+    )
 
 
 HEADKV = Policy(

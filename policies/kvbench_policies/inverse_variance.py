@@ -23,27 +23,29 @@ _LEAST_VARIANCE = 1e-12
 """Smallest variance whose reciprocal is taken."""
 
 
-def fill_logs(logs: Tensor, total: Tensor, most: Tensor, least: Tensor) -> Tensor:
-    """Spread totals in proportion to `exp(logs)`, each share within its bounds, not yet rounded.
+def fill_logs(
+    logits: Tensor, total_entries: Tensor, upper_bounds: Tensor, lower_bounds: Tensor
+) -> Tensor:
+    """Spread totals in proportion to `exp(logits)`, each share within its bounds, not yet rounded.
 
     What a bound cuts off goes to the others in proportion to their weights. Weights are compared
     only with the largest weight that still takes part, so they may be any number of orders of
     magnitude apart; equal weights share evenly.
 
     Args:
-        logs: Logarithms of the weights, finite float64 `[B, K]`.
-        total: int64 `[B]`, between the sums of `least` and `most`.
-        most: Upper bounds, int64 `[B, K]`.
-        least: Lower bounds, int64 `[B, K]`, at most `most`.
+        logits: Logarithms of the weights, finite float64 `[B, K]`.
+        total_entries: int64 `[B]`, between the sums of `lower_bounds` and `upper_bounds`.
+        upper_bounds: Upper bounds, int64 `[B, K]`.
+        lower_bounds: Lower bounds, int64 `[B, K]`, at most `upper_bounds`.
 
     Returns:
-        float64 `[B, K]` summing to `total` (up to rounding).
+        float64 `[B, K]` summing to `total_entries` (up to rounding).
     """
 
-    def proportional(left: Tensor, fixed: Tensor) -> Tensor:
-        return left * torch.softmax(logs.masked_fill(fixed, float("-inf")), -1)
+    def proportional(remaining: Tensor, fixed_mask: Tensor) -> Tensor:
+        return remaining * torch.softmax(logits.masked_fill(fixed_mask, float("-inf")), -1)
 
-    return water_fill(proportional, total, most.double(), least.double())
+    return water_fill(proportional, total_entries, upper_bounds.double(), lower_bounds.double())
 
 
 @dataclass(frozen=True)
@@ -104,76 +106,94 @@ class InverseVariance(Allocator):
         Raises:
             BudgetRefused: The layers that `variant=release` keeps whole leave too little.
         """
-        v = layers[0].view
-        count, heads = len(layers), v.model.kv_heads
-        held = torch.stack([x.view.valid.sum(-1) for x in layers], 1)
-        whole = self._whole(count, total.device)
-        left = total - (held * whole[:, None]).sum((1, 2))
-        others = heads * int((~whole).sum())
-        self._check(left, others, total, whole, count * heads)
-        logs = self._logs(layers)[:, :, None].expand_as(held)
-        before, stay = held_before(layers, total)
-        logs = torch.where(stay[:, None, None], before.log(), logs)
-        least = torch.where(stay, 1, (v.length // 100).clamp(min=1))
-        floor = torch.minimum(least, left // max(1, others))[:, None, None]
-        low = torch.minimum(torch.where(whole[:, None], held, floor), held).flatten(1)
-        most = held.flatten(1)
-        real = fill_logs(logs.flatten(1), total, most, low)
-        return largest_remainder(real, total, most, low).view(held.shape)
+        view = layers[0].view
+        layer_count, head_count = len(layers), view.model.kv_heads
+        entry_counts = torch.stack([layer.view.valid.sum(-1) for layer in layers], 1)
+        full_layers = self._whole(layer_count, total.device)
+        remaining = total - (entry_counts * full_layers[:, None]).sum((1, 2))
+        other_heads = head_count * int((~full_layers).sum())
+        self._check(remaining, other_heads, total, full_layers, layer_count * head_count)
+        log_weights = self._logs(layers)[:, :, None].expand_as(entry_counts)
+        previous_counts, stay_mask = held_before(layers, total)
+        log_weights = torch.where(stay_mask[:, None, None], previous_counts.log(), log_weights)
+        minimum = torch.where(stay_mask, 1, (view.length // 100).clamp(min=1))
+        floors = torch.minimum(minimum, remaining // max(1, other_heads))[:, None, None]
+        lower_bounds = torch.minimum(
+            torch.where(full_layers[:, None], entry_counts, floors), entry_counts
+        ).flatten(1)
+        upper_bounds = entry_counts.flatten(1)
+        exact_shares = fill_logs(log_weights.flatten(1), total, upper_bounds, lower_bounds)
+        return largest_remainder(exact_shares, total, upper_bounds, lower_bounds).view(
+            entry_counts.shape
+        )
 
-    def _whole(self, layers: int, device: torch.device) -> Tensor:
+    def _whole(self, layer_count: int, device: torch.device) -> Tensor:
         """Which layers keep everything, bool `[L]`."""
-        index = torch.arange(layers, device=device)
+        layer_indices = torch.arange(layer_count, device=device)
         if self.variant == "paper":
-            return torch.zeros_like(index, dtype=torch.bool)
-        return (index < 2) | (index == layers - 1)
+            return torch.zeros_like(layer_indices, dtype=torch.bool)
+        return (layer_indices < 2) | (layer_indices == layer_count - 1)
 
-    def _check(self, left: Tensor, others: int, total: Tensor, whole: Tensor, units: int) -> None:
+    def _check(
+        self,
+        remaining: Tensor,
+        other_heads: int,
+        total_budget: Tensor,
+        full_layers: Tensor,
+        head_total: int,
+    ) -> None:
         if self.variant == "paper":
             return
-        short = left < others if others else left != 0
-        if not bool(short.any()):
+        is_short = remaining < other_heads if other_heads else remaining != 0
+        if not bool(is_short.any()):
             return
-        row = int(short.nonzero()[0])
-        n, taken = int(total[row]), int(total[row] - left[row])
-        need = -(-(taken + others) // units)
-        kept = whole.nonzero()[:, 0].tolist()
+        sequence_index = int(is_short.nonzero()[0])
+        allowed_entries, full_entries = (
+            int(total_budget[sequence_index]),
+            int(total_budget[sequence_index] - remaining[sequence_index]),
+        )
+        required_budget = -(-(full_entries + other_heads) // head_total)
+        kept_layers = full_layers.nonzero()[:, 0].tolist()
         raise BudgetRefused(
-            f"inverse_variance:variant=release keeps layers {', '.join(map(str, kept))} whole: "
-            f"they hold {taken} entries and the others at least {others}, but the budget allows "
-            f"{n}; use a budget of {need} entries per head or more"
+            "inverse_variance:variant=release keeps layers "
+            f"{', '.join(map(str, kept_layers))} whole: "
+            f"they hold {full_entries} entries and the others at least {other_heads}, "
+            "but the budget allows "
+            f"{allowed_entries}; use a budget of {required_budget} entries per head or more"
         )
 
     def _logs(self, layers: Sequence[Scored]) -> Tensor:
         """Logarithms of the layers' weights, float64 `[B, L]`."""
-        v, count = layers[0].view, len(layers)
-        index = torch.arange(count, device=v.length.device, dtype=torch.float64)
+        view, layer_count = layers[0].view, len(layers)
+        layer_indices = torch.arange(layer_count, device=view.length.device, dtype=torch.float64)
         if self.share == "uniform":
-            return torch.zeros_like(index).expand(len(v.length), count)
+            return torch.zeros_like(layer_indices).expand(len(view.length), layer_count)
         if self.share == "layer_decay":
-            return (-index / count).expand(len(v.length), count)
-        density = torch.stack([self._density(x) for x in layers], 1)
+            return (-layer_indices / layer_count).expand(len(view.length), layer_count)
+        densities = torch.stack([self._density(layer) for layer in layers], 1)
         if self.scale == "standardized":
-            centred = density - density.mean(1, keepdim=True)
+            centred = densities - densities.mean(1, keepdim=True)
             deviation = centred.square().mean(1, keepdim=True).sqrt()
-            density = centred / torch.where(deviation > 0, deviation, 1.0)
+            densities = centred / torch.where(deviation > 0, deviation, 1.0)
         if self.share == "reciprocal":
-            return -density.clamp(min=_LEAST_VARIANCE).log()
-        return -density
+            return -densities.clamp(min=_LEAST_VARIANCE).log()
+        return -densities
 
     def _density(self, layer: Scored) -> Tensor:
         """`F` of one layer, float64 `[B]`."""
-        v = layer.view
-        mass, valid = v.obs[AttentionMass()], v.valid
+        view = layer.view
+        accumulated, valid_mask = view.obs[AttentionMass()], view.valid
         if self.heads == "kv":
-            mass = v.grouped(mass)
+            accumulated = view.grouped(accumulated)
         else:
-            valid = valid.repeat_interleave(v.model.group, 1)
-        mass = mass.double().masked_fill(~valid, 0.0)
-        count = valid.sum(-1, keepdim=True).clamp(min=1)
-        centred = (mass - mass.sum(-1, keepdim=True) / count).masked_fill(~valid, 0.0)
-        variance = (centred.square().sum(-1, keepdim=True) / count)[..., 0]
+            valid_mask = valid_mask.repeat_interleave(view.model.group, 1)
+        accumulated = accumulated.double().masked_fill(~valid_mask, 0.0)
+        valid_counts = valid_mask.sum(-1, keepdim=True).clamp(min=1)
+        centred = (accumulated - accumulated.sum(-1, keepdim=True) / valid_counts).masked_fill(
+            ~valid_mask, 0.0
+        )
+        variance = (centred.square().sum(-1, keepdim=True) / valid_counts)[..., 0]
         if self.scale == "release":
-            low, high = variance.amin(1, keepdim=True), variance.amax(1, keepdim=True)
-            variance = (variance - low) / (high - low + 1e-6)
+            minimum, maximum = variance.amin(1, keepdim=True), variance.amax(1, keepdim=True)
+            variance = (variance - minimum) / (maximum - minimum + 1e-6)
         return variance.mean(1)

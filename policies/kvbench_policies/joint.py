@@ -35,20 +35,27 @@ class Global(Allocator):
 
     def allocate(self, layers: Sequence[Scored], total: Tensor) -> Tensor:
         """Count the `total` (int64 `[B]`) best entries of all layers, int64 `[B, L, H]`."""
-        keys = [order_key(v, self._comparable(v, scores)) for v, scores in layers]
-        longest = max(key.shape[-1] for key in keys)
-        for i, key in enumerate(keys):
-            if key.shape[-1] < longest:  # at a later cut, layers hold different numbers of entries
-                keys[i] = pad(key, (0, longest - key.shape[-1]), value=-1)
-        chosen = select_largest(torch.cat(keys, 1), total)
-        return chosen.sum(-1).view(len(total), len(layers), -1)
+        rank_keys = [order_key(view, self._comparable(view, scores)) for view, scores in layers]
+        longest = max(layer_keys.shape[-1] for layer_keys in rank_keys)
+        for layer_index, layer_keys in enumerate(rank_keys):
+            # At a later cut, layers hold different numbers of entries
+            if layer_keys.shape[-1] < longest:
+                rank_keys[layer_index] = pad(
+                    layer_keys, (0, longest - layer_keys.shape[-1]), value=-1
+                )
+        chosen_mask = select_largest(torch.cat(rank_keys, 1), total)
+        return chosen_mask.sum(-1).view(len(total), len(layers), -1)
 
-    def _comparable(self, v: View, scores: Scores) -> Scores:
+    def _comparable(self, view: View, scores: Scores) -> Scores:
         if self.normalise == "none":
             return scores
-        free = v.valid & (scores.protect <= 0)
-        count = free.sum((1, 2), keepdim=True).clamp(min=1)
-        value = scores.value.float().masked_fill(~free, 0.0)
-        centred = (value - value.sum((1, 2), keepdim=True) / count).masked_fill(~free, 0.0)
-        spread = (centred.square().sum((1, 2), keepdim=True) / count).sqrt()
-        return Scores(centred / spread.clamp(min=torch.finfo(torch.float32).tiny), scores.protect)
+        free_mask = view.valid & (scores.protect <= 0)
+        free_counts = free_mask.sum((1, 2), keepdim=True).clamp(min=1)
+        free_scores = scores.value.float().masked_fill(~free_mask, 0.0)
+        centred = (free_scores - free_scores.sum((1, 2), keepdim=True) / free_counts).masked_fill(
+            ~free_mask, 0.0
+        )
+        deviation = (centred.square().sum((1, 2), keepdim=True) / free_counts).sqrt()
+        return Scores(
+            centred / deviation.clamp(min=torch.finfo(torch.float32).tiny), scores.protect
+        )

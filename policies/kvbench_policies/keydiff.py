@@ -25,10 +25,10 @@ class KeyDifference(Score):
 
     def score(self, v: View) -> Tensor:
         """Score the entries of one layer, float32 `[B, H, n]` in [-1, 1]."""
-        unit = normalize(v.key.float(), dim=-1).masked_fill(~v.valid[..., None], 0.0)
+        unit_keys = normalize(v.key.float(), dim=-1).masked_fill(~v.valid[..., None], 0.0)
         # Only the direction of the anchor matters, so the sum replaces the mean.
-        anchor = normalize(unit.sum(2, keepdim=True), dim=-1)
-        return -(unit * anchor).sum(-1)
+        anchor = normalize(unit_keys.sum(2, keepdim=True), dim=-1)
+        return -(unit_keys * anchor).sum(-1)
 
 
 KEYDIFF = Policy(

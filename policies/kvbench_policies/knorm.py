@@ -25,8 +25,8 @@ class KeyNorm(Score):
 
     def score(self, v: View) -> Tensor:
         """Score the entries of one layer, float32 `[B, H, n]`."""
-        norm: Tensor = torch.linalg.vector_norm(v.key.float(), dim=-1)
-        return -norm
+        key_norms: Tensor = torch.linalg.vector_norm(v.key.float(), dim=-1)
+        return -key_norms
 
 
 KNORM = Policy(

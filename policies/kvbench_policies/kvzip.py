@@ -68,12 +68,12 @@ class Reconstruction(Score):
         """Score the entries of one layer, float32 `[B, H, n]`."""
         if self._need in v.obs:  # the first cut
             v.extras["attention"], v.extras["replayed"] = v.obs[self._need], v.valid
-        value, replayed = v.extras["attention"], v.extras["replayed"]
+        attention, replayed = v.extras["attention"], v.extras["replayed"]
         if self.level == "head":
-            most = value.masked_fill(~v.valid, 0.0).amax(-1, keepdim=True)
-            value = most.expand(v.shape)
-        newer = (v.valid & ~replayed).to(torch.int8) * Scores.WINDOW
-        return Scores(value, torch.maximum(newer, protect_sinks(v, self.sinks)))
+            largest = attention.masked_fill(~v.valid, 0.0).amax(-1, keepdim=True)
+            attention = largest.expand(v.shape)
+        newer_class = (v.valid & ~replayed).to(torch.int8) * Scores.WINDOW
+        return Scores(attention, torch.maximum(newer_class, protect_sinks(v, self.sinks)))
 
 
 KVZIP = Policy(

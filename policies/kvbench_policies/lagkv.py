@@ -59,29 +59,34 @@ class LagRelative(Score):
 
     def score(self, v: View) -> Scores:
         """Score the entries of one layer, float32 `[B, H, n]`; 0 where they are protected."""
-        rest = v.valid & (v.position >= self.sinks)
-        order = order_of(rest)
-        full = rest.sum(-1, keepdim=True) // self.lag
-        place = rest.cumsum(-1) - 1
-        rated = rest & (place < (full - 1) * self.lag)
-        of_keys, of_values = (
-            self._spread(in_blocks(x, rest, order, self.lag)) for x in (v.key, v.value)
+        partitioned = v.valid & (v.position >= self.sinks)
+        column_order = order_of(partitioned)
+        full_counts = partitioned.sum(-1, keepdim=True) // self.lag
+        ordinals = partitioned.cumsum(-1) - 1
+        rated_mask = partitioned & (ordinals < (full_counts - 1) * self.lag)
+        key_spread, value_spread = (
+            self._spread(in_blocks(tensor, partitioned, column_order, self.lag))
+            for tensor in (v.key, v.value)
         )
-        value = of_keys + of_values
+        scores = key_spread + value_spread
         if not self.cross:
             # A stable sort: of equals the more recent ranks higher.
-            rank = value.argsort(dim=-1, stable=True).argsort(dim=-1)
-            value = rank.float() / self.lag
-        value = from_blocks(value, order).masked_fill(~rated, 0.0)
-        window = torch.where(rated, 0, protect_window(v, v.length))
-        return Scores(value, torch.maximum(window, protect_sinks(v, self.sinks)).to(torch.int8))
+            ranks = scores.argsort(dim=-1, stable=True).argsort(dim=-1)
+            scores = ranks.float() / self.lag
+        scores = from_blocks(scores, column_order).masked_fill(~rated_mask, 0.0)
+        window_class = torch.where(rated_mask, 0, protect_window(v, v.length))
+        return Scores(
+            scores, torch.maximum(window_class, protect_sinks(v, self.sinks)).to(torch.int8)
+        )
 
     def _spread(self, blocks: Tensor) -> Tensor:
         """Value of every entry within its block, `[B, H, P, lag]`, from `[B, H, P, lag, d]`."""
         following = blocks.roll(-1, 2)  # what the last block is compared with does not matter
-        low, high = following.amin(3, keepdim=True), following.amax(3, keepdim=True)
-        width = high - low
-        scaled = ((blocks - low) / torch.where(width > 0, width, 1.0)).masked_fill(width <= 0, 0.0)
+        minimum, maximum = following.amin(3, keepdim=True), following.amax(3, keepdim=True)
+        value_range = maximum - minimum
+        scaled = ((blocks - minimum) / torch.where(value_range > 0, value_range, 1.0)).masked_fill(
+            value_range <= 0, 0.0
+        )
         return scaled.std(-1).softmax(-1)
 
 

@@ -12,7 +12,9 @@ from kvbench.parts import fill, largest_remainder
 from kvbench.plugin import Scored, View
 
 
-def measured(layers: Sequence[Scored], name: Hashable, measure: Callable[[View], Tensor]) -> Tensor:
+def measured(
+    layers: Sequence[Scored], cache_key: Hashable, measure: Callable[[View], Tensor]
+) -> Tensor:
     """Measure every layer once for all budgets, on the device of its keys.
 
     An allocator of the whole model is shown the views of all layers on one device, but for keys and
@@ -20,31 +22,33 @@ def measured(layers: Sequence[Scored], name: Hashable, measure: Callable[[View],
 
     Args:
         layers: All layers.
-        name: Identifies what is measured, with its parameters.
+        cache_key: Identifies what is measured, with its parameters.
         measure: Gives a number for each sequence, `[B]`; as `View.once` takes it.
 
     Returns:
         `[B, L]`.
     """
-    found = [x.view.once(name, lambda v: measure(_at_home(v))) for x in layers]
-    where = layers[0].view.length.device
-    return torch.stack([x.to(where) for x in found], 1)
+    results = [
+        layer.view.once(cache_key, lambda view: measure(_on_key_device(view))) for layer in layers
+    ]
+    device = layers[0].view.length.device
+    return torch.stack([layer.to(device) for layer in results], 1)
 
 
-def _at_home(view: View) -> View:
+def _on_key_device(view: View) -> View:
     """A view with all that it shows on the device of its keys."""
-    home = view.key.device
-    if view.length.device == home:
+    key_device = view.key.device
+    if view.length.device == key_device:
         return view
-    near = copy.copy(view)
-    near.length, near.position, near.valid = (
-        x.to(home) for x in (view.length, view.position, view.valid)
+    local_view = copy.copy(view)
+    local_view.length, local_view.position, local_view.valid = (
+        tensor.to(key_device) for tensor in (view.length, view.position, view.valid)
     )
-    near.obs = {need: x.to(home) for need, x in view.obs.items()}
-    return near
+    local_view.obs = {need: tensor.to(key_device) for need, tensor in view.obs.items()}
+    return local_view
 
 
-def held_before(layers: Sequence[Scored], total: Tensor) -> tuple[Tensor, Tensor]:
+def held_before(layers: Sequence[Scored], total_budget: Tensor) -> tuple[Tensor, Tensor]:
     """What heads held before the text went on, at moment `decode`.
 
     Measurements of layers belong to the prefill, so a cache that was cut before keeps the shares
@@ -52,22 +56,24 @@ def held_before(layers: Sequence[Scored], total: Tensor) -> tuple[Tensor, Tensor
 
     Args:
         layers: All layers.
-        total: Entries that they keep in all, int64 `[B]`.
+        total_budget: Entries that they keep in all, int64 `[B]`.
 
     Returns:
         float64 `[B, L, H]`, and which sequences were cut before, bool `[B]`; none at other moments.
     """
-    v = layers[0].view
-    held = torch.stack([x.view.valid.sum(-1) for x in layers], 1)
-    if v.moment != "decode":
-        return held.double(), torch.zeros_like(v.length, dtype=torch.bool)
-    gained = (held.sum((1, 2)) - total).double() / (held.shape[1] * held.shape[2])
-    before = (held - gained[:, None, None]).clamp(min=1e-9)
-    return before, (held < v.length[:, None, None]).any(2).any(1)
+    view = layers[0].view
+    entry_counts = torch.stack([layer.view.valid.sum(-1) for layer in layers], 1)
+    if view.moment != "decode":
+        return entry_counts.double(), torch.zeros_like(view.length, dtype=torch.bool)
+    gained_entries = (entry_counts.sum((1, 2)) - total_budget).double() / (
+        entry_counts.shape[1] * entry_counts.shape[2]
+    )
+    previous_counts = (entry_counts - gained_entries[:, None, None]).clamp(min=1e-9)
+    return previous_counts, (entry_counts < view.length[:, None, None]).any(2).any(1)
 
 
 def spread_by_weight(
-    layers: Sequence[Scored], weight: Tensor, base: Tensor, total: Tensor
+    layers: Sequence[Scored], layer_weights: Tensor, base_shares: Tensor, total_budget: Tensor
 ) -> Tensor:
     """Give every head a base, and the rest to the layers in proportion to their weights.
 
@@ -77,20 +83,28 @@ def spread_by_weight(
 
     Args:
         layers: All layers.
-        weight: 0 or more, float64 `[B, L]`.
-        base: Entries that every head gets first, float64 `[B]`; not more than it holds.
-        total: Entries that the layers keep in all, int64 `[B]`.
+        layer_weights: 0 or more, float64 `[B, L]`.
+        base_shares: Entries that every head gets first, float64 `[B]`; not more than it holds.
+        total_budget: Entries that the layers keep in all, int64 `[B]`.
 
     Returns:
-        int64 `[B, L, H]` summing to `total`.
+        int64 `[B, L, H]` summing to `total_budget`.
     """
-    held = torch.stack([x.view.valid.sum(-1) for x in layers], 1)
-    before, stay = held_before(layers, total)
-    weights = torch.where(stay[:, None, None], before, weight[:, :, None].expand_as(before))
-    most, weights = held.flatten(1), weights.flatten(1)
-    low = torch.minimum(base[:, None], most.double()).masked_fill(stay[:, None], 0.0)
-    even = low.sum(-1) >= total
-    low = low.masked_fill(even[:, None], 0.0)
-    weights = weights.masked_fill(even[:, None], 1.0)
-    real = low + fill(weights, total - low.sum(-1), most - low)
-    return largest_remainder(real, total, most, 1).view(held.shape)
+    entry_counts = torch.stack([layer.view.valid.sum(-1) for layer in layers], 1)
+    previous_counts, stay_mask = held_before(layers, total_budget)
+    head_weights = torch.where(
+        stay_mask[:, None, None],
+        previous_counts,
+        layer_weights[:, :, None].expand_as(previous_counts),
+    )
+    upper_bounds, head_weights = entry_counts.flatten(1), head_weights.flatten(1)
+    lower_bounds = torch.minimum(base_shares[:, None], upper_bounds.double()).masked_fill(
+        stay_mask[:, None], 0.0
+    )
+    fills_base = lower_bounds.sum(-1) >= total_budget
+    lower_bounds = lower_bounds.masked_fill(fills_base[:, None], 0.0)
+    head_weights = head_weights.masked_fill(fills_base[:, None], 1.0)
+    exact_shares = lower_bounds + fill(
+        head_weights, total_budget - lower_bounds.sum(-1), upper_bounds - lower_bounds
+    )
+    return largest_remainder(exact_shares, total_budget, upper_bounds, 1).view(entry_counts.shape)

@@ -25,7 +25,7 @@ _BLOCK = 1 << 22
 """Number of key channels that are turned back at once for each sequence, in float32."""
 
 
-def leverage(v: View, rated: Tensor, sketch: int) -> Tensor:
+def leverage(view: View, rated_mask: Tensor, sketch: int) -> Tensor:
     """How far the key of every entry stands out among the others.
 
         X = (K - mean K) Phi,    l_i = x_i (X^T X + 0.01 I)^-1 x_i^T
@@ -34,47 +34,53 @@ def leverage(v: View, rated: Tensor, sketch: int) -> Tensor:
     drawn from N(0, 1/sketch) for every context, layer and head.
 
     Args:
-        v: The layer.
-        rated: The entries that are compared, bool `[B, H, n]`.
+        view: The layer.
+        rated_mask: The entries that are compared, bool `[B, H, n]`.
         sketch: Dimensions that `Phi` projects to; 0 projects nothing.
 
     Returns:
         float32 `[B, H, n]`, from 0 to 1; 0 for the other entries.
     """
-    batch, heads, n = v.shape
-    dim = v.key.shape[-1]
-    projection = gaussian(v, dim, sketch) / sketch**0.5 if sketch else None
-    x = torch.empty(batch, heads, n, sketch or dim, device=v.key.device)
-    block = max(1, _BLOCK // (heads * dim))
-    for start in range(0, n, block):
-        part = slice(start, start + block)
-        cos, sin = angles(v.model, v.layer, v.position[..., part])
-        key = turn_back(v.key[:, :, part].float(), cos, sin)
-        x[:, :, part] = key if projection is None else key @ projection
-    others = ~rated[..., None]
+    batch_size, head_count, entry_count = view.shape
+    head_dim = view.key.shape[-1]
+    projection = gaussian(view, head_dim, sketch) / sketch**0.5 if sketch else None
+    features = torch.empty(
+        batch_size, head_count, entry_count, sketch or head_dim, device=view.key.device
+    )
+    block_size = max(1, _BLOCK // (head_count * head_dim))
+    for block_start in range(0, entry_count, block_size):
+        block_slice = slice(block_start, block_start + block_size)
+        cosines, sines = angles(view.model, view.layer, view.position[..., block_slice])
+        keys = turn_back(view.key[:, :, block_slice].float(), cosines, sines)
+        features[:, :, block_slice] = keys if projection is None else keys @ projection
+    unrated_mask = ~rated_mask[..., None]
     # In float64: the ridge is far smaller than the last bits of a long text's Gram matrix.
-    x = x.masked_fill_(others, 0.0).double()
-    mean = x.sum(2, keepdim=True) / rated.sum(-1).clamp(min=1)[..., None, None]
-    x = (x - mean).masked_fill(others, 0.0)
-    turned = x.transpose(-1, -2)
-    gram = turned @ x + _RIDGE * torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
-    solved = torch.cholesky_solve(turned, torch.linalg.cholesky_ex(gram).L)
-    return (turned * solved).sum(-2).clamp(min=0.0).float()
+    features = features.masked_fill_(unrated_mask, 0.0).double()
+    feature_means = features.sum(2, keepdim=True) / rated_mask.sum(-1).clamp(min=1)[..., None, None]
+    features = (features - feature_means).masked_fill(unrated_mask, 0.0)
+    transposed = features.transpose(-1, -2)
+    gram_matrix = transposed @ features + _RIDGE * torch.eye(
+        features.shape[-1], dtype=features.dtype, device=features.device
+    )
+    solution = torch.cholesky_solve(transposed, torch.linalg.cholesky_ex(gram_matrix).L)
+    return (transposed * solution).sum(-2).clamp(min=0.0).float()
 
 
-def standardised(value: Tensor, rated: Tensor) -> Tensor:
+def standardised(values: Tensor, rated_mask: Tensor) -> Tensor:
     """Subtract the mean and divide by the sample standard deviation over a layer's entries.
 
     Args:
-        value: `[B, H, n]`.
-        rated: The entries that count, bool `[B, H, n]`; the others become 0.
+        values: `[B, H, n]`.
+        rated_mask: The entries that count, bool `[B, H, n]`; the others become 0.
     """
-    count = rated.sum((1, 2), keepdim=True)
-    known = value.double().masked_fill(~rated, 0.0)
-    mean = known.sum((1, 2), keepdim=True) / count.clamp(min=1)
-    centred = (known - mean).masked_fill(~rated, 0.0)
-    spread = (centred.square().sum((1, 2), keepdim=True) / (count - 1).clamp(min=1)).sqrt()
-    return (centred / spread.clamp(min=1e-6)).float()
+    rated_counts = rated_mask.sum((1, 2), keepdim=True)
+    rated_values = values.double().masked_fill(~rated_mask, 0.0)
+    layer_means = rated_values.sum((1, 2), keepdim=True) / rated_counts.clamp(min=1)
+    centred = (rated_values - layer_means).masked_fill(~rated_mask, 0.0)
+    deviation = (
+        centred.square().sum((1, 2), keepdim=True) / (rated_counts - 1).clamp(min=1)
+    ).sqrt()
+    return (centred / deviation.clamp(min=1e-6)).float()
 
 
 @dataclass(frozen=True)

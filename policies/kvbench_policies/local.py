@@ -36,11 +36,11 @@ class Recency(Score):
 
     def score(self, v: View) -> Scores:
         """Score the entries of one layer, `[B, H, n]`."""
-        protect = protect_nothing(v)
+        protection = protect_nothing(v)
         if self.sinks:
-            newest = ((v.age == 0) & v.valid).to(torch.int8) * Scores.NEWEST
-            protect = torch.maximum(protect_sinks(v, self.sinks), newest)
-        return Scores(-v.age.float(), protect)
+            newest_class = ((v.age == 0) & v.valid).to(torch.int8) * Scores.NEWEST
+            protection = torch.maximum(protect_sinks(v, self.sinks), newest_class)
+        return Scores(-v.age.float(), protection)
 
 
 LOCAL = Policy(

@@ -80,8 +80,8 @@ class Convolution(Merger):
         device = v.key.device
         convolutions = loaded("lococo", self.gates, v.model, device, anew=v.layer == 0)
         assert isinstance(convolutions, MergeConvolutions)
-        mass = v.grouped(v.obs[AttentionMass()])
-        return blend(convolutions, v.layer, v.key, v.value, mass, v.position, v.valid, keep)
+        accumulated = v.grouped(v.obs[AttentionMass()])
+        return blend(convolutions, v.layer, v.key, v.value, accumulated, v.position, v.valid, keep)
 
     def fingerprint(self, model: str) -> str:
         """Digest of the convolutions' files; it joins the hash of a cell.
@@ -99,46 +99,61 @@ class Convolution(Merger):
 def blend(
     convolutions: MergeConvolutions,
     layer: int,
-    key: Tensor,
-    value: Tensor,
-    mass: Tensor,
-    position: Tensor,
-    valid: Tensor,
-    keep: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    accumulated: Tensor,
+    positions: Tensor,
+    valid_mask: Tensor,
+    keep_mask: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Merge the entries of a layer that are no heavy hitters into slots.
 
     Args:
         convolutions: Those of the model; gradients reach them.
         layer: Index among the full-attention layers.
-        key: `[B, H, n, d]`.
-        value: `[B, H, n, d]`.
-        mass: Attention that every entry received, float32 `[B, H, n]`.
-        position: Position of every entry, int64 `[B, H, n]`; ties go to the more recent one.
-        valid: Which entries exist, bool `[B, H, n]`.
-        keep: Which of these stay, bool `[B, H, n]`.
+        keys: `[B, H, n, d]`.
+        values: `[B, H, n, d]`.
+        accumulated: Attention that every entry received, float32 `[B, H, n]`.
+        positions: Position of every entry, int64 `[B, H, n]`; ties go to the more recent one.
+        valid_mask: Which entries exist, bool `[B, H, n]`.
+        keep_mask: Which of these stay, bool `[B, H, n]`.
 
     Returns:
         Keys and values; rows that are not slots are those given.
     """
-    evicts = (valid & ~keep).any(-1)
-    kept = keep.sum(-1)
-    slots = portion(kept, 1 - convolutions.config.keep_rate) * evicts
-    heavy = best(_by_mass(mass, position, keep), kept - slots, unique=True)
-    slot, in_use = pack(keep & ~heavy)
-    if slot.shape[-1] == 0:
-        return key, value
-    rest, real = pack(valid & ~heavy & evicts[..., None])
-    x = torch.cat([take(key, rest), take(value, rest)], -1).masked_fill(~real[..., None], 0.0)
-    means = convolutions(layer, x.flatten(0, 1), real.flatten(0, 1)).unflatten(0, slots.shape)
-    order = torch.arange(slot.shape[-1], device=key.device)
-    channel = order * convolutions.config.slots // slots.clamp(min=1)[..., None]
-    mixed = take(means, channel.clamp(max=convolutions.config.slots - 1))
-    share = convolutions.mix[layer]
-    merged = []
-    for rows, mean in zip((key, value), mixed.split(key.shape[-1], -1), strict=True):
-        merged.append(put(rows, slot, in_use, (1 - share) * take(rows, slot) + share * mean))
-    return merged[0], merged[1]
+    evicting = (valid_mask & ~keep_mask).any(-1)
+    kept_counts = keep_mask.sum(-1)
+    slot_counts = portion(kept_counts, 1 - convolutions.config.keep_rate) * evicting
+    heavy_hitters = best(
+        _attention_keys(accumulated, positions, keep_mask), kept_counts - slot_counts, unique=True
+    )
+    slot_indices, in_use = pack(keep_mask & ~heavy_hitters)
+    if slot_indices.shape[-1] == 0:
+        return keys, values
+    merged_indices, real_mask = pack(valid_mask & ~heavy_hitters & evicting[..., None])
+    features = torch.cat(
+        [take(keys, merged_indices), take(values, merged_indices)], -1
+    ).masked_fill(~real_mask[..., None], 0.0)
+    channel_means = convolutions(layer, features.flatten(0, 1), real_mask.flatten(0, 1)).unflatten(
+        0, slot_counts.shape
+    )
+    slot_order = torch.arange(slot_indices.shape[-1], device=keys.device)
+    channels = slot_order * convolutions.config.slots // slot_counts.clamp(min=1)[..., None]
+    mixed_means = take(channel_means, channels.clamp(max=convolutions.config.slots - 1))
+    mix_share = convolutions.mix[layer]
+    merged_tensors = []
+    for originals, replacements in zip(
+        (keys, values), mixed_means.split(keys.shape[-1], -1), strict=True
+    ):
+        merged_tensors.append(
+            put(
+                originals,
+                slot_indices,
+                in_use,
+                (1 - mix_share) * take(originals, slot_indices) + mix_share * replacements,
+            )
+        )
+    return merged_tensors[0], merged_tensors[1]
 
 
 def compress(
@@ -164,13 +179,13 @@ def compress(
     Returns:
         Keys, values, `mass` and `valid` of what is kept, in the same order.
     """
-    position = torch.arange(key.shape[2], device=key.device).expand_as(mass)
-    count = valid.sum(-1).clamp(max=budget)
-    keep = best(_by_mass(mass, position, valid), count, unique=True)
-    key, value = blend(convolutions, layer, key, value, mass, position, valid, keep)
-    index, in_use = pack(keep)
-    columns = index[..., None].expand(-1, -1, -1, key.shape[-1])
-    return key.gather(2, columns), value.gather(2, columns), mass.gather(2, index), in_use
+    positions = torch.arange(key.shape[2], device=key.device).expand_as(mass)
+    kept_counts = valid.sum(-1).clamp(max=budget)
+    keep_mask = best(_attention_keys(mass, positions, valid), kept_counts, unique=True)
+    key, value = blend(convolutions, layer, key, value, mass, positions, valid, keep_mask)
+    kept_indices, in_use = pack(keep_mask)
+    columns = kept_indices[..., None].expand(-1, -1, -1, key.shape[-1])
+    return key.gather(2, columns), value.gather(2, columns), mass.gather(2, kept_indices), in_use
 
 
 def merged_into(budget: int, keep_rate: float) -> int:
@@ -178,9 +193,11 @@ def merged_into(budget: int, keep_rate: float) -> int:
     return int(portion(torch.tensor(budget), 1 - keep_rate))
 
 
-def _by_mass(mass: Tensor, position: Tensor, valid: Tensor) -> Tensor:
+def _attention_keys(accumulated: Tensor, positions: Tensor, valid_mask: Tensor) -> Tensor:
     """Keys that order entries by attention, as `topk` orders what `accumulated` scores."""
-    return entry_key(mass, torch.zeros_like(mass, dtype=torch.int8), position, valid)
+    return entry_key(
+        accumulated, torch.zeros_like(accumulated, dtype=torch.int8), positions, valid_mask
+    )
 
 
 LOCOCO = Policy(

@@ -53,11 +53,14 @@ class PredictedLogit(Learned):
 
     def score(self, v: View) -> Scores:
         """Score the entries of one layer, float32 `[B, H, n]`."""
-        protect = protect_window(v, max(0, self.local - v.coming))
+        protection = protect_window(v, max(0, self.local - v.coming))
         if not v.final:
-            newer = v.valid.sum(-1, keepdim=True) - v.valid.cumsum(-1)  # entries behind this one
-            protect = (v.valid & (newer < self.stabilizers)).to(protect.dtype) * Scores.WINDOW
-        return Scores(self.learned(v), protect)
+            # Entries behind this one
+            newer_counts = v.valid.sum(-1, keepdim=True) - v.valid.cumsum(-1)
+            protection = (v.valid & (newer_counts < self.stabilizers)).to(
+                protection.dtype
+            ) * Scores.WINDOW
+        return Scores(self.learned(v), protection)
 
 
 LOCRET = Policy(

@@ -13,11 +13,11 @@ BLOCK = 1 << 22
 """Number of values that a merger holds at once beside its results: 16 MiB in float32."""
 
 
-def pack(mask: Tensor, newest_first: bool = False) -> tuple[Tensor, Tensor]:
+def pack(entry_mask: Tensor, newest_first: bool = False) -> tuple[Tensor, Tensor]:
     """Pack the chosen entries of every head side by side.
 
     Args:
-        mask: Which entries are chosen, bool `[B, H, n]`.
+        entry_mask: Which entries are chosen, bool `[B, H, n]`.
         newest_first: Pack in falling instead of rising order.
 
     Returns:
@@ -25,119 +25,137 @@ def pack(mask: Tensor, newest_first: bool = False) -> tuple[Tensor, Tensor]:
         `[B, H, m]`; `m` is the largest count of a head. The index in an unused slot is that of
         another entry.
     """
-    n = mask.shape[-1]
-    chosen = mask.flip(-1) if newest_first else mask
-    order = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
-    count = mask.sum(-1, keepdim=True)
-    m = int(count.max()) if count.numel() else 0
-    index = order[..., :m]
+    entry_count = entry_mask.shape[-1]
+    ordered_mask = entry_mask.flip(-1) if newest_first else entry_mask
+    packed_order = ordered_mask.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    entry_counts = entry_mask.sum(-1, keepdim=True)
+    slot_count = int(entry_counts.max()) if entry_counts.numel() else 0
+    indices = packed_order[..., :slot_count]
     if newest_first:
-        index = n - 1 - index
-    return index, torch.arange(m, device=mask.device) < count
+        indices = entry_count - 1 - indices
+    return indices, torch.arange(slot_count, device=entry_mask.device) < entry_counts
 
 
-def take(x: Tensor, index: Tensor) -> Tensor:
-    """Rows of `x` (`[B, H, n, d]`) at `index` (int64 `[B, H, m]`) in float32, `[B, H, m, d]`."""
-    return x.gather(2, index[..., None].expand(-1, -1, -1, x.shape[-1])).float()
+def take(tensor: Tensor, indices: Tensor) -> Tensor:
+    """Gather `tensor` (`[B, H, n, d]`) at `indices` (int64 `[B, H, m]`), float32 `[B, H, m, d]`."""
+    return tensor.gather(2, indices[..., None].expand(-1, -1, -1, tensor.shape[-1])).float()
 
 
-def add_rows(total: Tensor, target: Tensor, rows: Tensor) -> None:
-    """Add `rows` `[m, d]` to the rows `target` (int64 `[m]`) of `total`, in a fixed order."""
-    if total.is_cuda:  # index_add_ adds in whatever order its threads come; this sorts first
-        total.index_put_((target,), rows, accumulate=True)
+def add_rows(totals: Tensor, targets: Tensor, rows: Tensor) -> None:
+    """Add `rows` `[m, d]` to the rows `targets` (int64 `[m]`) of `totals`, in a fixed order."""
+    if totals.is_cuda:  # index_add_ adds in whatever order its threads come; this sorts first
+        totals.index_put_((targets,), rows, accumulate=True)
     else:
-        total.index_add_(0, target, rows)
+        totals.index_add_(0, targets, rows)
 
 
-def sum_into(x: Tensor, target: Tensor, slots: int) -> Tensor:
+def sum_into(values: Tensor, targets: Tensor, slot_count: int) -> Tensor:
     """Sum numbers into slots of their heads.
 
     Args:
-        x: float32 `[B, H, m]`.
-        target: Slot of every number, int64 `[B, H, m]`.
-        slots: Number of slots of a head.
+        values: float32 `[B, H, m]`.
+        targets: Slot of every number, int64 `[B, H, m]`.
+        slot_count: Number of slots of a head.
 
     Returns:
-        float32 `[B, H, slots]`.
+        float32 `[B, H, slot_count]`.
     """
-    batch, heads, _ = x.shape
-    total = torch.zeros(batch * heads * slots, device=x.device)
-    head = torch.arange(batch * heads, device=x.device).view(batch, heads, 1)
-    add_rows(total, (head * slots + target).reshape(-1), x.reshape(-1))
-    return total.view(batch, heads, slots)
+    batch_size, head_count, _ = values.shape
+    totals = torch.zeros(batch_size * head_count * slot_count, device=values.device)
+    head_indices = torch.arange(batch_size * head_count, device=values.device).view(
+        batch_size, head_count, 1
+    )
+    add_rows(totals, (head_indices * slot_count + targets).reshape(-1), values.reshape(-1))
+    return totals.view(batch_size, head_count, slot_count)
 
 
 def sum_rows_into(
-    x: Tensor, index: Tensor, go: Tensor, target: Tensor, slots: int, weight: Tensor | None = None
+    tensor: Tensor,
+    indices: Tensor,
+    merge_mask: Tensor,
+    targets: Tensor,
+    slot_count: int,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """Sum rows of entries into slots of their heads, block by block.
 
     Args:
-        x: Keys or values, `[B, H, n, d]`.
-        index: Indices of entries, int64 `[B, H, m]`.
-        go: Which of these entries are summed, bool `[B, H, m]`.
-        target: Slot of each, int64 `[B, H, m]`.
-        slots: Number of slots of a head.
-        weight: Factor of each, float32 `[B, H, m]`; None means 1.
+        tensor: Keys or values, `[B, H, n, d]`.
+        indices: Indices of entries, int64 `[B, H, m]`.
+        merge_mask: Which of these entries are summed, bool `[B, H, m]`.
+        targets: Slot of each, int64 `[B, H, m]`.
+        slot_count: Number of slots of a head.
+        weights: Factor of each, float32 `[B, H, m]`; None means 1.
 
     Returns:
-        float32 `[B, H, slots, d]`.
+        float32 `[B, H, slot_count, d]`.
     """
-    batch, heads, _, dim = x.shape
-    total = torch.zeros(batch * heads * slots, dim, device=x.device)
-    b, h, e = go.nonzero(as_tuple=True)
-    step = max(1, BLOCK // dim)
-    for start in range(0, len(b), step):
-        part = (b[start : start + step], h[start : start + step], e[start : start + step])
-        rows = x[part[0], part[1], index[part]].float()
-        if weight is not None:
-            rows = rows * weight[part][:, None]
-        add_rows(total, (part[0] * heads + part[1]) * slots + target[part], rows)
-    return total.view(batch, heads, slots, dim)
+    batch_size, head_count, _, head_dim = tensor.shape
+    totals = torch.zeros(batch_size * head_count * slot_count, head_dim, device=tensor.device)
+    batch_indices, head_indices, entry_indices = merge_mask.nonzero(as_tuple=True)
+    block_size = max(1, BLOCK // head_dim)
+    for block_start in range(0, len(batch_indices), block_size):
+        block_indices = (
+            batch_indices[block_start : block_start + block_size],
+            head_indices[block_start : block_start + block_size],
+            entry_indices[block_start : block_start + block_size],
+        )
+        block_rows = tensor[block_indices[0], block_indices[1], indices[block_indices]].float()
+        if weights is not None:
+            block_rows = block_rows * weights[block_indices][:, None]
+        add_rows(
+            totals,
+            (block_indices[0] * head_count + block_indices[1]) * slot_count
+            + targets[block_indices],
+            block_rows,
+        )
+    return totals.view(batch_size, head_count, slot_count, head_dim)
 
 
-def put(x: Tensor, index: Tensor, in_use: Tensor, rows: Tensor) -> Tensor:
-    """Give a copy of `x` `[B, H, n, d]` with other rows at the slots of `index`.
+def put(tensor: Tensor, indices: Tensor, in_use: Tensor, new_rows: Tensor) -> Tensor:
+    """Give a copy of `tensor` `[B, H, n, d]` with other rows at the slots of `indices`.
 
     Args:
-        x: Keys or values.
-        index: Entry of every slot, int64 `[B, H, m]`.
+        tensor: Keys or values.
+        indices: Entry of every slot, int64 `[B, H, m]`.
         in_use: Which slots are written, bool `[B, H, m]`.
-        rows: New rows, float32 `[B, H, m, d]`, cast to the type of `x`.
+        new_rows: New rows, float32 `[B, H, m, d]`, cast to the type of `tensor`.
     """
-    out = x.clone()
-    b, h, c = in_use.nonzero(as_tuple=True)
-    out[b, h, index[b, h, c]] = rows[b, h, c].to(x.dtype)
-    return out
+    updated = tensor.clone()
+    batch_indices, head_indices, slot_indices = in_use.nonzero(as_tuple=True)
+    updated[batch_indices, head_indices, indices[batch_indices, head_indices, slot_indices]] = (
+        new_rows[batch_indices, head_indices, slot_indices].to(tensor.dtype)
+    )
+    return updated
 
 
-def sum_before(x: Tensor, width: int) -> Tensor:
+def sum_before(values: Tensor, width: int) -> Tensor:
     """Sum the `width` places of axis 2 before every place, itself excluded.
 
     By doubling instead of by a running sum, whose rounding errors would grow with the length. The
     sum at a place depends on nothing but the places it adds up, to the last bit.
 
     Args:
-        x: `[B, H, m, ...]`.
+        values: `[B, H, m, ...]`.
         width: 1 or more.
     """
-    total, reach = torch.zeros_like(x), 1
-    power, size = x, 1
+    totals, total_reach = torch.zeros_like(values), 1
+    partial_sums, span_length = values, 1
     while width:
         if width & 1:
-            total = total + _later(power, reach)
-            reach += size
+            totals = totals + _shift_back(partial_sums, total_reach)
+            total_reach += span_length
         width >>= 1
         if width:
-            power = power + _later(power, size)
-            size *= 2
-    return total
+            partial_sums = partial_sums + _shift_back(partial_sums, span_length)
+            span_length *= 2
+    return totals
 
 
-def _later(x: Tensor, by: int) -> Tensor:
+def _shift_back(values: Tensor, shift: int) -> Tensor:
     """Shift axis 2 back by some places, with zeros in front."""
-    if by == 0:
-        return x
-    out = torch.zeros_like(x)
-    out[:, :, by:] = x[:, :, :-by]
-    return out
+    if shift == 0:
+        return values
+    shifted = torch.zeros_like(values)
+    shifted[:, :, shift:] = values[:, :, :-shift]
+    return shifted

@@ -44,7 +44,7 @@ class ChunkAttention(Need):
         return _Chunks(self)
 
 
-class _Open(NamedTuple):
+class _OpenChunk(NamedTuple):
     """What is known of a layer.
 
     Attributes:
@@ -73,7 +73,7 @@ class _Chunks:
 
     def __init__(self, need: ChunkAttention) -> None:
         self.need = need
-        self._held: dict[int, _Open] = {}
+        self._held: dict[int, _OpenChunk] = {}
 
     @torch.no_grad()
     def update(
@@ -87,131 +87,168 @@ class _Chunks:
         scale: float,
     ) -> None:
         """Observe one forward of one layer; see `kvbench.plugin.Observer`."""
-        n, chunk = q.shape[2], self.need.chunk
-        position = (valid.long().cumsum(-1) - 1)[:, -n:]
-        live = valid[:, -n:] & (position >= self.need.first)
-        key, size = k[:, :, -n:], v[:, :, -n:].float().norm(dim=-1)
-        closed = q.new_zeros(len(q), k.shape[1], 0, dtype=torch.float32)
-        chunks = position.new_zeros(len(q))
+        token_count, chunk_size = q.shape[2], self.need.chunk
+        positions = (valid.long().cumsum(-1) - 1)[:, -token_count:]
+        live_mask = valid[:, -token_count:] & (positions >= self.need.first)
+        keys, value_norms = k[:, :, -token_count:], v[:, :, -token_count:].float().norm(dim=-1)
+        closed_sums = q.new_zeros(len(q), k.shape[1], 0, dtype=torch.float32)
+        chunk_counts = positions.new_zeros(len(q))
         if layer in self._held:
-            old = self._held[layer]
-            closed, chunks = old.closed, old.chunks
-            q, key = torch.cat([old.query, q], 2), torch.cat([old.key, key], 2)
-            size, live = torch.cat([old.size, size], 2), torch.cat([old.live, live], 1)
-        order = (~live).to(torch.int8).argsort(dim=-1, stable=True)
-        count = live.sum(-1)
-        complete = (count - self.need.last).clamp(min=0) // chunk
-        most = max(0, live.shape[1] - self.need.last) // chunk
-        closed = pad(closed, (0, valid.shape[1] - closed.shape[-1]))
-        full = torch.full_like(count, chunk)
-        for number in range(most):
-            column = order[:, number * chunk : (number + 1) * chunk]
-            found = received(_at(q, column), _at(key, column), full) * _at(size, column)
-            start = self.need.first + (chunks + number) * chunk
-            closed = _written(closed, found, start, full.masked_fill(number >= complete, 0))
+            previous = self._held[layer]
+            closed_sums, chunk_counts = previous.closed, previous.chunks
+            q, keys = torch.cat([previous.query, q], 2), torch.cat([previous.key, keys], 2)
+            value_norms, live_mask = (
+                torch.cat([previous.size, value_norms], 2),
+                torch.cat([previous.live, live_mask], 1),
+            )
+        live_order = (~live_mask).to(torch.int8).argsort(dim=-1, stable=True)
+        live_counts = live_mask.sum(-1)
+        complete_counts = (live_counts - self.need.last).clamp(min=0) // chunk_size
+        max_complete = max(0, live_mask.shape[1] - self.need.last) // chunk_size
+        closed_sums = pad(closed_sums, (0, valid.shape[1] - closed_sums.shape[-1]))
+        full_counts = torch.full_like(live_counts, chunk_size)
+        for chunk_index in range(max_complete):
+            columns = live_order[:, chunk_index * chunk_size : (chunk_index + 1) * chunk_size]
+            attention = received(
+                _gather_columns(q, columns), _gather_columns(keys, columns), full_counts
+            ) * _gather_columns(value_norms, columns)
+            start_positions = self.need.first + (chunk_counts + chunk_index) * chunk_size
+            closed_sums = _write_span(
+                closed_sums,
+                attention,
+                start_positions,
+                full_counts.masked_fill(chunk_index >= complete_counts, 0),
+            )
         # What is left fits in one chunk and the last tokens.
-        width = min(live.shape[1], chunk + self.need.last)
-        place = (complete * chunk)[:, None] + torch.arange(width, device=q.device)
-        column = order.gather(1, place.clamp(max=live.shape[1] - 1))
-        left = place < count[:, None]
-        self._held[layer] = _Open(
-            closed, chunks + complete, _at(q, column), _at(key, column), _at(size, column), left
+        open_width = min(live_mask.shape[1], chunk_size + self.need.last)
+        ordinals = (complete_counts * chunk_size)[:, None] + torch.arange(
+            open_width, device=q.device
+        )
+        columns = live_order.gather(1, ordinals.clamp(max=live_mask.shape[1] - 1))
+        open_mask = ordinals < live_counts[:, None]
+        self._held[layer] = _OpenChunk(
+            closed_sums,
+            chunk_counts + complete_counts,
+            _gather_columns(q, columns),
+            _gather_columns(keys, columns),
+            _gather_columns(value_norms, columns),
+            open_mask,
         )
 
     def read(self, layer: int) -> Tensor:
         """Return what every token received, by position, float32 `[B, H, S]`."""
-        held, chunk = self._held[layer], self.need.chunk
-        count = (held.live.sum(-1) - self.need.last).clamp(min=0)
-        fill = max(0, chunk - held.live.shape[1]) if self.need.padded else 0
-        query, key = (pad(x, (0, 0, 0, fill))[:, :, :chunk] for x in (held.query, held.key))
-        found = received(query, key, count, padded=self.need.padded)
-        found = found * pad(held.size, (0, fill))[..., :chunk]
-        return _written(held.closed, found, self.need.first + held.chunks * chunk, count)
+        open_state, chunk_size = self._held[layer], self.need.chunk
+        key_counts = (open_state.live.sum(-1) - self.need.last).clamp(min=0)
+        padding = max(0, chunk_size - open_state.live.shape[1]) if self.need.padded else 0
+        queries, keys = (
+            pad(tensor, (0, 0, 0, padding))[:, :, :chunk_size]
+            for tensor in (open_state.query, open_state.key)
+        )
+        attention = received(queries, keys, key_counts, padded=self.need.padded)
+        attention = attention * pad(open_state.size, (0, padding))[..., :chunk_size]
+        return _write_span(
+            open_state.closed,
+            attention,
+            self.need.first + open_state.chunks * chunk_size,
+            key_counts,
+        )
 
     def fork(self) -> Self:
         """Return an observer that can continue without changing this one."""
-        other = type(self)(self.need)
-        other._held = dict(self._held)
-        return other
+        duplicate = type(self)(self.need)
+        duplicate._held = dict(self._held)
+        return duplicate
 
     def sequence(self, row: int, tokens: int) -> Self:
         """The observer of one sequence; see `kvbench.plugin.Separable`."""
-        other = self.fork()
-        for layer, held in self._held.items():
-            own = _Open(*(x[row : row + 1] for x in held))
-            other._held[layer] = own._replace(closed=own.closed[..., :tokens])  # by position
-        return other
+        duplicate = self.fork()
+        for layer, open_state in self._held.items():
+            sequence_state = _OpenChunk(*(tensor[row : row + 1] for tensor in open_state))
+            # By position
+            duplicate._held[layer] = sequence_state._replace(
+                closed=sequence_state.closed[..., :tokens]
+            )
+        return duplicate
 
     @classmethod
     def stack(cls, parts: Sequence[Self]) -> Self:
         """Join the sequences of several observers in one batch."""
-        out = cls(parts[0].need)
+        joined = cls(parts[0].need)
         for layer in parts[0]._held:
-            held = [p._held[layer] for p in parts]
-            long = max(x.closed.shape[-1] for x in held)
-            wide = max(x.live.shape[-1] for x in held)
-            fill = [wide - x.live.shape[-1] for x in held]
-            rows = list(zip(held, fill, strict=True))
-            out._held[layer] = _Open(
-                torch.cat([pad(x.closed, (0, long - x.closed.shape[-1])) for x in held]),
-                torch.cat([x.chunks for x in held]),
-                torch.cat([pad(x.query, (0, 0, 0, f)) for x, f in rows]),
-                torch.cat([pad(x.key, (0, 0, 0, f)) for x, f in rows]),
-                torch.cat([pad(x.size, (0, f)) for x, f in rows]),
-                torch.cat([pad(x.live, (0, f)) for x, f in rows]),
+            layer_states = [observer._held[layer] for observer in parts]
+            closed_length = max(state.closed.shape[-1] for state in layer_states)
+            open_length = max(state.live.shape[-1] for state in layer_states)
+            paddings = [open_length - state.live.shape[-1] for state in layer_states]
+            padded_states = list(zip(layer_states, paddings, strict=True))
+            joined._held[layer] = _OpenChunk(
+                torch.cat(
+                    [
+                        pad(state.closed, (0, closed_length - state.closed.shape[-1]))
+                        for state in layer_states
+                    ]
+                ),
+                torch.cat([state.chunks for state in layer_states]),
+                torch.cat(
+                    [pad(state.query, (0, 0, 0, padding)) for state, padding in padded_states]
+                ),
+                torch.cat([pad(state.key, (0, 0, 0, padding)) for state, padding in padded_states]),
+                torch.cat([pad(state.size, (0, padding)) for state, padding in padded_states]),
+                torch.cat([pad(state.live, (0, padding)) for state, padding in padded_states]),
             )
-        return out
+        return joined
 
 
-def _at(x: Tensor, column: Tensor) -> Tensor:
-    """Columns (int64 `[B, m]`) of `x`, `[B, K, n]` or `[B, K, n, d]`."""
-    index = column[:, None].expand(-1, x.shape[1], -1)
-    if x.dim() == 4:
-        index = index[..., None].expand(-1, -1, -1, x.shape[-1])
-    return x.gather(2, index)
+def _gather_columns(tensor: Tensor, columns: Tensor) -> Tensor:
+    """Columns (int64 `[B, m]`) of `tensor`, `[B, K, n]` or `[B, K, n, d]`."""
+    indices = columns[:, None].expand(-1, tensor.shape[1], -1)
+    if tensor.dim() == 4:
+        indices = indices[..., None].expand(-1, -1, -1, tensor.shape[-1])
+    return tensor.gather(2, indices)
 
 
-def _written(into: Tensor, found: Tensor, start: Tensor, count: Tensor) -> Tensor:
-    """Copy `into` `[B, H, S]` with the first `count` of `found` `[B, H, c]` from `start` on."""
-    step = torch.arange(found.shape[-1], device=found.device)
-    dump = into.shape[-1]
-    place = torch.where(step < count[:, None], start[:, None] + step, dump)
-    index = place[:, None].expand(-1, into.shape[1], -1)
-    return pad(into, (0, 1)).scatter(-1, index, found)[..., :dump]
+def _write_span(target: Tensor, values: Tensor, starts: Tensor, counts: Tensor) -> Tensor:
+    """Copy `target` `[B, H, S]` with the first `counts` `values` `[B, H, c]` from `starts` on."""
+    offsets = torch.arange(values.shape[-1], device=values.device)
+    dump_column = target.shape[-1]
+    positions = torch.where(offsets < counts[:, None], starts[:, None] + offsets, dump_column)
+    indices = positions[:, None].expand(-1, target.shape[1], -1)
+    return pad(target, (0, 1)).scatter(-1, indices, values)[..., :dump_column]
 
 
-def received(query: Tensor, key: Tensor, count: Tensor, padded: bool = False) -> Tensor:
+def received(queries: Tensor, keys: Tensor, key_counts: Tensor, padded: bool = False) -> Tensor:
     """Attention that the keys of a chunk receive from all of its queries, without a causal mask.
 
     Args:
-        query: `[B, H_q, c, d]`.
-        key: `[B, H, c, d]`.
-        count: How many of the chunk's tokens exist, int64 `[B]`; these are in front.
+        queries: `[B, H_q, c, d]`.
+        keys: `[B, H, c, d]`.
+        key_counts: How many of the chunk's tokens exist, int64 `[B]`; these are in front.
         padded: Whether the others take part as zero queries and keys.
 
     Returns:
         Sum over queries, mean over the query heads of a KV head, float32 `[B, H, c]`.
     """
-    heads, c = key.shape[1:3]
-    real = torch.arange(c, device=key.device) < count[:, None]
-    query, key = (x.float().masked_fill(~real[:, None, :, None], 0.0) for x in (query, key))
-    logits = query.unflatten(1, (heads, -1)).flatten(2, 3) @ key.transpose(-1, -2)
-    logits = logits.unflatten(2, (-1, c))
+    head_count, chunk_size = keys.shape[1:3]
+    real_mask = torch.arange(chunk_size, device=keys.device) < key_counts[:, None]
+    queries, keys = (
+        tensor.float().masked_fill(~real_mask[:, None, :, None], 0.0) for tensor in (queries, keys)
+    )
+    logits = queries.unflatten(1, (head_count, -1)).flatten(2, 3) @ keys.transpose(-1, -2)
+    logits = logits.unflatten(2, (-1, chunk_size))
     if not padded:
-        logits = logits.masked_fill(~real[:, None, None, None], float("-inf"))
-    weights = logits.softmax(-1)
+        logits = logits.masked_fill(~real_mask[:, None, None, None], float("-inf"))
+    attention = logits.softmax(-1)
     if not padded:
-        weights = weights.masked_fill(~real[:, None, None, :, None], 0.0)
-    return weights.sum(3).mean(2)
+        attention = attention.masked_fill(~real_mask[:, None, None, :, None], 0.0)
+    return attention.sum(3).mean(2)
 
 
-def pooled_attention(v: View, need: ChunkAttention) -> Tensor:
+def pooled_attention(view: View, need: ChunkAttention) -> Tensor:
     """Mean over each token and its two neighbours in the text, float32 `[B, H, n]`.
 
     Zeros lie beyond the ends and where tokens are left out.
     """
-    pooled = avg_pool1d(v.obs[need], 3, stride=1, padding=1)
-    return pooled.gather(-1, v.position.clamp(0, pooled.shape[-1] - 1))
+    pooled = avg_pool1d(view.obs[need], 3, stride=1, padding=1)
+    return pooled.gather(-1, view.position.clamp(0, pooled.shape[-1] - 1))
 
 
 @dataclass(frozen=True)

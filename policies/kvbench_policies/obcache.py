@@ -53,42 +53,54 @@ class OutputAware(WindowScore):
     def score(self, v: View) -> Scores:
         """Score the entries of one layer, float32 `[B, H, n]`; 0 in the window."""
         before_window = self.past(v)
-        value = v.grouped(self._lost(v), self.group).masked_fill(~before_window, 0.0)
-        value = self.pooled(value, self.pool)
-        return Scores(value.masked_fill(~before_window, 0.0), protect_window(v, self.window))
+        scores = v.grouped(self._lost(v), self.group).masked_fill(~before_window, 0.0)
+        scores = self.pooled(scores, self.pool)
+        return Scores(scores.masked_fill(~before_window, 0.0), protect_window(v, self.window))
 
-    def _lost(self, v: View) -> Tensor:
+    def _lost(self, view: View) -> Tensor:
         """Sum over the window's queries for each query head, float32 `[B, H_q, n]`."""
-        batch, heads, n = v.shape
-        rows = (heads, v.model.group * self.window)
-        weight = v.window_attention(self.window).reshape(batch, *rows, n)
-        query = v.obs[Queries(self.window)].float().reshape(batch, *rows, -1) * v.scale
+        batch_size, head_count, entry_count = view.shape
+        row_shape = (head_count, view.model.group * self.window)
+        attention = view.window_attention(self.window).reshape(batch_size, *row_shape, entry_count)
+        queries = (
+            view.obs[Queries(self.window)].float().reshape(batch_size, *row_shape, -1) * view.scale
+        )
         # Padding has weight 0 but may hold NaN or infinity, whose product with 0 is not 0.
-        value = v.value.float().masked_fill(~v.valid[..., None], 0.0)
-        output = weight @ value
-        lost = torch.empty(batch, heads, v.model.group, n, device=value.device)
-        block = max(1, _BLOCK // (heads * rows[1]))
-        for start in range(0, n, block):
-            part = slice(start, start + block)
-            term = self._term(query, v.key[:, :, part].float(), value[:, :, part], output)
-            term = weight[..., part].square() * term
-            lost[..., part] = term.unflatten(2, (v.model.group, self.window)).sum(3)
-        return lost.flatten(1, 2)
+        values = view.value.float().masked_fill(~view.valid[..., None], 0.0)
+        outputs = attention @ values
+        output_loss = torch.empty(
+            batch_size, head_count, view.model.group, entry_count, device=values.device
+        )
+        block_size = max(1, _BLOCK // (head_count * row_shape[1]))
+        for block_start in range(0, entry_count, block_size):
+            block_slice = slice(block_start, block_start + block_size)
+            loss_terms = self._term(
+                queries, view.key[:, :, block_slice].float(), values[:, :, block_slice], outputs
+            )
+            loss_terms = attention[..., block_slice].square() * loss_terms
+            output_loss[..., block_slice] = loss_terms.unflatten(
+                2, (view.model.group, self.window)
+            ).sum(3)
+        return output_loss.flatten(1, 2)
 
-    def _term(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> Tensor:
+    def _term(self, queries: Tensor, keys: Tensor, values: Tensor, outputs: Tensor) -> Tensor:
         """The factor of `A^2`, `[B, H, G * window, m]`, from scaled queries and `m` entries."""
-        value_square = value.square().sum(-1)[:, :, None]
+        value_square = values.square().sum(-1)[:, :, None]
         if self.variant == "value":
             return value_square
-        z = query @ key.transpose(-1, -2)
-        cross = output @ value.transpose(-1, -2)
-        output_square = output.square().sum(-1, keepdim=True)
+        logits = queries @ keys.transpose(-1, -2)
+        cross_terms = outputs @ values.transpose(-1, -2)
+        output_square = outputs.square().sum(-1, keepdim=True)
         if self.variant == "key":
-            return z.square() * (value_square - 2 * cross + output_square).clamp(min=0.0)
+            return logits.square() * (value_square - 2 * cross_terms + output_square).clamp(min=0.0)
         # || v + z (v - o) ||^2 = || (1 + z) v - z o ||^2
-        grown = 1 + z
-        square = grown.square() * value_square - 2 * z * grown * cross + z.square() * output_square
-        return square.clamp(min=0.0)
+        grown_logits = 1 + logits
+        squares = (
+            grown_logits.square() * value_square
+            - 2 * logits * grown_logits * cross_terms
+            + logits.square() * output_square
+        )
+        return squares.clamp(min=0.0)
 
 
 OBCACHE = Policy(

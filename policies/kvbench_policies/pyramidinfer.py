@@ -67,11 +67,13 @@ class RecentAttention(Score):
 
     def score(self, v: View) -> Scores:
         """Score the entries of one layer, float32 `[B, H, n]`."""
-        weight = torch.linspace(1.0, self.distance_weight, self.window, device=v.col.device)
-        attention = (v.window_attention(self.window) * weight[:, None]).mean(2)
-        total = sum_over_holders(v.grouped(attention, "sum"), v.position, v.valid)
-        window, sinks = protect_window(v, self.window), protect_sinks(v, self.sinks)
-        return Scores(total / v.model.query_heads, torch.maximum(window, sinks))
+        query_weights = torch.linspace(1.0, self.distance_weight, self.window, device=v.col.device)
+        attention = (v.window_attention(self.window) * query_weights[:, None]).mean(2)
+        summed_attention = sum_over_holders(v.grouped(attention, "sum"), v.position, v.valid)
+        window_class, sink_class = protect_window(v, self.window), protect_sinks(v, self.sinks)
+        return Scores(
+            summed_attention / v.model.query_heads, torch.maximum(window_class, sink_class)
+        )
 
 
 @dataclass(frozen=True)
@@ -101,16 +103,18 @@ class CosinePyramid(Uniform):
 
     def shares(self, model: ModelInfo, length: Tensor, budget: Tensor) -> Tensor:
         """Spread the total over layers, int64 `[B, L]` summing to `L * H * b`."""
-        part, kept = 1.0, []
+        layer_share, layer_shares = 1.0, []
         for layer in range(model.layers):
-            kept.append(part)
-            wave = (1 + math.cos(math.pi * layer / model.layers)) / 2
-            part *= self.decay_ratio + (1 - self.decay_ratio) * wave
-        weight = torch.tensor(kept, dtype=torch.float64, device=length.device)
-        inner = (budget - self.window).clamp(min=0)
-        most = (length - budget + inner)[:, None].expand(-1, model.layers)
-        spread = apportion(weight.expand(len(budget), -1), inner * model.layers, most)
-        return (spread + (budget - inner)[:, None]) * model.kv_heads
+            layer_shares.append(layer_share)
+            cosine_wave = (1 + math.cos(math.pi * layer / model.layers)) / 2
+            layer_share *= self.decay_ratio + (1 - self.decay_ratio) * cosine_wave
+        layer_weights = torch.tensor(layer_shares, dtype=torch.float64, device=length.device)
+        inner_budget = (budget - self.window).clamp(min=0)
+        capacity = (length - budget + inner_budget)[:, None].expand(-1, model.layers)
+        inner_shares = apportion(
+            layer_weights.expand(len(budget), -1), inner_budget * model.layers, capacity
+        )
+        return (inner_shares + (budget - inner_budget)[:, None]) * model.kv_heads
 
 
 PYRAMIDINFER = Policy(

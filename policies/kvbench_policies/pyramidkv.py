@@ -20,7 +20,7 @@ from kvbench_policies.snapkv import WindowAttention
 
 
 def pyramid_shares(
-    layers: int, length: Tensor, budget: Tensor, steepness: float, window: int
+    layer_count: int, length: Tensor, budget: Tensor, steepness: float, window: int
 ) -> Tensor:
     """Entries that every head of a layer keeps, decreasing linearly from the first layer on.
 
@@ -32,7 +32,7 @@ def pyramid_shares(
     go to the lower layer.
 
     Args:
-        layers: Number of layers, `L`.
+        layer_count: Number of layers, `L`.
         length: Tokens of every sequence, `T`, int64 `[B]`.
         budget: Mean entries per (layer, head), `b`, at most `T`, int64 `[B]`.
         steepness: 1 or more; 1 is even.
@@ -41,18 +41,22 @@ def pyramid_shares(
     Returns:
         int64 `[B, L]`, each from 1 to `T`, summing to `L * b`.
     """
-    inner = budget - window
-    even = (inner <= 0) | (length < 2 * inner)
-    most = 2 * inner.double() - inner.double() / steepness
-    most = torch.minimum(most, (length - window).double())
-    least = 2 * inner.double() - most
-    at = torch.arange(layers, dtype=torch.float64, device=length.device) / max(1, layers - 1)
-    real = most[:, None] - at * (most - least)[:, None] + window
-    if layers == 1:
-        even = torch.ones_like(even)
-    real = torch.where(even[:, None], budget[:, None].double(), real)
-    cap = length[:, None].expand(-1, layers)
-    return largest_remainder(real, layers * budget, cap, 1)
+    inner_budget = budget - window
+    even_mask = (inner_budget <= 0) | (length < 2 * inner_budget)
+    largest_share = 2 * inner_budget.double() - inner_budget.double() / steepness
+    largest_share = torch.minimum(largest_share, (length - window).double())
+    smallest_share = 2 * inner_budget.double() - largest_share
+    layer_fraction = torch.arange(layer_count, dtype=torch.float64, device=length.device) / max(
+        1, layer_count - 1
+    )
+    exact_shares = (
+        largest_share[:, None] - layer_fraction * (largest_share - smallest_share)[:, None] + window
+    )
+    if layer_count == 1:
+        even_mask = torch.ones_like(even_mask)
+    exact_shares = torch.where(even_mask[:, None], budget[:, None].double(), exact_shares)
+    capacity = length[:, None].expand(-1, layer_count)
+    return largest_remainder(exact_shares, layer_count * budget, capacity, 1)
 
 
 def check_pyramid(steepness: float, window: int) -> None:
@@ -85,8 +89,8 @@ class Pyramid(Uniform):
 
     def shares(self, model: ModelInfo, length: Tensor, budget: Tensor) -> Tensor:
         """Spread the total over layers, int64 `[B, L]` summing to `L * H * b`."""
-        a_head = pyramid_shares(model.layers, length, budget, self.steepness, self.window)
-        return a_head * model.kv_heads
+        head_shares = pyramid_shares(model.layers, length, budget, self.steepness, self.window)
+        return head_shares * model.kv_heads
 
 
 PYRAMIDKV = Policy(

@@ -46,10 +46,10 @@ class QueryDirection(Score):
 
     def score(self, v: View) -> Scores:
         """Score the entries of one layer, float32 `[B, H, n]`."""
-        shape = (v.model.layers, v.model.kv_heads, v.model.head_dim)
-        found = FILTERS.load(v.model.name, self.filters, {"q_filters": shape})["q_filters"]
-        value = -(v.key.float() * found[v.layer].to(v.key.device)[:, None]).sum(-1)
-        return Scores(value, protect_window(v, self.recent))
+        filter_shape = (v.model.layers, v.model.kv_heads, v.model.head_dim)
+        filters = FILTERS.load(v.model.name, self.filters, {"q_filters": filter_shape})["q_filters"]
+        scores = -(v.key.float() * filters[v.layer].to(v.key.device)[:, None]).sum(-1)
+        return Scores(scores, protect_window(v, self.recent))
 
     def fingerprint(self, model: str) -> str:
         """Digest of the filters; it joins the hash of a cell.
@@ -61,12 +61,12 @@ class QueryDirection(Score):
 
     def stand_in(self, model: ModelInfo, folder: Path) -> Self:
         """Give a copy that reads made-up filters (see `kvbench.plugin.Part`)."""
-        shape = (model.layers, model.kv_heads, model.head_dim)
-        path = folder / "-".join(map(str, ("qfilters", *shape)))
-        if not (path / WEIGHTS).is_file():
-            filters = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-            FILTERS.save(path, {"q_filters": filters}, SummaryNotes())
-        return self.replace(filters=str(path))
+        filter_shape = (model.layers, model.kv_heads, model.head_dim)
+        filter_folder = folder / "-".join(map(str, ("qfilters", *filter_shape)))
+        if not (filter_folder / WEIGHTS).is_file():
+            filters = torch.randn(filter_shape, generator=torch.Generator().manual_seed(0))
+            FILTERS.save(filter_folder, {"q_filters": filters}, SummaryNotes())
+        return self.replace(filters=str(filter_folder))
 
 
 QFILTERS = Policy(

@@ -53,10 +53,13 @@ class PageBound(Reader):
 
     def rate(self, v: Blocks) -> Tensor:
         """Rate the pages, float32 `[H, n, K]`."""
-        low, high = (x.float().transpose(-1, -2)[:, None] for x in (v.key.amin(2), v.key.amax(2)))
-        query = v.query.float()
-        bound = query.clamp(min=0) @ high + query.clamp(max=0) @ low
-        return bound.amax(1)
+        page_minimum, page_maximum = (
+            extremes.float().transpose(-1, -2)[:, None]
+            for extremes in (v.key.amin(2), v.key.amax(2))
+        )
+        queries = v.query.float()
+        page_bounds = queries.clamp(min=0) @ page_maximum + queries.clamp(max=0) @ page_minimum
+        return page_bounds.amax(1)
 
 
 QUEST = Policy(

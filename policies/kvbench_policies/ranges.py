@@ -7,41 +7,43 @@ import math
 from kvbench.errors import UserError
 
 
-def check_count(name: str, value: int, least: int, unit: str = "tokens") -> None:
-    """Refuse a count below `least`.
+def check_count(parameter: str, value: int, minimum: int, unit: str = "tokens") -> None:
+    """Refuse a count below `minimum`.
 
     Raises:
         UserError: The value is too small.
     """
-    if value < least:
-        raise UserError(f"{name}={value} is too small; use {least} or more {unit}")
+    if value < minimum:
+        raise UserError(f"{parameter}={value} is too small; use {minimum} or more {unit}")
 
 
-def check_odd(name: str, value: int) -> None:
+def check_odd(parameter: str, value: int) -> None:
     """Refuse a width that is not odd and positive.
 
     Raises:
         UserError: The value is even or below 1.
     """
     if value < 1 or value % 2 == 0:
-        raise UserError(f"{name}={value} is not an odd number; use 1, 3, 5 or more entries")
+        raise UserError(f"{parameter}={value} is not an odd number; use 1, 3, 5 or more entries")
 
 
-def check_share(name: str, value: float) -> None:
+def check_share(parameter: str, value: float) -> None:
     """Refuse what is not a share from 0 to 1.
 
     Raises:
         UserError: The value is out of range.
     """
     if not 0 <= value <= 1:
-        raise UserError(f"{name}={value} is out of range; use a number from 0 to 1")
+        raise UserError(f"{parameter}={value} is out of range; use a number from 0 to 1")
 
 
-def check_finite(name: str, value: float, least: float) -> None:
-    """Refuse a number that is infinite, not a number, or below `least`.
+def check_finite(parameter: str, value: float, minimum: float) -> None:
+    """Refuse a number that is infinite, not a number, or below `minimum`.
 
     Raises:
         UserError: The value is out of range.
     """
-    if not (math.isfinite(value) and value >= least):
-        raise UserError(f"{name}={value} is out of range; use a finite number, {least:g} or more")
+    if not (math.isfinite(value) and value >= minimum):
+        raise UserError(
+            f"{parameter}={value} is out of range; use a finite number, {minimum:g} or more"
+        )

@@ -62,53 +62,59 @@ class Redundancy(WindowScore):
     def score(self, v: View) -> Scores:
         """Score the entries of one layer, float32 `[B, H, n]`; 0 in the window."""
         before_window = self.past(v)
-        worth = (1 - self.redundancy) * self._attention(v, before_window)
+        scores = (1 - self.redundancy) * self._attention(v, before_window)
         if self.variant == "release":
             repeats = repetition(v.key, v.valid, spare_oldest=True)
         else:
             repeats = repetition(v.key, before_window)
-        worth = worth - self.redundancy * repeats
-        return Scores(worth.masked_fill(~before_window, 0.0), protect_window(v, self.window))
+        scores = scores - self.redundancy * repeats
+        return Scores(scores.masked_fill(~before_window, 0.0), protect_window(v, self.window))
 
-    def _attention(self, v: View, before_window: Tensor) -> Tensor:
+    def _attention(self, view: View, before_window: Tensor) -> Tensor:
         """Pooled attention of the window on the past, float32 `[B, H, n]`."""
-        batch, heads, n = v.shape
-        query = v.obs[Queries(self.window)].float() * v.scale
-        query = query.reshape(batch, heads, v.model.group * self.window, -1)
-        logits = (query @ v.key.float().transpose(-1, -2)).view(batch, -1, self.window, n)
+        batch_size, head_count, entry_count = view.shape
+        queries = view.obs[Queries(self.window)].float() * view.scale
+        queries = queries.reshape(batch_size, head_count, view.model.group * self.window, -1)
+        logits = (queries @ view.key.float().transpose(-1, -2)).view(
+            batch_size, -1, self.window, entry_count
+        )
         # If there is a past the window is full, and all of its queries see all of the past.
-        logits = v.grouped(logits, self.group).masked_fill(
+        logits = view.grouped(logits, self.group).masked_fill(
             ~before_window[:, :, None], float("-inf")
         )
         attention = torch.softmax(logits, -1).nan_to_num(0.0).mean(2)
         return self.pooled(attention, "max")
 
 
-def repetition(key: Tensor, among: Tensor, spare_oldest: bool = False) -> Tensor:
+def repetition(keys: Tensor, entry_mask: Tensor, spare_oldest: bool = False) -> Tensor:
     """How much every key repeats the others: `R` of `Redundancy`.
 
     Args:
-        key: Keys, `[B, H, n, d]`, in the order of their tokens.
-        among: Which entries are compared, bool `[B, H, n]`; the others are ignored.
+        keys: Keys, `[B, H, n, d]`, in the order of their tokens.
+        entry_mask: Which entries are compared, bool `[B, H, n]`; the others are ignored.
         spare_oldest: Whether a row without a similar key spares the oldest entry instead of none.
 
     Returns:
         float32 `[B, H, n]`, summing to 1 over the compared entries of a head; 0 elsewhere.
     """
-    _, heads, n = among.shape
-    unit = normalize(key.float(), dim=-1).masked_fill(~among[..., None], 0.0)
-    column = torch.arange(n, device=key.device)
-    default = among.int().argmax(-1)[..., None, None] if spare_oldest else -1
-    total = torch.zeros(among.shape, device=key.device)
-    block = max(1, _BLOCK // (heads * n))
-    for start in range(0, n, block):
-        row = column[start : start + block, None]
-        cosine = unit[:, :, start : start + block] @ unit.transpose(-1, -2)
-        cosine = cosine.masked_fill_(row == column, 0.0)
-        spared = torch.where(cosine > _SIMILAR, column, default).amax(-1, keepdim=True)
-        total += cosine.masked_fill_(column == spared, 0.0).sum(2)
-    mean = total / among.sum(-1, keepdim=True).clamp(min=1)
-    return torch.softmax(mean.masked_fill(~among, float("-inf")), -1).nan_to_num(0.0)
+    _, head_count, entry_count = entry_mask.shape
+    unit_keys = normalize(keys.float(), dim=-1).masked_fill(~entry_mask[..., None], 0.0)
+    columns = torch.arange(entry_count, device=keys.device)
+    default_column = entry_mask.int().argmax(-1)[..., None, None] if spare_oldest else -1
+    cosine_sums = torch.zeros(entry_mask.shape, device=keys.device)
+    block_size = max(1, _BLOCK // (head_count * entry_count))
+    for block_start in range(0, entry_count, block_size):
+        row_indices = columns[block_start : block_start + block_size, None]
+        cosines = unit_keys[:, :, block_start : block_start + block_size] @ unit_keys.transpose(
+            -1, -2
+        )
+        cosines = cosines.masked_fill_(row_indices == columns, 0.0)
+        spared_column = torch.where(cosines > _SIMILAR, columns, default_column).amax(
+            -1, keepdim=True
+        )
+        cosine_sums += cosines.masked_fill_(columns == spared_column, 0.0).sum(2)
+    mean_cosines = cosine_sums / entry_mask.sum(-1, keepdim=True).clamp(min=1)
+    return torch.softmax(mean_cosines.masked_fill(~entry_mask, float("-inf")), -1).nan_to_num(0.0)
 
 
 RKV = Policy(

@@ -79,29 +79,33 @@ class MeanAttention(Score):
 
     def score(self, v: View) -> Scores:
         """Score the entries of one layer, float32 `[B, H, n]`."""
-        mean, std = self._moments(v)
-        decoding = v.moment == "decode"
-        share = self.b_std if self.b_std is not None else _DECODE if decoding else _PREFILL
-        rank = rank_entries(Scores(std, protect_nothing(v)), v.valid)
-        varied = (rank < portion(v.budget, share)[:, None, None]) & v.valid
-        protect = torch.maximum(
-            varied.to(torch.int8) * Scores.CHOSEN, protect_window(v, self.window)
+        mean_attention, deviation = self._moments(v)
+        is_decoding = v.moment == "decode"
+        varied_share = (
+            self.b_std if self.b_std is not None else _DECODE if is_decoding else _PREFILL
         )
-        if not decoding:
-            protect = torch.maximum(protect, protect_sinks(v, self.sinks))
-        return Scores(mean, protect)
+        ranks = rank_entries(Scores(deviation, protect_nothing(v)), v.valid)
+        varied_mask = (ranks < portion(v.budget, varied_share)[:, None, None]) & v.valid
+        protection = torch.maximum(
+            varied_mask.to(torch.int8) * Scores.CHOSEN, protect_window(v, self.window)
+        )
+        if not is_decoding:
+            protection = torch.maximum(protection, protect_sinks(v, self.sinks))
+        return Scores(mean_attention, protection)
 
-    def _moments(self, v: View) -> tuple[Tensor, Tensor]:
+    def _moments(self, view: View) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation of the received attention, float32 `[B, H, n]` each."""
-        count = (v.age + 1).clamp(min=1).repeat_interleave(v.model.group, 1)
+        query_counts = (view.age + 1).clamp(min=1).repeat_interleave(view.model.group, 1)
         # In float64, because the variance is the difference of two nearly equal numbers.
-        mean = v.obs[AttentionMass()].double() / count
-        variance = v.obs[AttentionMass(power=2)].double() / count - mean.square()
-        std = variance.clamp(min=0.0).sqrt()
-        return self._per_head(v, mean), self._per_head(v, std)
+        mean_attention = view.obs[AttentionMass()].double() / query_counts
+        variance = (
+            view.obs[AttentionMass(power=2)].double() / query_counts - mean_attention.square()
+        )
+        deviation = variance.clamp(min=0.0).sqrt()
+        return self._per_head(view, mean_attention), self._per_head(view, deviation)
 
-    def _per_head(self, v: View, per_query_head: Tensor) -> Tensor:
-        return v.grouped(per_query_head, self.group).float().masked_fill(~v.valid, 0.0)
+    def _per_head(self, view: View, per_query_head: Tensor) -> Tensor:
+        return view.grouped(per_query_head, self.group).float().masked_fill(~view.valid, 0.0)
 
 
 ROCO = Policy(

@@ -53,13 +53,18 @@ class Persistence(Score):
     def score(self, v: View) -> Scores:
         """Score the entries of one layer, float32 `[B, H, n]`."""
         # At the first cut there are no more queries than columns.
-        last = self.history if v.moment in LATER else min(self.history, v.shape[2])
-        behind = torch.arange(last - 1, -1, -1, device=v.col.device)
-        seen = (v.length[:, None] - behind)[:, None, :, None]  # tokens that each query sees
-        attends = (v.position[:, :, None, :] < seen).repeat_interleave(v.model.group, 1)
-        below = v.window_attention(self.history, last) < 1 / seen.clamp(min=1)
-        missed = -(below & attends).sum(2).float()
-        return Scores(v.grouped(missed, self.group), protect_window(v, self.window))
+        query_count = self.history if v.moment in LATER else min(self.history, v.shape[2])
+        offsets = torch.arange(query_count - 1, -1, -1, device=v.col.device)
+        # Tokens that each query sees
+        visible_counts = (v.length[:, None] - offsets)[:, None, :, None]
+        can_attend = (v.position[:, :, None, :] < visible_counts).repeat_interleave(
+            v.model.group, 1
+        )
+        below_average = v.window_attention(self.history, query_count) < 1 / visible_counts.clamp(
+            min=1
+        )
+        miss_counts = -(below_average & can_attend).sum(2).float()
+        return Scores(v.grouped(miss_counts, self.group), protect_window(v, self.window))
 
 
 SCISSORHANDS = Policy(

@@ -57,8 +57,8 @@ class BlockGate(Reader):
     def _held(
         self, model: ModelInfo, device: torch.device | None = None, *, anew: bool = False
     ) -> BlockGates:
-        where = torch.device("cpu") if device is None else device
-        gates = loaded(self.kind, self.gates, model, where, anew=anew)
+        target_device = torch.device("cpu") if device is None else device
+        gates = loaded(self.kind, self.gates, model, target_device, anew=anew)
         assert isinstance(gates, BlockGates)
         return gates
 

@@ -66,29 +66,33 @@ class LazyLayers(Allocator):
 
     def allocate(self, layers: Sequence[Scored], total: Tensor) -> Tensor:
         """Spread a total (int64 `[B]`) over the heads of all layers, int64 `[B, L, H]`."""
-        v = layers[0].view
-        floor = v.budget.clamp(max=self.sinks + self.recent)
-        if bool(((floor == v.budget) & (v.budget < v.length)).any()):
+        view = layers[0].view
+        floors = view.budget.clamp(max=self.sinks + self.recent)
+        if bool(((floors == view.budget) & (view.budget < view.length)).any()):
             warn_of_full_floor(
                 self.sinks, self.recent, "simlayerkv (allocate=lazy_layers)", "layer"
             )
-        held = torch.stack([x.view.valid.sum(-1) for x in layers], 1)
-        reserved = torch.minimum(floor[:, None, None], held).sum(-1)
-        lazy = measured(layers, self, self.laziness)
-        whole = fill_by_rank(-lazy, total, reserved, held.sum(-1))
-        heads = held.flatten(0, 1)
-        shares = apportion(torch.ones_like(heads).double(), whole.flatten(), heads).view(held.shape)
-        before, stay = held_before(layers, total)
-        kept = apportion(before.flatten(1), total, held.flatten(1)).view(held.shape)
-        return torch.where(stay[:, None, None], kept, shares)
+        entry_counts = torch.stack([layer.view.valid.sum(-1) for layer in layers], 1)
+        reserved_counts = torch.minimum(floors[:, None, None], entry_counts).sum(-1)
+        laziness = measured(layers, self, self.laziness)
+        layer_shares = fill_by_rank(-laziness, total, reserved_counts, entry_counts.sum(-1))
+        head_capacity = entry_counts.flatten(0, 1)
+        head_shares = apportion(
+            torch.ones_like(head_capacity).double(), layer_shares.flatten(), head_capacity
+        ).view(entry_counts.shape)
+        previous_counts, stay_mask = held_before(layers, total)
+        stable_shares = apportion(previous_counts.flatten(1), total, entry_counts.flatten(1)).view(
+            entry_counts.shape
+        )
+        return torch.where(stay_mask[:, None, None], stable_shares, head_shares)
 
-    def laziness(self, v: View) -> Tensor:
+    def laziness(self, view: View) -> Tensor:
         """Share of attention on first and recent tokens in one layer, float64 `[B]`."""
-        near = v.valid & ((v.position < self.sinks) | (v.age < self.recent))
-        near = near.repeat_interleave(v.model.group, 1)
-        attention = v.window_attention(self.window).sum(2).double().masked_fill(~near, 0.0)
-        queries = v.length.clamp(max=self.window) * v.model.query_heads
-        return attention.sum((1, 2)) / queries
+        near_mask = view.valid & ((view.position < self.sinks) | (view.age < self.recent))
+        near_mask = near_mask.repeat_interleave(view.model.group, 1)
+        attention = view.window_attention(self.window).sum(2).double().masked_fill(~near_mask, 0.0)
+        query_counts = view.length.clamp(max=self.window) * view.model.query_heads
+        return attention.sum((1, 2)) / query_counts
 
 
 SIMLAYERKV = Policy(

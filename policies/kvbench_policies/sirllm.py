@@ -54,17 +54,21 @@ class TokenSurprisal(Score):
 
     def score(self, v: View) -> Scores:
         """Score the entries of one layer, float32 `[B, H, n]`."""
-        value = v.obs[Surprisal()].float() * self.decay ** v.turns_ago.float()
-        newest = (v.age == 0) & v.valid & (v.budget <= self.sinks)[:, None, None]
-        protect = protect_sinks(v, self.sinks)
+        scores = v.obs[Surprisal()].float() * self.decay ** v.turns_ago.float()
+        newest_mask = (v.age == 0) & v.valid & (v.budget <= self.sinks)[:, None, None]
+        protection = protect_sinks(v, self.sinks)
         if self.variant == "release":
             # Of equals the older one: the first token is as surprising as the most surprising.
-            order = value.masked_fill(~v.valid, -1.0).argsort(dim=-1, descending=True, stable=True)
-            chosen = v.valid & (order.argsort(-1) < (v.budget - self.sinks)[:, None, None])
-            protect = torch.where(chosen & (protect <= 0), Scores.CHOSEN, protect)
-            value = torch.where(chosen, value, v.position.float())
-        protect = torch.where(newest, Scores.NEWEST, protect)
-        return Scores(value, protect.to(torch.int8))
+            score_order = scores.masked_fill(~v.valid, -1.0).argsort(
+                dim=-1, descending=True, stable=True
+            )
+            chosen_mask = v.valid & (
+                score_order.argsort(-1) < (v.budget - self.sinks)[:, None, None]
+            )
+            protection = torch.where(chosen_mask & (protection <= 0), Scores.CHOSEN, protection)
+            scores = torch.where(chosen_mask, scores, v.position.float())
+        protection = torch.where(newest_mask, Scores.NEWEST, protection)
+        return Scores(scores, protection.to(torch.int8))
 
 
 SIRLLM = Policy(

@@ -47,9 +47,9 @@ class WindowAttention(WindowScore):
         """Score the entries of one layer, float32 `[B, H, n]`; 0 in the window."""
         attention = v.window_attention(self.window).mean(2)
         before_window = self.past(v)
-        value = v.grouped(attention, self.group).masked_fill(~before_window, 0.0)
-        value = self.pooled(value, self.pool).masked_fill(~before_window, 0.0)
-        return Scores(value, protect_window(v, self.window))
+        scores = v.grouped(attention, self.group).masked_fill(~before_window, 0.0)
+        scores = self.pooled(scores, self.pool).masked_fill(~before_window, 0.0)
+        return Scores(scores, protect_window(v, self.window))
 
 
 SNAPKV = Policy(

@@ -37,33 +37,42 @@ class LastAttention(Score):
     def score(self, v: View) -> Tensor:
         """Score the entries of one layer, float32 `[B, H, n]`."""
         attention = v.grouped(v.window_attention(1)[:, :, 0], "sum")
-        total = sum_over_holders(attention, v.position, v.valid)
-        return total / v.model.query_heads
+        summed_attention = sum_over_holders(attention, v.position, v.valid)
+        return summed_attention / v.model.query_heads
 
 
-def sum_over_holders(value: Tensor, position: Tensor, valid: Tensor) -> Tensor:
+def sum_over_holders(values: Tensor, positions: Tensor, valid_mask: Tensor) -> Tensor:
     """Sum a value over the KV heads that hold the same token, whatever else each of them holds.
 
     Every token is summed once and in the order of the heads, so its sum is equal to the last bit in
     all of them. Uses memory for `H * H * n` numbers per sequence.
 
     Args:
-        value: `[B, H, n]`.
-        position: Logical position of every entry, int64 `[B, H, n]`; a head holds a token once.
-        valid: Which entries exist, bool `[B, H, n]`; the others are ignored.
+        values: `[B, H, n]`.
+        positions: Logical position of every entry, int64 `[B, H, n]`; a head holds a token once.
+        valid_mask: Which entries exist, bool `[B, H, n]`; the others are ignored.
 
     Returns:
         The sums, `[B, H, n]`; 0 at places without an entry.
     """
-    batch, heads, n = value.shape
-    ordered, order = position.masked_fill(~valid, -1).flatten(1).sort(dim=-1, stable=True)
-    begins = torch.nn.functional.pad(ordered.diff(dim=-1) != 0, (1, 0))
+    batch_size, head_count, entry_count = values.shape
+    ordered, sort_order = (
+        positions.masked_fill(~valid_mask, -1).flatten(1).sort(dim=-1, stable=True)
+    )
+    run_starts = torch.nn.functional.pad(ordered.diff(dim=-1) != 0, (1, 0))
     # Tokens are numbered from 0 in the order of their positions; missing entries share a number.
-    number = torch.empty_like(order).scatter_(-1, order, begins.long().cumsum(-1))
-    by_head = number.view(batch, heads, n)
-    spread = value.new_zeros(batch, heads, heads * n)
-    spread.scatter_(-1, by_head, value)  # in a head's row each token has its own place
-    return spread.sum(1).gather(-1, number).view(batch, heads, n).masked_fill(~valid, 0.0)
+    run_indices = torch.empty_like(sort_order).scatter_(
+        -1, sort_order, run_starts.long().cumsum(-1)
+    )
+    head_runs = run_indices.view(batch_size, head_count, entry_count)
+    scattered = values.new_zeros(batch_size, head_count, head_count * entry_count)
+    scattered.scatter_(-1, head_runs, values)  # in a head's row each token has its own place
+    return (
+        scattered.sum(1)
+        .gather(-1, run_indices)
+        .view(batch_size, head_count, entry_count)
+        .masked_fill(~valid_mask, 0.0)
+    )
 
 
 TOVA = Policy(

@@ -41,8 +41,8 @@ class Retention(Learned):
 
     def score(self, v: View) -> Tensor:
         """Score the entries of one layer, float32 `[B, H, n]`, 0 or less."""
-        age = v.age + (2 if self.variant == "release" else 0)
-        return (age.double() * self.learned(v).double()).float()
+        entry_age = v.age + (2 if self.variant == "release" else 0)
+        return (entry_age.double() * self.learned(v).double()).float()
 
     def log_retention(self, v: View) -> Tensor:
         """The gates' `log beta`, float32 `[B, H, n]`."""

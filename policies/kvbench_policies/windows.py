@@ -34,11 +34,11 @@ class WindowScore(Score):
         """The last `window` queries."""
         return frozenset({Queries(self.window)})
 
-    def past(self, v: View) -> Tensor:
+    def past(self, view: View) -> Tensor:
         """The entries before the window, bool `[B, H, n]`."""
-        return (v.age >= self.window) & v.valid
+        return (view.age >= self.window) & view.valid
 
-    def pooled(self, value: Tensor, pool: Literal["max", "avg"]) -> Tensor:
+    def pooled(self, values: Tensor, pool: Literal["max", "avg"]) -> Tensor:
         """Pool `[B, K, n]` over neighbours; zeros lie beyond the ends."""
-        reduce = max_pool1d if pool == "max" else avg_pool1d
-        return reduce(value, self.kernel, stride=1, padding=self.kernel // 2)
+        pool_function = max_pool1d if pool == "max" else avg_pool1d
+        return pool_function(values, self.kernel, stride=1, padding=self.kernel // 2)

@@ -59,16 +59,18 @@ class LayerUncertainty(Allocator):
 
     def allocate(self, layers: Sequence[Scored], total: Tensor) -> Tensor:
         """Spread a total (int64 `[B]`) over the heads of all layers, int64 `[B, L, H]`."""
-        weight = measured(layers, self, self._entries)
-        heads = len(layers) * layers[0].view.model.kv_heads
-        return spread_by_weight(layers, weight, self.bound * total.double() / heads, total)
+        layer_weights = measured(layers, self, self._entries)
+        head_count = len(layers) * layers[0].view.model.kv_heads
+        return spread_by_weight(
+            layers, layer_weights, self.bound * total.double() / head_count, total
+        )
 
-    def _entries(self, v: View) -> Tensor:
+    def _entries(self, view: View) -> Tensor:
         """`m` of one layer, float64 `[B]`."""
-        attention = v.window_attention(self.window).sum(2).double()
-        most = attention.sort(dim=-1, descending=True).values.cumsum(-1)
-        count = (most < self.mass * most[..., -1:]).sum(-1) + 1
-        return count.double().mean(1)
+        attention = view.window_attention(self.window).sum(2).double()
+        cumulative = attention.sort(dim=-1, descending=True).values.cumsum(-1)
+        entry_counts = (cumulative < self.mass * cumulative[..., -1:]).sum(-1) + 1
+        return entry_counts.double().mean(1)
 
 
 ZIGZAGKV = Policy(

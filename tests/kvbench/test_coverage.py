@@ -54,7 +54,7 @@ def test_questions_taken_for_independent_are_too_sure() -> None:
     apart = [str(i) for i in range(50 * QUESTIONS)]
     covered = 0
     for _ in range(300):
-        found = summary(scores(rng, 0.5, 0.5, 50).ravel(), apart, n=500)
+        found = summary(scores(rng, 0.5, 0.5, 50).ravel(), apart, draw_count=500)
         covered += found.lo <= 0.5 <= found.hi
     assert covered / 300 < 0.85
 

@@ -19,7 +19,7 @@ class Clock:
 def test_lines_come_now_and_then_with_the_time_left() -> None:
     said: list[str] = []
     clock = Clock()
-    lines = Lines(said.append, every=10, clock=clock)
+    lines = Lines(said.append, min_interval=10, clock=clock)
     lines.start(100, "vt")
     for _ in range(30):
         clock.now += 1
@@ -76,7 +76,7 @@ def test_durations_read_well(seconds: float, text: str) -> None:
 def test_a_stretch_is_told_of_once_it_has_taken_seconds() -> None:
     said: list[str] = []
     clock = Clock()
-    lines = Lines(said.append, every=2, clock=clock)
+    lines = Lines(said.append, min_interval=2, clock=clock)
     quick = Late(lines, 100, "quick", clock)
     for _ in range(100):
         quick.advance()

@@ -83,13 +83,13 @@ def test_standard_error_is_the_usual_one_with_one_score_per_context():
 
 def test_interval_equals_the_slow_bootstrap(uneven):
     scores, clusters = uneven
-    got = summary(scores, clusters, seed=5, n=300)
+    got = summary(scores, clusters, seed=5, draw_count=300)
     assert (got.lo, got.hi) == pytest.approx(slow_interval(scores, clusters, 5, 300), abs=1e-12)
 
 
 def test_interval_agrees_with_scipy_for_single_questions():
     scores = (np.arange(200) % 4 == 0).astype(float)
-    got = summary(scores, [str(i) for i in range(200)], n=20_000)
+    got = summary(scores, [str(i) for i in range(200)], draw_count=20_000)
     want = reference.bootstrap(
         (scores,), np.mean, n_resamples=20_000, method="percentile", random_state=0
     ).confidence_interval
@@ -154,7 +154,7 @@ def test_coverage_of_single_questions(level):
     names = [f"{i:02d}" for i in range(50)]
     covered = 0
     for _ in range(400):
-        got = summary((rng.random(50) < level).astype(float), names, n=400)
+        got = summary((rng.random(50) < level).astype(float), names, draw_count=400)
         covered += got.lo <= level <= got.hi
     assert 0.90 <= covered / 400 <= 1.0
 
@@ -168,7 +168,7 @@ def test_coverage_of_questions_that_share_a_context():
     for _ in range(300):
         level = np.repeat(rng.beta(0.6, 0.4, 40), 5)
         scores = (rng.random(200) < level).astype(float)
-        got, alone = summary(scores, names, n=400), summary(scores, apart, n=400)
+        got, alone = summary(scores, names, draw_count=400), summary(scores, apart, draw_count=400)
         covered += got.lo <= 0.6 <= got.hi
         naive += alone.lo <= 0.6 <= alone.hi
     assert 0.90 <= covered / 300 <= 0.98
@@ -181,7 +181,7 @@ def test_paired_uses_common_keys_only_and_equals_a_loop():
     clusters = {k: f"c{i // 2:02d}" for i, k in enumerate(keys)}
     a = {k: float(rng.random() < 0.6) for k in keys[:70]}
     b = {k: float(rng.random() < 0.8) for k in keys[10:]}
-    got = paired(a, b, clusters, seed=2, n=200)
+    got = paired(a, b, clusters, seed=2, draw_count=200)
     common = [k for k in keys if k in a and k in b]
     gaps = [a[k] - b[k] for k in common]
     assert got.n == 60
@@ -189,7 +189,7 @@ def test_paired_uses_common_keys_only_and_equals_a_loop():
     names = [clusters[k] for k in common]
     want = slow_interval(gaps, names, 2, 200, slow_tail(len(set(names))))
     assert (got.lo, got.hi) == pytest.approx(want, abs=1e-4)
-    back = paired(b, a, clusters, seed=2, n=200)
+    back = paired(b, a, clusters, seed=2, draw_count=200)
     assert (back.mean, back.lo, back.hi) == pytest.approx((-got.mean, -got.hi, -got.lo))
 
 
@@ -234,7 +234,10 @@ def test_coverage_of_paired_differences_with_few_losses():
         full = (kind > 0.02).astype(float)  # 2% only the policy gets right, 6% only full
         policy = np.where(kind < 0.02, 1.0, np.where(kind < 0.08, 0.0, full))
         got = paired(
-            dict(zip(keys, policy, strict=True)), dict(zip(keys, full, strict=True)), same, n=400
+            dict(zip(keys, policy, strict=True)),
+            dict(zip(keys, full, strict=True)),
+            same,
+            draw_count=400,
         )
         covered += got.lo <= -0.04 <= got.hi
     assert covered / 400 >= 0.90
@@ -276,17 +279,19 @@ def test_blocks_change_no_draw_and_no_interval(contexts, draws):
         blocks.append(len(weights))
         return weights
 
-    drawn = resampled(kept, contexts, seed=3, n=draws, stream=5)
+    drawn = resampled(kept, contexts, seed=3, draw_count=draws, stream=5)
     assert (len(blocks) > 1) == (contexts > 501)
     assert np.array_equal(drawn, whole)
     rng = np.random.default_rng(contexts)
     totals, sizes = rng.standard_normal(contexts), rng.integers(1, 9, contexts).astype(float)
-    means = resampled(lambda w: (w @ totals) / (w @ sizes), contexts, seed=3, n=draws, stream=5)
+    means = resampled(
+        lambda w: (w @ totals) / (w @ sizes), contexts, seed=3, draw_count=draws, stream=5
+    )
     assert np.array_equal(means, (whole @ totals) / (whole @ sizes))
     scores = np.clip(0.5 + 0.2 * totals, 0.0, 1.0)
     names = [f"{i:05d}" for i in range(contexts)]
     lo, hi = np.quantile(weights_of(contexts, draws=draws) @ scores / contexts, [0.025, 0.975])
-    found = summary(scores, names, n=draws)
+    found = summary(scores, names, draw_count=draws)
     assert (found.lo, found.hi) == pytest.approx((lo, hi), rel=1e-13)
 
 
@@ -296,7 +301,9 @@ def test_the_bootstrap_of_many_contexts_needs_little_memory():
     names = [f"c{i}" for i in range(100_000)]
     tracemalloc.start()
     try:
-        found = summary(rng.random(100_000), names, n=200)  # the peak does not grow with the draws
+        found = summary(
+            rng.random(100_000), names, draw_count=200
+        )  # the peak does not grow with the draws
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -345,5 +352,5 @@ def test_means_of_unbounded_scores_have_an_expanded_interval() -> None:
     scores = (10 + np.random.default_rng(2).standard_normal(15)).tolist()
     names = [f"{i:02d}" for i in range(15)]
     want = slow_interval(scores, names, 0, 400, slow_tail(15))
-    got = summary(scores, names, n=400)
+    got = summary(scores, names, draw_count=400)
     assert (got.lo, got.hi) == pytest.approx(want, abs=1e-3)

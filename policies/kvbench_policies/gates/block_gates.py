@@ -26,31 +26,33 @@ class _Layer(nn.Module):
 
     def __init__(self, config: GateConfig) -> None:
         super().__init__()
-        group, dim = config.query_heads // config.kv_heads, config.head_dim
-        self.query = nn.Parameter(_drawn(config.kv_heads, group * dim, config.gate_dim))
-        self.key = nn.Parameter(_drawn(config.kv_heads, 3 * dim, config.gate_dim))
+        group_size, head_dim = config.query_heads // config.kv_heads, config.head_dim
+        self.query = nn.Parameter(
+            _random_weight(config.kv_heads, group_size * head_dim, config.gate_dim)
+        )
+        self.key = nn.Parameter(_random_weight(config.kv_heads, 3 * head_dim, config.gate_dim))
         if config.norm:
             self.query_norm = nn.Parameter(torch.ones(config.gate_dim))
             self.key_norm = nn.Parameter(torch.ones(config.gate_dim))
 
-    def queries(self, query: Tensor) -> Tensor:
+    def queries(self, queries: Tensor) -> Tensor:
         """Map queries `[H, n, G d]` to `[H, n, gate_dim]`."""
-        out = query @ self.query
-        return _normed(out, self.query_norm) if hasattr(self, "query_norm") else out
+        projected = queries @ self.query
+        return _rms_norm(projected, self.query_norm) if hasattr(self, "query_norm") else projected
 
-    def keys(self, pooled: Tensor) -> Tensor:
+    def keys(self, pooled_keys: Tensor) -> Tensor:
         """Map pooled keys `[H, K, 3 d]` to `[H, K, gate_dim]`."""
-        out = pooled @ self.key
-        return _normed(out, self.key_norm) if hasattr(self, "key_norm") else out
+        projected = pooled_keys @ self.key
+        return _rms_norm(projected, self.key_norm) if hasattr(self, "key_norm") else projected
 
 
-def _normed(x: Tensor, weight: Tensor) -> Tensor:
+def _rms_norm(projected: Tensor, norm_weight: Tensor) -> Tensor:
     """RMS norm over the last axis, with the authors' epsilon."""
-    return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
+    return projected * (projected.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * norm_weight
 
 
-def _drawn(heads: int, width: int, out: int) -> Tensor:
-    return torch.empty(heads, width, out).uniform_(-1, 1) / math.sqrt(width)
+def _random_weight(head_count: int, input_dim: int, output_dim: int) -> Tensor:
+    return torch.empty(head_count, input_dim, output_dim).uniform_(-1, 1) / math.sqrt(input_dim)
 
 
 class BlockGates(nn.Module):
@@ -82,27 +84,31 @@ class BlockGates(nn.Module):
         """
         if v.key.shape[2] != self.block:
             raise UserError(f"blocks have {v.key.shape[2]} tokens, but the gates {self.block}")
-        layer = self.layers[v.layer]
+        layer_maps = self.layers[v.layer]
         with torch.autocast(v.query.device.type, enabled=False):
-            cos, sin = angles(v.model, v.layer, v.query_position)
-            at, across = angles(v.model, v.layer, v.position)
-            query = turn_back(v.query.float(), cos, sin).transpose(1, 2).flatten(2)
-            key = turn_back(v.key.float(), at, across)
-            pooled = torch.cat([key.amax(2), key.amin(2), key.mean(2)], -1)
-            query = turn(layer.queries(query), *self._narrow(cos, sin))
-            pooled = turn(layer.keys(pooled), *self._narrow(at[:, 0], across[:, 0]))
-            return query @ pooled.transpose(-1, -2) / math.sqrt(self.config.gate_dim)
+            query_cosines, query_sines = angles(v.model, v.layer, v.query_position)
+            key_cosines, key_sines = angles(v.model, v.layer, v.position)
+            queries = (
+                turn_back(v.query.float(), query_cosines, query_sines).transpose(1, 2).flatten(2)
+            )
+            keys = turn_back(v.key.float(), key_cosines, key_sines)
+            pooled_keys = torch.cat([keys.amax(2), keys.amin(2), keys.mean(2)], -1)
+            queries = turn(layer_maps.queries(queries), *self._narrow(query_cosines, query_sines))
+            pooled_keys = turn(
+                layer_maps.keys(pooled_keys), *self._narrow(key_cosines[:, 0], key_sines[:, 0])
+            )
+            return queries @ pooled_keys.transpose(-1, -2) / math.sqrt(self.config.gate_dim)
 
-    def _narrow(self, *angles: Tensor) -> list[Tensor]:
+    def _narrow(self, *rotations: Tensor) -> list[Tensor]:
         """Cosines or sines `[n, r]` for `gate_dim` channels: every so-many-th of the frequencies.
 
         These are the frequencies that RoPE has in a head of `gate_dim` channels.
         """
-        step = self.config.head_dim // self.config.gate_dim
-        half = angles[0].shape[-1] // 2
-        if half % step:
+        stride = self.config.head_dim // self.config.gate_dim
+        pairs = rotations[0].shape[-1] // 2
+        if pairs % stride:
             raise UserError(
-                f"gate_dim={self.config.gate_dim} does not fit: RoPE turns {2 * half} channels of "
+                f"gate_dim={self.config.gate_dim} does not fit: RoPE turns {2 * pairs} channels of "
                 f"{self.config.head_dim}; use {self.config.head_dim}"
             )
-        return [x[..., :half:step].repeat(1, 2) for x in angles]
+        return [rotation[..., :pairs:stride].repeat(1, 2) for rotation in rotations]

@@ -26,7 +26,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "input": ("hidden", "kv", "qkv"),
     "gating": ("additive", "multiplicative"),
 }
-_OF_KIND: dict[str, dict[str, Any]] = {
+_KIND_DEFAULTS: dict[str, dict[str, Any]] = {
     "trimkv": {},
     "dbtrimkv": {"tied": True, "bias": 18.0},
     "locret": {"input": "qkv", "hidden_dim": 1024, "bias": 0.0},
@@ -71,25 +71,27 @@ class LearnedConfig:
             raise UserError(
                 f"{self.query_heads} query heads do not divide among {self.kv_heads} KV heads"
             )
-        for name in ("base_model", "base_revision", "kvbench"):
-            if not isinstance(getattr(self, name), str):
-                raise UserError(f"{name}={quoted(getattr(self, name))} is invalid; use text")
+        for field_name in ("base_model", "base_revision", "kvbench"):
+            if not isinstance(getattr(self, field_name), str):
+                raise UserError(
+                    f"{field_name}={quoted(getattr(self, field_name))} is invalid; use text"
+                )
         if not isinstance(self.training, dict):
             raise UserError("training is not a JSON object")
 
-    def _check_sizes(self, *names: str) -> None:
-        for name in names:
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise UserError(f"{name}={value} is invalid; use a whole number, 1 or more")
+    def _check_sizes(self, *field_names: str) -> None:
+        for field_name in field_names:
+            size = getattr(self, field_name)
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise UserError(f"{field_name}={size} is invalid; use a whole number, 1 or more")
 
     def mismatch(self, model: ModelInfo) -> str:
         """Why the weights do not fit a model, or an empty string."""
-        own = {name: getattr(self, name) for name in _SHAPES}
-        wanted = shapes_of(model)
-        if own == wanted:
+        gate_shapes = {field_name: getattr(self, field_name) for field_name in _SHAPES}
+        model_shapes = shapes_of(model)
+        if gate_shapes == model_shapes:
             return ""
-        return f"for {_shape(**own)}, but model {model.name} has {_shape(**wanted)}"
+        return f"for {_shape(**gate_shapes)}, but model {model.name} has {_shape(**model_shapes)}"
 
     def to_json(self) -> str:
         """The configuration as JSON text, one attribute per line."""
@@ -102,12 +104,14 @@ class LearnedConfig:
         Raises:
             UserError: It is not a configuration of these weights; the message says why.
         """
-        unknown = sorted(set(content) - {f.name for f in fields(cls)})
-        if unknown:
-            raise UserError(f"{unknown[0]} is unknown")
-        missing = [n for n in ("kind", *_SHAPES) if n not in content]
-        if missing:
-            raise UserError(f"{missing[0]} is missing")
+        unknown_fields = sorted(set(content) - {config_field.name for config_field in fields(cls)})
+        if unknown_fields:
+            raise UserError(f"{unknown_fields[0]} is unknown")
+        missing_fields = [
+            field_name for field_name in ("kind", *_SHAPES) if field_name not in content
+        ]
+        if missing_fields:
+            raise UserError(f"{missing_fields[0]} is missing")
         return cls(**content)
 
 
@@ -149,9 +153,11 @@ class GateConfig(LearnedConfig):
 
     def __post_init__(self) -> None:
         """Check all attributes; the first problem raises a one-line error."""
-        for name, options in _CHOICES.items():
-            if getattr(self, name) not in options:
-                raise UserError(f"unknown {name}={getattr(self, name)}; use {' or '.join(options)}")
+        for field_name, choices in _CHOICES.items():
+            if getattr(self, field_name) not in choices:
+                raise UserError(
+                    f"unknown {field_name}={getattr(self, field_name)}; use {' or '.join(choices)}"
+                )
         super().__post_init__()
         self._check_sizes("hidden_dim", "gate_dim", "block")
         if self.is_of_blocks and (self.head_dim % self.gate_dim or self.gate_dim % 2):
@@ -159,17 +165,19 @@ class GateConfig(LearnedConfig):
                 f"gate_dim={self.gate_dim} is invalid; use an even divisor of the head dim, "
                 f"{self.head_dim}"
             )
-        for name in ("tied", "norm"):
-            if not isinstance(getattr(self, name), bool):
-                raise UserError(f"{name}={getattr(self, name)} is invalid; use true or false")
+        for field_name in ("tied", "norm"):
+            if not isinstance(getattr(self, field_name), bool):
+                raise UserError(
+                    f"{field_name}={getattr(self, field_name)} is invalid; use true or false"
+                )
         if self.tied and not self.is_retention:
             raise UserError(
                 f"tied=true is invalid: the gates of {self.kind} have no readout to tie"
             )
         if self.kind == "kvzap" and self.input != "hidden":
             raise UserError(f"input={self.input} is invalid for kvzap; use hidden")
-        number = isinstance(self.bias, int | float) and not isinstance(self.bias, bool)
-        if not number or not math.isfinite(self.bias):
+        is_number = isinstance(self.bias, int | float) and not isinstance(self.bias, bool)
+        if not is_number or not math.isfinite(self.bias):
             raise UserError(f"bias={self.bias} is invalid; use a finite number")
         if not _is_activation(self.activation):
             raise UserError(f"transformers has no activation={self.activation}")
@@ -189,10 +197,10 @@ class GateConfig(LearnedConfig):
         """
         if kind not in KINDS:
             raise UserError(f"unknown kind={kind}; use {' or '.join(KINDS)}")
-        widths = {"gate_dim": model.head_dim} if kind == "seerattn_r" else {}
-        own = {**widths, **_OF_KIND[kind]}
-        given = {**shapes_of(model), "base_model": model.name, **own, **changes}
-        return cls(kind=kind, **given)
+        size_defaults = {"gate_dim": model.head_dim} if kind == "seerattn_r" else {}
+        kind_defaults = {**size_defaults, **_KIND_DEFAULTS[kind]}
+        attributes = {**shapes_of(model), "base_model": model.name, **kind_defaults, **changes}
+        return cls(kind=kind, **attributes)
 
     @property
     def is_retention(self) -> bool:
@@ -212,8 +220,10 @@ class GateConfig(LearnedConfig):
     @property
     def width(self) -> int:
         """How many numbers a gate reads per token."""
-        heads = {"kv": 2 * self.kv_heads, "qkv": self.query_heads + 2 * self.kv_heads}
-        return heads[self.input] * self.head_dim if self.input in heads else self.d_model
+        head_counts = {"kv": 2 * self.kv_heads, "qkv": self.query_heads + 2 * self.kv_heads}
+        return (
+            head_counts[self.input] * self.head_dim if self.input in head_counts else self.d_model
+        )
 
 
 def shapes_of(model: ModelInfo) -> dict[str, int]:
@@ -227,37 +237,39 @@ def shapes_of(model: ModelInfo) -> dict[str, int]:
     }
 
 
-def parse(text: str) -> dict[str, Any]:
+def parse(config_text: str) -> dict[str, Any]:
     """Read the JSON text of a configuration; `from_content` checks its attributes.
 
     Raises:
         UserError: It is not a JSON object of this format.
     """
     try:
-        content = json.loads(text)
+        content = json.loads(config_text)
     except (ValueError, RecursionError):
         raise UserError("it is not JSON") from None
     if not isinstance(content, dict):
         raise UserError("it is not a JSON object")
-    version = content.pop("format", None)
-    if version != FORMAT:
-        raise UserError(f"its format is {quoted(version)}, but this kvbench reads {FORMAT}")
+    format_version = content.pop("format", None)
+    if format_version != FORMAT:
+        raise UserError(f"its format is {quoted(format_version)}, but this kvbench reads {FORMAT}")
     return content
 
 
-def activation_of(config: Any) -> str:
+def activation_of(model_config: Any) -> str:
     """Name of the activation of a model's MLPs, from its (text) configuration."""
-    name = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
-    return str(name) if _is_activation(name) else "silu"
+    activation = getattr(model_config, "hidden_activation", None) or getattr(
+        model_config, "hidden_act", None
+    )
+    return str(activation) if _is_activation(activation) else "silu"
 
 
-def _is_activation(name: object) -> bool:
+def _is_activation(activation: object) -> bool:
     # Imported here: a list of policies would wait seconds for transformers.
     from transformers.activations import ACT2FN
 
-    return name in ACT2FN
+    return activation in ACT2FN
 
 
 def _shape(layers: int, kv_heads: int, query_heads: int, head_dim: int, d_model: int) -> str:
-    heads = f"{kv_heads} KV and {query_heads} query heads of {head_dim}"
-    return f"{layers} layers, {heads}, hidden size {d_model}"
+    head_summary = f"{kv_heads} KV and {query_heads} query heads of {head_dim}"
+    return f"{layers} layers, {head_summary}, hidden size {d_model}"

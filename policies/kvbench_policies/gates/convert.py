@@ -72,45 +72,49 @@ def read_checkpoint(source: str | Path) -> dict[int, dict[str, Tensor]]:
     Raises:
         UserError: It cannot be read, is a pickle, or has no such gates.
     """
-    path = Path(source).expanduser()
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    if not files and (path / WEIGHTS).is_file():
-        files = [path / WEIGHTS]
-    if path.is_file() and path.suffix != ".safetensors" and path.name != WEIGHTS:
-        raise UserError(f"{path} is not a safetensors file; pickles are not read")
-    if not files or not files[0].is_file():
-        raise UserError(f"{path} has no safetensors file; pickles are not read")
+    checkpoint = Path(source).expanduser()
+    weight_files = sorted(checkpoint.glob("*.safetensors")) if checkpoint.is_dir() else [checkpoint]
+    if not weight_files and (checkpoint / WEIGHTS).is_file():
+        weight_files = [checkpoint / WEIGHTS]
+    if checkpoint.is_file() and checkpoint.suffix != ".safetensors" and checkpoint.name != WEIGHTS:
+        raise UserError(f"{checkpoint} is not a safetensors file; pickles are not read")
+    if not weight_files or not weight_files[0].is_file():
+        raise UserError(f"{checkpoint} has no safetensors file; pickles are not read")
     tensors_by_layer: dict[int, dict[str, Tensor]] = {}
-    for file in files:
-        for name, tensor in _tensors(file).items():
-            match = _NAME.search(name) or _BLOCKS.search(name) or _SURROGATE.search(name)
-            if match:
-                tensors_by_layer.setdefault(int(match[1]), {})[match[2]] = tensor.float()
+    for weight_file in weight_files:
+        for tensor_name, tensor in _tensors(weight_file).items():
+            name_match = (
+                _NAME.search(tensor_name)
+                or _BLOCKS.search(tensor_name)
+                or _SURROGATE.search(tensor_name)
+            )
+            if name_match:
+                tensors_by_layer.setdefault(int(name_match[1]), {})[name_match[2]] = tensor.float()
     if not tensors_by_layer:
         raise UserError(
-            f"{path} has no tensor of a retention_gate, an attn_gate or a surrogate of KVzap"
+            f"{checkpoint} has no tensor of a retention_gate, an attn_gate or a surrogate of KVzap"
         )
     return dict(sorted(tensors_by_layer.items()))
 
 
-def _tensors(file: Path) -> dict[str, Tensor]:
+def _tensors(weight_file: Path) -> dict[str, Tensor]:
     """The tensors of a file, by name.
 
     Raises:
         UserError: It cannot be read, or holds something else.
     """
     try:
-        if file.name == WEIGHTS:
-            found = torch.load(file, map_location="cpu", weights_only=True)
-            if not all(isinstance(x, Tensor) for x in dict(found).values()):
-                raise UserError(f"{file} holds more than tensors")
-            return dict(found)
-        with safe_open(file, framework="pt") as tensors:
-            return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
+        if weight_file.name == WEIGHTS:
+            state_dict = torch.load(weight_file, map_location="cpu", weights_only=True)
+            if not all(isinstance(tensor, Tensor) for tensor in dict(state_dict).values()):
+                raise UserError(f"{weight_file} holds more than tensors")
+            return dict(state_dict)
+        with safe_open(weight_file, framework="pt") as tensor_file:
+            return {key: tensor_file.get_tensor(key) for key in tensor_file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
-        raise UserError(f"cannot read {file}: {str(error).splitlines()[0]}") from None
+        raise UserError(f"cannot read {weight_file}: {str(error).splitlines()[0]}") from None
     except (pickle.UnpicklingError, RuntimeError, EOFError, TypeError):
-        raise UserError(f"{file} is not a file of plain tensors") from None
+        raise UserError(f"{weight_file} is not a file of plain tensors") from None
 
 
 def convert(
@@ -134,71 +138,86 @@ def convert(
         UserError: A tensor does not belong to gates of the model; the message names it.
     """
     _check_layers(layers, model)
-    first = next(iter(layers.values()))
-    is_surrogate = any(name.endswith("weight") and name in _SURROGATE_PARTS for name in first)
+    first_layer = next(iter(layers.values()))
+    is_surrogate = any(
+        tensor_name.endswith("weight") and tensor_name in _SURROGATE_PARTS
+        for tensor_name in first_layer
+    )
     if is_surrogate:
         layers = {
-            number: {_SURROGATE_PARTS.get(name, name): tensor for name, tensor in tensors.items()}
-            for number, tensors in layers.items()
+            layer_number: {
+                _SURROGATE_PARTS.get(tensor_name, tensor_name): tensor
+                for tensor_name, tensor in layer_tensors.items()
+            }
+            for layer_number, layer_tensors in layers.items()
         }
-        first = next(iter(layers.values()))
-    hidden = first["linear1.weight"].shape[0] if "linear1.weight" in first else 0
+        first_layer = next(iter(layers.values()))
+    hidden_dim = first_layer["linear1.weight"].shape[0] if "linear1.weight" in first_layer else 0
     config = GateConfig.of(
         "kvzap" if is_surrogate else "trimkv",
         model,
-        gate="mlp" if hidden else "linear",
-        **({"hidden_dim": int(hidden)} if hidden else {}),
+        gate="mlp" if hidden_dim else "linear",
+        **({"hidden_dim": int(hidden_dim)} if hidden_dim else {}),
         **({} if is_surrogate else {"activation": activation, "gating": "multiplicative"}),
         base_revision=base_revision,
         training=dict(training or {}),
     )
     with torch.random.fork_rng(devices=[]):
         gates = RetentionGates(config)
-    state = {}
-    for place, (number, tensors) in enumerate(layers.items()):
-        odd = sorted(set(tensors) - set(_PARTS))
-        if odd:
-            raise UserError(f"layer {number}: {odd[0]} is unknown")
-        for name, tensor in _merged(tensors, config, number).items():
-            state[f"layers.{place}.{name}"] = tensor
-    gates.load_state_dict(state)
+    state_dict = {}
+    for layer_index, (layer_number, layer_tensors) in enumerate(layers.items()):
+        unknown_names = sorted(set(layer_tensors) - set(_PARTS))
+        if unknown_names:
+            raise UserError(f"layer {layer_number}: {unknown_names[0]} is unknown")
+        for tensor_name, tensor in _merged(layer_tensors, config, layer_number).items():
+            state_dict[f"layers.{layer_index}.{tensor_name}"] = tensor
+    gates.load_state_dict(state_dict)
     return gates.eval().requires_grad_(False)
 
 
-def _check_layers(layers: Mapping[int, Mapping[str, Tensor]], model: ModelInfo) -> None:
-    if len(layers) != model.layers:
+def _check_layers(layer_tensors: Mapping[int, Mapping[str, Tensor]], model: ModelInfo) -> None:
+    if len(layer_tensors) != model.layers:
         raise UserError(
-            f"the checkpoint has gates for {len(layers)} layers, but model {model.name} has "
+            f"the checkpoint has gates for {len(layer_tensors)} layers, but model {model.name} has "
             f"{model.layers} with full attention"
         )
 
 
-def _merged(tensors: Mapping[str, Tensor], config: GateConfig, layer: int) -> dict[str, Tensor]:
+def _merged(
+    layer_tensors: Mapping[str, Tensor], config: GateConfig, layer_number: int
+) -> dict[str, Tensor]:
     """Tensors of one layer as kvbench stores them; the biases of the logit are added up."""
-    heads, mlp = config.kv_heads, config.gate == "mlp"
-    width = config.hidden_dim if mlp else config.width
-    shapes: dict[str, tuple[int, ...]] = {"linear2.weight": (heads, width)}
-    if mlp:
-        shapes |= {"linear1.weight": (width, config.width), "linear1.bias": (width,)}
-    out = {}
-    for name, shape in shapes.items():
-        tensor = tensors.get(name, torch.zeros(width) if name.endswith("bias") else None)
+    head_count, has_mlp = config.kv_heads, config.gate == "mlp"
+    readout_width = config.hidden_dim if has_mlp else config.width
+    expected_shapes: dict[str, tuple[int, ...]] = {"linear2.weight": (head_count, readout_width)}
+    if has_mlp:
+        expected_shapes |= {
+            "linear1.weight": (readout_width, config.width),
+            "linear1.bias": (readout_width,),
+        }
+    merged = {}
+    for tensor_name, expected_shape in expected_shapes.items():
+        tensor = layer_tensors.get(
+            tensor_name, torch.zeros(readout_width) if tensor_name.endswith("bias") else None
+        )
         if tensor is None:
-            raise UserError(f"layer {layer}: {name} is missing")
-        if tuple(tensor.shape) != shape:
+            raise UserError(f"layer {layer_number}: {tensor_name} is missing")
+        if tuple(tensor.shape) != expected_shape:
             raise UserError(
-                f"layer {layer}: {name} is {list(tensor.shape)}, but this model needs {list(shape)}"
+                f"layer {layer_number}: {tensor_name} is {list(tensor.shape)}, "
+                f"but this model needs {list(expected_shape)}"
             )
-        out[name] = tensor
-    bias = torch.zeros(heads)
-    for name in ("bias", "linear2.bias"):
-        given = tensors.get(name, torch.zeros(1))
-        if given.numel() not in (1, heads):
+        merged[tensor_name] = tensor
+    bias = torch.zeros(head_count)
+    for tensor_name in ("bias", "linear2.bias"):
+        partial_bias = layer_tensors.get(tensor_name, torch.zeros(1))
+        if partial_bias.numel() not in (1, head_count):
             raise UserError(
-                f"layer {layer}: {name} has {given.numel()} numbers instead of 1 or {heads}"
+                f"layer {layer_number}: {tensor_name} has {partial_bias.numel()} numbers "
+                f"instead of 1 or {head_count}"
             )
-        bias = bias + given.reshape(-1)
-    return {**out, "bias": bias}
+        bias = bias + partial_bias.reshape(-1)
+    return {**merged, "bias": bias}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -210,10 +229,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("source", help="the file of the weights, or its folder")
     parser.add_argument("folder", help="folder for gates.json and gates.safetensors")
     parser.add_argument("--model", required=True, help="reference, a local folder or a hub id")
-    options = parser.parse_args(arguments)
+    parsed = parser.parse_args(arguments)
     try:
-        gates = convert_for(options.source, options.model)
-        print(save(gates, options.folder))
+        gates = convert_for(parsed.source, parsed.model)
+        print(save(gates, parsed.folder))
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
@@ -228,16 +247,21 @@ def convert_for(source: str, model: str) -> Gates:
     """
     config = load_config(model)
     with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(config)
-    layers, info = read_checkpoint(source), model_info(empty)
-    facts: dict[str, Any] = {
+        meta_model = AutoModelForCausalLM.from_config(config)
+    layer_tensors, model_shapes = read_checkpoint(source), model_info(meta_model)
+    provenance: dict[str, Any] = {
         "base_revision": model_digest(model) or str(getattr(config, "_commit_hash", None) or ""),
         "training": {"converted_from": Path(source).name},
     }
-    if is_of_blocks(layers):
-        _check_layers(layers, info)
-        return convert_blocks(layers, info, read_settings(source), **facts)
-    return convert(layers, info, activation=activation_of(decoder_of(empty).config), **facts)
+    if is_of_blocks(layer_tensors):
+        _check_layers(layer_tensors, model_shapes)
+        return convert_blocks(layer_tensors, model_shapes, read_settings(source), **provenance)
+    return convert(
+        layer_tensors,
+        model_shapes,
+        activation=activation_of(decoder_of(meta_model).config),
+        **provenance,
+    )
 
 
 if __name__ == "__main__":

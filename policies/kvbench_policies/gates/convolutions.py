@@ -46,11 +46,11 @@ class ConvolutionConfig(LearnedConfig):
         self._check_sizes("slots", "kernel_size")
         if self.kernel_size % 2 == 0:
             raise UserError(f"kernel_size={self.kernel_size} is even; use an odd number")
-        for name in ("keep_rate", "mix"):
-            value = getattr(self, name)
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not (math.isfinite(value) and 0 <= value <= 1):
-                raise UserError(f"{name}={value} is invalid; use a number from 0 to 1")
+        for field_name in ("keep_rate", "mix"):
+            fraction = getattr(self, field_name)
+            is_number = isinstance(fraction, int | float) and not isinstance(fraction, bool)
+            if not is_number or not (math.isfinite(fraction) and 0 <= fraction <= 1):
+                raise UserError(f"{field_name}={fraction} is invalid; use a number from 0 to 1")
 
     @classmethod
     def of(cls, model: ModelInfo, **changes: Any) -> Self:
@@ -75,36 +75,39 @@ class MergeConvolutions(nn.Module):
     def __init__(self, config: ConvolutionConfig) -> None:
         super().__init__()
         self.config = config
-        width, k = 2 * config.head_dim, config.kernel_size
+        channel_count, kernel_size = 2 * config.head_dim, config.kernel_size
         self.layers = nn.ModuleList(
-            nn.Conv1d(width, config.slots, k, padding=k // 2) for _ in range(config.layers)
+            nn.Conv1d(channel_count, config.slots, kernel_size, padding=kernel_size // 2)
+            for _ in range(config.layers)
         )
-        for layer in self.layers:
-            nn.init.normal_(layer.weight)  # type: ignore[arg-type]
+        for convolution in self.layers:
+            nn.init.normal_(convolution.weight)  # type: ignore[arg-type]
         self.mix = nn.Parameter(torch.full((config.layers,), float(config.mix)))
 
-    def forward(self, layer: int, x: Tensor, real: Tensor) -> Tensor:
+    def forward(self, layer: int, entries: Tensor, real_mask: Tensor) -> Tensor:
         """Mean over the entries of a head, one for every channel of the convolution.
 
-        The weights are `softmax(relu(conv(x)))` over the entries.
+        The weights are `softmax(relu(conv(entries)))` over the entries.
 
         Args:
             layer: Index among the full-attention layers.
-            x: Entries side by side, 0 where there is none, `[R, E, 2d]`.
-            real: Which entries exist, bool `[R, E]`.
+            entries: Entries side by side, 0 where there is none, `[R, E, 2d]`.
+            real_mask: Which entries exist, bool `[R, E]`.
 
         Returns:
             float32 `[R, S, 2d]`.
         """
-        with torch.autocast(x.device.type, enabled=False):
-            x = x.float()
-            step = max(1, _BLOCK // (self.config.slots * max(1, x.shape[1])))
-            parts = zip(x.split(step), real.split(step), strict=True)
-            return torch.cat([self._means(layer, rows, mask) for rows, mask in parts])
+        with torch.autocast(entries.device.type, enabled=False):
+            entries = entries.float()
+            batch_size = max(1, _BLOCK // (self.config.slots * max(1, entries.shape[1])))
+            batches = zip(entries.split(batch_size), real_mask.split(batch_size), strict=True)
+            return torch.cat(
+                [self._means(layer, entry_batch, mask_batch) for entry_batch, mask_batch in batches]
+            )
 
-    def _means(self, layer: int, x: Tensor, real: Tensor) -> Tensor:
-        logits = torch.relu(self.layers[layer](x.transpose(1, 2)))
+    def _means(self, layer: int, entries: Tensor, real_mask: Tensor) -> Tensor:
+        logits = torch.relu(self.layers[layer](entries.transpose(1, 2)))
         # Not -inf: a head without entries would get NaN, in the gradient as well.
-        logits = logits.masked_fill(~real[:, None], torch.finfo(logits.dtype).min)
-        means: Tensor = logits.softmax(-1) @ x
+        logits = logits.masked_fill(~real_mask[:, None], torch.finfo(logits.dtype).min)
+        means: Tensor = logits.softmax(-1) @ entries
         return means

@@ -45,18 +45,24 @@ def save(gates: Gates, folder: str | Path, *, half: bool = False) -> Path:
         UserError: The folder cannot be written to, or a weight is not finite.
     """
     folder = Path(folder).expanduser()
-    state = {k: v.detach().float().cpu().contiguous() for k, v in gates.state_dict().items()}
+    state_dict = {
+        tensor_name: tensor.detach().float().cpu().contiguous()
+        for tensor_name, tensor in gates.state_dict().items()
+    }
     if half:
-        state = {k: v.half() if v.dim() > 1 else v for k, v in state.items()}
-    bad = _not_finite(state)
-    if bad:
-        raise UserError(f"the gates were not saved, because {bad} is not finite")
+        state_dict = {
+            tensor_name: tensor.half() if tensor.dim() > 1 else tensor
+            for tensor_name, tensor in state_dict.items()
+        }
+    invalid_name = _not_finite(state_dict)
+    if invalid_name:
+        raise UserError(f"the gates were not saved, because {invalid_name} is not finite")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # The configuration takes its place last: without it, the folder holds no gates.
-        with replacing(folder / CONFIG) as config, replacing(folder / WEIGHTS) as weights:
-            save_file(state, weights, metadata={"format": "pt"})
-            config.write_text(gates.config.to_json(), encoding="utf-8")
+        with replacing(folder / CONFIG) as config_path, replacing(folder / WEIGHTS) as weights_path:
+            save_file(state_dict, weights_path, metadata={"format": "pt"})
+            config_path.write_text(gates.config.to_json(), encoding="utf-8")
     except OSError as error:
         raise cannot("write gates to", folder, error) from None
     except SafetensorError as error:
@@ -80,9 +86,9 @@ def load(source: str | Path, model: ModelInfo | None = None) -> Gates:
     """
     folder = GATES.locate(str(source))
     config = read_config(folder / CONFIG)
-    wrong = "" if model is None else config.mismatch(model)
-    if wrong:
-        raise UserError(f"the gates in {folder} are {wrong}; name gates of that model")
+    mismatch = "" if model is None else config.mismatch(model)
+    if mismatch:
+        raise UserError(f"the gates in {folder} are {mismatch}; name gates of that model")
     with torch.random.fork_rng(devices=[]):
         gates = build(config)
     gates.load_state_dict(_weights(folder / WEIGHTS, gates.state_dict()))
@@ -96,54 +102,64 @@ def build(config: GateConfig | ConvolutionConfig) -> Gates:
     return BlockGates(config) if config.is_of_blocks else RetentionGates(config)
 
 
-def read_config(path: Path) -> GateConfig | ConvolutionConfig:
+def read_config(config_path: Path) -> GateConfig | ConvolutionConfig:
     """Read and check a configuration.
 
     Raises:
         UserError: It cannot be read or is not a configuration of gates; the message says why.
     """
     try:
-        content = parse(path.read_text(encoding="utf-8"))
+        content = parse(config_path.read_text(encoding="utf-8"))
         if content.get("kind") == "lococo":
             return ConvolutionConfig.from_content(content)
         return GateConfig.from_content(content)
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
+        raise UserError(f"cannot read {config_path}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise UserError(f"{path} is not a configuration of gates: it is not text") from None
+        raise UserError(f"{config_path} is not a configuration of gates: it is not text") from None
     except UserError as error:
-        raise UserError(f"{path} is not a configuration of gates: {error}") from None
+        raise UserError(f"{config_path} is not a configuration of gates: {error}") from None
 
 
-def _weights(path: Path, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _weights(weights_path: Path, expected_tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Read the tensors of a file, and check that all expected ones are there, of their shapes."""
     try:
-        state: dict[str, Tensor] = load_file(path)
+        state_dict: dict[str, Tensor] = load_file(weights_path)
     except OSError as error:
-        raise UserError(f"cannot read the gates {path}: {error.strerror or error}") from None
+        raise UserError(
+            f"cannot read the gates {weights_path}: {error.strerror or error}"
+        ) from None
     except SafetensorError as error:
         reason = str(error).splitlines()[0]
-        raise UserError(f"{path} is not a safetensors file: {reason}") from None
-    odd = sorted(set(state) ^ set(expected))
-    if odd:
-        what = "is missing" if odd[0] in expected else f"is not one that {CONFIG} describes"
-        raise UserError(f"{path}: tensor {odd[0]} {what}")
-    for name, tensor in state.items():
-        if tensor.shape != expected[name].shape:
+        raise UserError(f"{weights_path} is not a safetensors file: {reason}") from None
+    mismatched = sorted(set(state_dict) ^ set(expected_tensors))
+    if mismatched:
+        problem = (
+            "is missing"
+            if mismatched[0] in expected_tensors
+            else f"is not one that {CONFIG} describes"
+        )
+        raise UserError(f"{weights_path}: tensor {mismatched[0]} {problem}")
+    for tensor_name, tensor in state_dict.items():
+        if tensor.shape != expected_tensors[tensor_name].shape:
             raise UserError(
-                f"{path}: tensor {name} is {list(tensor.shape)}, but {CONFIG} says "
-                f"{list(expected[name].shape)}"
+                f"{weights_path}: tensor {tensor_name} is {list(tensor.shape)}, but {CONFIG} says "
+                f"{list(expected_tensors[tensor_name].shape)}"
             )
-    bad = _not_finite(state)
-    if bad:
-        raise UserError(f"{path}: tensor {bad} is not finite")
-    return {name: tensor.float() for name, tensor in state.items()}
+    invalid_name = _not_finite(state_dict)
+    if invalid_name:
+        raise UserError(f"{weights_path}: tensor {invalid_name} is not finite")
+    return {tensor_name: tensor.float() for tensor_name, tensor in state_dict.items()}
 
 
-def _not_finite(state: Mapping[str, Tensor]) -> str:
+def _not_finite(state_dict: Mapping[str, Tensor]) -> str:
     """Name of a tensor that is not of finite numbers; "" if there is none."""
-    odd = (n for n, x in state.items() if not (x.is_floating_point() and bool(x.isfinite().all())))
-    return next(odd, "")
+    invalid_names = (
+        tensor_name
+        for tensor_name, tensor in state_dict.items()
+        if not (tensor.is_floating_point() and bool(tensor.isfinite().all()))
+    )
+    return next(invalid_names, "")
 
 
 # --- the gates of a model -------------------------------------------------------------------------
@@ -182,9 +198,9 @@ def find(model: str, kind: str, gates: str | None = None) -> Path:
             trained for another policy.
     """
     folder = GATES.find(model, (kind,), gates)
-    trained = read_config(folder / CONFIG).kind
-    if trained != kind:
-        raise UserError(f"the gates in {folder} are for {trained}; name gates for {kind}")
+    trained_kind = read_config(folder / CONFIG).kind
+    if trained_kind != kind:
+        raise UserError(f"the gates in {folder} are for {trained_kind}; name gates for {kind}")
     return folder
 
 

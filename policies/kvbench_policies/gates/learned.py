@@ -45,16 +45,24 @@ class GateOutput(PerToken):
         """
         gates = loaded(self.kind, self.gates, model, hidden.device, anew=layer == 0)
         assert isinstance(gates, RetentionGates)
-        size = max(1, _BLOCK // hidden.shape[0])
+        block_size = max(1, _BLOCK // hidden.shape[0])
         outputs = []
-        for first in range(0, hidden.shape[1], size):
-            block = slice(first, first + size)
-            x, qkv = hidden[:, block], None
+        for block_start in range(0, hidden.shape[1], block_size):
+            block_slice = slice(block_start, block_start + block_size)
+            block_hidden, projections = hidden[:, block_slice], None
             if gates.config.input == "qkv":
                 if model.project is None:
                     raise UserError(f"cannot read the projections of model {model.name}")
-                qkv = model.project(layer, x)
-            outputs.append(gates.score(layer, x, key[:, :, block], value[:, :, block], qkv))
+                projections = model.project(layer, block_hidden)
+            outputs.append(
+                gates.score(
+                    layer,
+                    block_hidden,
+                    key[:, :, block_slice],
+                    value[:, :, block_slice],
+                    projections,
+                )
+            )
         return torch.cat(outputs, -1)
 
 
@@ -81,9 +89,9 @@ class Learned(Score):
     def _need(self) -> GateOutput:
         return GateOutput(self.kind, self.gates)
 
-    def learned(self, v: View) -> Tensor:
+    def learned(self, view: View) -> Tensor:
         """The gates' numbers for the entries, float32 `[B, H, n]`."""
-        return v.obs[self._need]
+        return view.obs[self._need]
 
     def fingerprint(self, model: str) -> str:
         """Digest of the gates' files; it joins the hash of a cell.

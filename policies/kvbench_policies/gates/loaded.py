@@ -30,17 +30,21 @@ def loaded(
     Raises:
         UserError: The model has no such gates, or they do not fit the model or the policy.
     """
-    key = (kind, gates, model.name, device)
-    held = _cache.get(key)
-    if held is not None and not anew and not held[1].config.mismatch(model):
-        return held[1]
+    cache_key = (kind, gates, model.name, device)
+    cached = _cache.get(cache_key)
+    if cached is not None and not anew and not cached[1].config.mismatch(model):
+        return cached[1]
     folder = find(model.name, kind, gates)
-    state = tuple(state_of(folder / n) for n in (CONFIG, WEIGHTS) if (folder / n).exists())
-    changed = (folder, state)
-    if held is None or held[0] != changed or held[1].config.mismatch(model):
-        held = (changed, load(folder, model).to(device))
-        _cache[key] = held
-    return held[1]
+    file_states = tuple(
+        state_of(folder / file_name)
+        for file_name in (CONFIG, WEIGHTS)
+        if (folder / file_name).exists()
+    )
+    source_state = (folder, file_states)
+    if cached is None or cached[0] != source_state or cached[1].config.mismatch(model):
+        cached = (source_state, load(folder, model).to(device))
+        _cache[cache_key] = cached
+    return cached[1]
 
 
 def random_gates(kind: str, model: ModelInfo, folder: Path) -> Path:
@@ -51,9 +55,15 @@ def random_gates(kind: str, model: ModelInfo, folder: Path) -> Path:
         model: The model that they must fit.
         folder: Folder in which they get a folder of their own, named after kind and shapes.
     """
-    shapes = (model.layers, model.kv_heads, model.query_heads, model.head_dim, model.hidden_size)
-    path = folder / "-".join(map(str, (kind, *shapes)))
-    if not (path / CONFIG).is_file():
+    dimensions = (
+        model.layers,
+        model.kv_heads,
+        model.query_heads,
+        model.head_dim,
+        model.hidden_size,
+    )
+    gates_folder = folder / "-".join(map(str, (kind, *dimensions)))
+    if not (gates_folder / CONFIG).is_file():
         config: GateConfig | ConvolutionConfig
         if kind in KINDS:
             config = GateConfig.of(kind, model, hidden_dim=16, bias=0.0, block=4, base_model="")
@@ -62,8 +72,8 @@ def random_gates(kind: str, model: ModelInfo, folder: Path) -> Path:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(0)
             gates = build(config)
-            for weight in gates.parameters() if isinstance(config, GateConfig) else ():
-                if weight.dim() > 1:
-                    weight.mul_(4.0)
-        save(gates, path)
-    return path
+            for parameter in gates.parameters() if isinstance(config, GateConfig) else ():
+                if parameter.dim() > 1:
+                    parameter.mul_(4.0)
+        save(gates, gates_folder)
+    return gates_folder

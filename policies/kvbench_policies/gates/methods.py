@@ -30,21 +30,25 @@ _CONFIGURED = ("gate", "input", "tied", "bias", "hidden_dim", "gate_dim", "block
 
 
 def _build(kind: Kind) -> Any:
-    def make(info: ModelInfo, config: Any, settings: Mapping[str, Any]) -> files.Gates:
-        given = {key: settings[key] for key in _CONFIGURED if settings.get(key) is not None}
+    def make(model_info: ModelInfo, model_config: Any, settings: Mapping[str, Any]) -> files.Gates:
+        attributes = {
+            setting: settings[setting]
+            for setting in _CONFIGURED
+            if settings.get(setting) is not None
+        }
         if kind != "kvzap":  # whose activation is GELU, whatever the model's
-            given["activation"] = activation_of(config)
-        return files.build(GateConfig.of(kind, info, **given))
+            attributes["activation"] = activation_of(model_config)
+        return files.build(GateConfig.of(kind, model_info, **attributes))
 
     return make
 
 
 def _build_convolutions(
-    info: ModelInfo, config: Any, settings: Mapping[str, Any]
+    model_info: ModelInfo, model_config: Any, settings: Mapping[str, Any]
 ) -> MergeConvolutions:
-    given = {name: settings[name] for name in ("kernel_size", "keep_rate", "mix")}
-    slots = merged_into(settings["capacity"], settings["keep_rate"])
-    return MergeConvolutions(ConvolutionConfig.of(info, slots=slots, **given))
+    attributes = {setting: settings[setting] for setting in ("kernel_size", "keep_rate", "mix")}
+    slot_count = merged_into(settings["capacity"], settings["keep_rate"])
+    return MergeConvolutions(ConvolutionConfig.of(model_info, slots=slot_count, **attributes))
 
 
 def _save(gates: nn.Module, folder: Path, facts: Mapping[str, Any], half: bool) -> None:
@@ -58,8 +62,8 @@ def _save(gates: nn.Module, folder: Path, facts: Mapping[str, Any], half: bool) 
     files.save(gates, folder, half=half)
 
 
-def _place(kind: str) -> Callable[[str], Path]:
-    return lambda model: files.GATES.user_path(model, kind)
+def _output_path(kind: str) -> Callable[[str], Path]:
+    return lambda model_name: files.GATES.user_path(model_name, kind)
 
 
 def _method(kind: Kind, defaults: Mapping[str, Any], **kwargs: Any) -> Method:
@@ -68,18 +72,18 @@ def _method(kind: Kind, defaults: Mapping[str, Any], **kwargs: Any) -> Method:
         defaults=defaults,
         build=_build(kind),
         save=_save,
-        place=_place(kind),
+        place=_output_path(kind),
         **kwargs,
     )
 
 
-_OF_TOKENS = {"gate": "mlp", "tied": False, "gating": "additive", "gate_dim": 64}
+_TOKEN_GATE_DEFAULTS = {"gate": "mlp", "tied": False, "gating": "additive", "gate_dim": 64}
 
 
 TRIMKV = _method(
     "trimkv",
     {
-        **_OF_TOKENS,
+        **_TOKEN_GATE_DEFAULTS,
         "lr": 2e-4,
         "schedule": "linear",
         "weight_decay": 0.01,
@@ -98,7 +102,7 @@ TRIMKV = _method(
 DBTRIMKV = _method(
     "dbtrimkv",
     {
-        **_OF_TOKENS,
+        **_TOKEN_GATE_DEFAULTS,
         "lr": 2e-4,
         "schedule": "cosine",
         "weight_decay": 1e-6,
@@ -118,7 +122,7 @@ DBTRIMKV = _method(
 LOCRET = _method(
     "locret",
     {
-        **_OF_TOKENS,
+        **_TOKEN_GATE_DEFAULTS,
         "lr": 2e-4,
         "schedule": "linear",
         "weight_decay": 0.01,
@@ -142,7 +146,7 @@ KVZAP = _method(
         "length": 1250,
         "accumulate": 1,
         "bias": -4.0,
-        **_OF_TOKENS,
+        **_TOKEN_GATE_DEFAULTS,
         "hidden_dim": 512,
         "input": "hidden",
         "passes": 15,
@@ -170,7 +174,7 @@ LOCOCO = Method(
     },
     build=_build_convolutions,
     save=_save,
-    place=_place("lococo"),
+    place=_output_path("lococo"),
     compress=compress,
 )
 

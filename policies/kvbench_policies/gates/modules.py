@@ -24,23 +24,27 @@ class _Layer(nn.Module):
     public TRIM-KV checkpoints.
     """
 
-    def __init__(self, config: GateConfig, out: int, *, biased: bool, own_bias: bool) -> None:
+    def __init__(
+        self, config: GateConfig, output_dim: int, *, biased: bool, own_bias: bool
+    ) -> None:
         # Imported here: a list of policies would wait seconds for transformers.
         from transformers.activations import ACT2FN
 
         super().__init__()
-        mlp = config.gate == "mlp"
-        self.linear1 = nn.Linear(config.width, config.hidden_dim, bias=biased) if mlp else None
-        self.activation = ACT2FN[config.activation] if mlp else nn.Identity()
-        width = config.hidden_dim if mlp else config.width
-        self.linear2 = nn.Linear(width, out, bias=biased and not own_bias)
-        self.bias = nn.Parameter(torch.full((out,), float(config.bias))) if own_bias else None
+        has_mlp = config.gate == "mlp"
+        self.linear1 = nn.Linear(config.width, config.hidden_dim, bias=biased) if has_mlp else None
+        self.activation = ACT2FN[config.activation] if has_mlp else nn.Identity()
+        readout_width = config.hidden_dim if has_mlp else config.width
+        self.linear2 = nn.Linear(readout_width, output_dim, bias=biased and not own_bias)
+        self.bias = (
+            nn.Parameter(torch.full((output_dim,), float(config.bias))) if own_bias else None
+        )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor) -> Tensor:
         if self.linear1 is not None:
-            x = self.activation(self.linear1(x))
-        x = self.linear2(x)
-        return x if self.bias is None else x + self.bias
+            hidden = self.activation(self.linear1(hidden))
+        hidden = self.linear2(hidden)
+        return hidden if self.bias is None else hidden + self.bias
 
 
 class RetentionGates(nn.Module):
@@ -57,17 +61,19 @@ class RetentionGates(nn.Module):
     def __init__(self, config: GateConfig) -> None:
         super().__init__()
         self.config = config
-        biased = config.has_biases
-        out = config.kv_heads * (config.gate_dim if config.tied else 1)
+        has_biases = config.has_biases
+        output_dim = config.kv_heads * (config.gate_dim if config.tied else 1)
         self.layers = nn.ModuleList(
-            _Layer(config, out, biased=biased, own_bias=biased and not config.tied)
+            _Layer(config, output_dim, biased=has_biases, own_bias=has_biases and not config.tied)
             for _ in range(config.layers)
         )
         self.readout: nn.Parameter | None = None
         self.bias: nn.Parameter | None = None
         if config.tied:
-            bound = 1 / math.sqrt(config.gate_dim)
-            self.readout = nn.Parameter(torch.empty(config.gate_dim).uniform_(-bound, bound))
+            init_bound = 1 / math.sqrt(config.gate_dim)
+            self.readout = nn.Parameter(
+                torch.empty(config.gate_dim).uniform_(-init_bound, init_bound)
+            )
             self.bias = nn.Parameter(torch.tensor(float(config.bias)))
 
     def forward(
@@ -95,11 +101,11 @@ class RetentionGates(nn.Module):
             ValueError: The input that the configuration names was not given.
         """
         with torch.autocast(hidden.device.type, enabled=False):
-            out: Tensor = self.layers[layer](self._input(hidden, key, value, qkv).float())
+            logits: Tensor = self.layers[layer](self._input(hidden, key, value, qkv).float())
             if self.readout is not None and self.bias is not None:
-                out = out.unflatten(-1, (self.config.kv_heads, self.config.gate_dim))
-                out = out @ self.readout + self.bias
-            return out.transpose(1, 2)
+                logits = logits.unflatten(-1, (self.config.kv_heads, self.config.gate_dim))
+                logits = logits @ self.readout + self.bias
+            return logits.transpose(1, 2)
 
     def _input(
         self, hidden: Tensor, key: Tensor | None, value: Tensor | None, qkv: Tensor | None
@@ -146,5 +152,5 @@ class RetentionGates(nn.Module):
         Raises:
             ValueError: The input of the gates was not given.
         """
-        out: Tensor = self(layer, hidden, key, value, qkv)
-        return logsigmoid(out) if self.config.is_retention else out
+        logits: Tensor = self(layer, hidden, key, value, qkv)
+        return logsigmoid(logits) if self.config.is_retention else logits

@@ -38,7 +38,11 @@ _POOLING = "Kmaxminavg"
 
 def is_of_blocks(layers: Mapping[int, Mapping[str, Tensor]]) -> bool:
     """Whether the tensors of a checkpoint, by layer and name, are those of SeerAttention-R."""
-    return any(name.startswith("attngate_") for tensors in layers.values() for name in tensors)
+    return any(
+        tensor_name.startswith("attngate_")
+        for tensors in layers.values()
+        for tensor_name in tensors
+    )
 
 
 def read_settings(source: str | Path) -> dict[str, Any]:
@@ -50,24 +54,28 @@ def read_settings(source: str | Path) -> dict[str, Any]:
     Raises:
         UserError: It cannot be read, or describes gates that kvbench does not have.
     """
-    path = Path(source).expanduser()
-    path = (path if path.is_dir() else path.parent) / "config.json"
+    config_path = Path(source).expanduser()
+    config_path = (config_path if config_path.is_dir() else config_path.parent) / "config.json"
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        settings = json.loads(config_path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(
-            f"cannot read {path}: {error.strerror}; it says how many tokens a block has"
+            f"cannot read {config_path}: {error.strerror}; it says how many tokens a block has"
         ) from None
     except (ValueError, RecursionError):
-        raise UserError(f"{path} is not JSON") from None
-    if not isinstance(found, dict) or "seerattn_gate_block_size" not in found:
-        raise UserError(f"{path} has no seerattn_gate_block_size; it is not SeerAttention's")
-    pooling = found.get("seerattn_k_seq_pooling_type", _POOLING)
+        raise UserError(f"{config_path} is not JSON") from None
+    if not isinstance(settings, dict) or "seerattn_gate_block_size" not in settings:
+        raise UserError(f"{config_path} has no seerattn_gate_block_size; it is not SeerAttention's")
+    pooling = settings.get("seerattn_k_seq_pooling_type", _POOLING)
     if pooling != _POOLING:
-        raise UserError(f"{path}: keys are pooled by {pooling}; kvbench reads {_POOLING} only")
-    if not found.get("seerattn_use_rope", True):
-        raise UserError(f"{path}: gates without RoPE (seerattn_use_rope=false) are not supported")
-    return found
+        raise UserError(
+            f"{config_path}: keys are pooled by {pooling}; kvbench reads {_POOLING} only"
+        )
+    if not settings.get("seerattn_use_rope", True):
+        raise UserError(
+            f"{config_path}: gates without RoPE (seerattn_use_rope=false) are not supported"
+        )
+    return settings
 
 
 def convert_blocks(
@@ -90,46 +98,60 @@ def convert_blocks(
     Raises:
         UserError: A tensor does not belong to gates of the model; the message names it.
     """
-    first = next(iter(layers.values()))
-    if _KEY not in first:
+    first_layer = next(iter(layers.values()))
+    if _KEY not in first_layer:
         raise UserError(f"layer {next(iter(layers))}: {_KEY} is missing")
     config = GateConfig.of(
         "seerattn_r",
         model,
-        gate_dim=int(first[_KEY].shape[-1]),
+        gate_dim=int(first_layer[_KEY].shape[-1]),
         block=settings["seerattn_gate_block_size"],
-        norm=any(name in first for name in _NORMS),
+        norm=any(tensor_name in first_layer for tensor_name in _NORMS),
         base_revision=base_revision,
         training=dict(training or {}),
     )
     with torch.random.fork_rng(devices=[]):
         gates = BlockGates(config)
-    state = {}
-    for place, (number, tensors) in enumerate(layers.items()):
-        for name, tensor in _renamed(tensors, config, number).items():
-            state[f"layers.{place}.{name}"] = tensor
-    gates.load_state_dict(state)
+    state_dict = {}
+    for layer_index, (layer_number, layer_tensors) in enumerate(layers.items()):
+        for tensor_name, tensor in _renamed(layer_tensors, config, layer_number).items():
+            state_dict[f"layers.{layer_index}.{tensor_name}"] = tensor
+    gates.load_state_dict(state_dict)
     return gates.eval().requires_grad_(False)
 
 
-def _renamed(tensors: Mapping[str, Tensor], config: GateConfig, layer: int) -> dict[str, Tensor]:
+def _renamed(
+    layer_tensors: Mapping[str, Tensor], config: GateConfig, layer_number: int
+) -> dict[str, Tensor]:
     """Tensors of one layer as kvbench stores them."""
-    heads, dim, width = config.kv_heads, config.head_dim, config.gate_dim
-    group = config.query_heads // heads
-    shapes = {_QUERY: [heads, group, dim, width], _KEY: [heads, 3 * dim, width]}
-    shapes |= {name: [width] for name in _NORMS} if config.norm else {}
-    odd = sorted(set(tensors) - set(shapes))
-    if odd:
-        raise UserError(f"layer {layer}: {odd[0]} is unknown")
-    of_mean = [heads, dim, width]
-    for name, shape in shapes.items():
-        if name not in tensors:
-            raise UserError(f"layer {layer}: {name} is missing")
-        found = list(tensors[name].shape)
-        if found != shape and not (name == _QUERY and found == of_mean):
-            raise UserError(f"layer {layer}: {name} is {found}, but this model needs {shape}")
-    query = tensors[_QUERY]
-    if query.dim() == 3:  # of the mean: a share of it for every query of the group
-        query = (query / group)[:, None].expand(shapes[_QUERY])
-    norms = {own: tensors[name] for name, own in _NORMS.items() if config.norm}
-    return {"query": query.flatten(1, 2), "key": tensors[_KEY], **norms}
+    head_count, head_dim, gate_dim = config.kv_heads, config.head_dim, config.gate_dim
+    group_size = config.query_heads // head_count
+    expected_shapes = {
+        _QUERY: [head_count, group_size, head_dim, gate_dim],
+        _KEY: [head_count, 3 * head_dim, gate_dim],
+    }
+    expected_shapes |= {tensor_name: [gate_dim] for tensor_name in _NORMS} if config.norm else {}
+    unknown_names = sorted(set(layer_tensors) - set(expected_shapes))
+    if unknown_names:
+        raise UserError(f"layer {layer_number}: {unknown_names[0]} is unknown")
+    mean_shape = [head_count, head_dim, gate_dim]
+    for tensor_name, expected_shape in expected_shapes.items():
+        if tensor_name not in layer_tensors:
+            raise UserError(f"layer {layer_number}: {tensor_name} is missing")
+        actual_shape = list(layer_tensors[tensor_name].shape)
+        if actual_shape != expected_shape and not (
+            tensor_name == _QUERY and actual_shape == mean_shape
+        ):
+            raise UserError(
+                f"layer {layer_number}: {tensor_name} is {actual_shape}, "
+                f"but this model needs {expected_shape}"
+            )
+    query_weight = layer_tensors[_QUERY]
+    if query_weight.dim() == 3:  # of the mean: a share of it for every query of the group
+        query_weight = (query_weight / group_size)[:, None].expand(expected_shapes[_QUERY])
+    norm_weights = {
+        parameter_name: layer_tensors[tensor_name]
+        for tensor_name, parameter_name in _NORMS.items()
+        if config.norm
+    }
+    return {"query": query_weight.flatten(1, 2), "key": layer_tensors[_KEY], **norm_weights}

@@ -10,12 +10,12 @@ from torch import Tensor
 from kvbench.errors import UserError
 
 
-def starts(valid: Tensor | None, batch: int, length: int, device: torch.device) -> Tensor:
+def starts(valid: Tensor | None, batch_size: int, length: int, device: torch.device) -> Tensor:
     """The first valid column of every sequence, int32 `[B]`, from a left-padding mask.
 
     Args:
         valid: bool `[B, T]`, False on the padding left of each sequence, or None for no padding.
-        batch: Number of sequences, B.
+        batch_size: Number of sequences, B.
         length: Number of columns, T.
         device: Device of the result.
 
@@ -24,13 +24,13 @@ def starts(valid: Tensor | None, batch: int, length: int, device: torch.device) 
             that nothing waits for a GPU).
     """
     if valid is None:
-        return torch.zeros(batch, dtype=torch.int32, device=device)
-    if valid.shape != (batch, length) or valid.dtype != torch.bool:
+        return torch.zeros(batch_size, dtype=torch.int32, device=device)
+    if valid.shape != (batch_size, length) or valid.dtype != torch.bool:
         raise UserError(
-            f"valid is {valid.dtype} {list(valid.shape)} instead of bool [{batch}, {length}]"
+            f"valid is {valid.dtype} {list(valid.shape)} instead of bool [{batch_size}, {length}]"
         )
-    seen = valid.device.type == "cpu" and not torch.compiler.is_compiling()
-    if seen and bool((valid[:, 1:] < valid[:, :-1]).any()):
+    is_checked = valid.device.type == "cpu" and not torch.compiler.is_compiling()
+    if is_checked and bool((valid[:, 1:] < valid[:, :-1]).any()):
         raise UserError("valid has padding after a token; pad on the left only")
     return (length - valid.sum(1)).to(device=device, dtype=torch.int32)
 
@@ -43,6 +43,6 @@ def exp_(x: Tensor) -> Tensor:
     square root of that number (1e-19 in float32) is lost in every sum with a weight near 1, and
     without it no product of two weights gets that small.
     """
-    least = math.log(torch.finfo(x.dtype).tiny) / 2
-    x = x.clamp_(min=least).exp_()
-    return torch.nn.functional.threshold_(x, 2 * math.exp(least), 0.0)
+    minimum = math.log(torch.finfo(x.dtype).tiny) / 2
+    x = x.clamp_(min=minimum).exp_()
+    return torch.nn.functional.threshold_(x, 2 * math.exp(minimum), 0.0)

@@ -52,13 +52,13 @@ class CDPruner(PrunesVisual):
         relevance = similarity(tokens.feature, tokens.text).mean(-1)
         if self.relevant == "dissimilar":
             relevance = -relevance
-        low, high = relevance.min(), relevance.max()
-        scaled = (relevance - low) / (high - low).clamp(min=_TINY) + _TINY
+        minimum, maximum = relevance.min(), relevance.max()
+        scaled = (relevance - minimum) / (maximum - minimum).clamp(min=_TINY) + _TINY
         kernel = scaled[:, None] * similarity(tokens.feature, tokens.feature) * scaled[None]
         return Pruned(greedy_map(kernel, tokens.keep))
 
 
-def greedy_map(kernel: Tensor, count: int) -> Tensor:
+def greedy_map(kernel: Tensor, token_count: int) -> Tensor:
     """Choose items whose kernel has a large determinant, one by one.
 
     Chen, Zhang, Zhou: Fast Greedy MAP Inference for Determinantal Point Process, arXiv 1709.05135,
@@ -66,23 +66,25 @@ def greedy_map(kernel: Tensor, count: int) -> Tensor:
 
     Args:
         kernel: Positive semi-definite, `[V, V]`.
-        count: Number of items, at most `V`.
+        token_count: Number of items, at most `V`.
 
     Returns:
         The chosen items, bool `[V]`.
     """
     kernel = kernel.double()
-    gain = kernel.diagonal().clone()
-    rows = kernel.new_zeros(count, len(kernel))
-    keep = torch.zeros(len(kernel), dtype=torch.bool, device=kernel.device)
-    for i in range(count):
-        chosen = gain.masked_fill(keep, -torch.inf).argmax()
-        keep[chosen] = True
+    gains = kernel.diagonal().clone()
+    factor_rows = kernel.new_zeros(token_count, len(kernel))
+    keep_mask = torch.zeros(len(kernel), dtype=torch.bool, device=kernel.device)
+    for step_index in range(token_count):
+        best_index = gains.masked_fill(keep_mask, -torch.inf).argmax()
+        keep_mask[best_index] = True
         # Rounding can leave a gain of 0 or below: such an item depends on the chosen ones.
-        root = gain[chosen].clamp(min=_TINY**2).sqrt()
-        rows[i] = (kernel[chosen] - rows[:i, chosen] @ rows[:i]) / root
-        gain = gain - rows[i].square()
-    return keep
+        pivot_root = gains[best_index].clamp(min=_TINY**2).sqrt()
+        factor_rows[step_index] = (
+            kernel[best_index] - factor_rows[:step_index, best_index] @ factor_rows[:step_index]
+        ) / pivot_root
+        gains = gains - factor_rows[step_index].square()
+    return keep_mask
 
 
 CDPRUNER = Policy(

@@ -20,19 +20,19 @@ class PrunesVisual(Score):
 
     def score(self, v: View) -> Scores:
         """Rate the entries of one layer, `[B, H, n]`: 1 for visual tokens that stay."""
-        stays = v.visual & ~v.pruned
-        text = (v.valid & ~v.visual).to(torch.int8) * Scores.WINDOW
-        return Scores(stays.float(), text)
+        surviving = v.visual & ~v.pruned
+        text_class = (v.valid & ~v.visual).to(torch.int8) * Scores.WINDOW
+        return Scores(surviving.float(), text_class)
 
 
 def top(values: Tensor, count: int) -> Tensor:
     """The `count` largest values, as a mask `[V]`; ties go to the earlier token."""
-    keep = torch.zeros(len(values), dtype=torch.bool, device=values.device)
-    keep[values.float().argsort(descending=True, stable=True)[:count]] = True
-    return keep
+    top_mask = torch.zeros(len(values), dtype=torch.bool, device=values.device)
+    top_mask[values.float().argsort(descending=True, stable=True)[:count]] = True
+    return top_mask
 
 
-def similarity(a: Tensor, b: Tensor) -> Tensor:
-    """Cosine similarity of every row of `a` `[n, d]` with every row of `b` `[m, d]`, `[n, m]`."""
-    unit = torch.nn.functional.normalize
-    return unit(a.float(), dim=-1) @ unit(b.float(), dim=-1).T
+def similarity(first_rows: Tensor, second_rows: Tensor) -> Tensor:
+    """Cosine similarity of `first_rows` `[n, d]` with `second_rows` `[m, d]`, `[n, m]`."""
+    normalise = torch.nn.functional.normalize
+    return normalise(first_rows.float(), dim=-1) @ normalise(second_rows.float(), dim=-1).T

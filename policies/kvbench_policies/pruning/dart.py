@@ -62,20 +62,24 @@ class Dart(PrunesVisual):
     def prune(self, tokens: VisualTokens) -> Pruned:
         """Keep the visual pivots and what differs most from every pivot."""
         assert tokens.key is not None and tokens.text_key is not None
-        keep = top(tokens.key.float().norm(p=1, dim=-1), min(self.visual_pivots, tokens.keep))
-        feature, text, text_key = tokens.feature, tokens.text, tokens.text_key
+        keep_mask = top(tokens.key.float().norm(p=1, dim=-1), min(self.visual_pivots, tokens.keep))
+        features, text_features, text_keys = tokens.feature, tokens.text, tokens.text_key
         if self.variant == "release":
             assert tokens.output is not None and tokens.text_output is not None
             assert tokens.follows is not None
-            feature = tokens.output
-            text, text_key = tokens.text_output[tokens.follows], text_key[tokens.follows]
-        words = top(text_key.float().norm(p=1, dim=-1), self.text_pivots)
-        near = similarity(torch.cat([feature[keep], text[words]]), feature)
-        left = tokens.keep - int(keep.sum())
-        for i, row in enumerate(near):
-            share = left // len(near) + (i < left % len(near))
-            keep |= top((-row).masked_fill(keep, -torch.inf), share)
-        return Pruned(keep)
+            features = tokens.output
+            text_features, text_keys = tokens.text_output[tokens.follows], text_keys[tokens.follows]
+        text_mask = top(text_keys.float().norm(p=1, dim=-1), self.text_pivots)
+        similarities = similarity(
+            torch.cat([features[keep_mask], text_features[text_mask]]), features
+        )
+        remaining = tokens.keep - int(keep_mask.sum())
+        for pivot_index, closeness in enumerate(similarities):
+            pivot_share = remaining // len(similarities) + (
+                pivot_index < remaining % len(similarities)
+            )
+            keep_mask |= top((-closeness).masked_fill(keep_mask, -torch.inf), pivot_share)
+        return Pruned(keep_mask)
 
 
 DART = Policy(

@@ -34,16 +34,20 @@ class DivPrune(PrunesVisual):
 
     def prune(self, tokens: VisualTokens) -> Pruned:
         """Choose the tokens one by one."""
-        distance = 1 - similarity(tokens.feature, tokens.feature)
-        keep = torch.zeros(len(distance), dtype=torch.bool, device=distance.device)
-        others = distance.clone().fill_diagonal_(torch.inf)
-        nearest = others.min(-1).values
+        distances = 1 - similarity(tokens.feature, tokens.feature)
+        keep_mask = torch.zeros(len(distances), dtype=torch.bool, device=distances.device)
+        off_diagonal = distances.clone().fill_diagonal_(torch.inf)
+        nearest = off_diagonal.min(-1).values
         for _ in range(tokens.keep):
-            chosen = nearest.masked_fill(keep, -torch.inf).argmax()
+            best_index = nearest.masked_fill(keep_mask, -torch.inf).argmax()
             # From the first choice on, what counts is the distance to the chosen tokens.
-            nearest = torch.minimum(nearest, distance[chosen]) if keep.any() else distance[chosen]
-            keep[chosen] = True
-        return Pruned(keep)
+            nearest = (
+                torch.minimum(nearest, distances[best_index])
+                if keep_mask.any()
+                else distances[best_index]
+            )
+            keep_mask[best_index] = True
+        return Pruned(keep_mask)
 
 
 DIVPRUNE = Policy(

@@ -62,37 +62,47 @@ class PruMerge(PrunesVisual):
         if self.variant == "release":
             return self._released(tokens)
         assert tokens.salience is not None and tokens.patch_key is not None
-        keep = top(tokens.salience, tokens.keep)
-        kept, rest = keep.nonzero().flatten(), (~keep).nonzero().flatten()
-        count = min(self.neighbours, len(rest))
-        if not count:
-            return Pruned(keep)
-        near = similarity(tokens.patch_key[kept], tokens.patch_key[rest])
-        group = torch.cat([kept[:, None], rest[near.topk(count, dim=-1).indices]], 1)
-        weight = tokens.salience.float()[group]
-        feature = tokens.feature.float().clone()
-        merged = (weight[..., None] * feature[group]).sum(1) / weight.sum(1, keepdim=True)
-        feature[kept] = merged
-        return Pruned(keep, feature)
+        keep_mask = top(tokens.salience, tokens.keep)
+        kept_indices, rest_indices = keep_mask.nonzero().flatten(), (~keep_mask).nonzero().flatten()
+        neighbour_count = min(self.neighbours, len(rest_indices))
+        if not neighbour_count:
+            return Pruned(keep_mask)
+        similarities = similarity(tokens.patch_key[kept_indices], tokens.patch_key[rest_indices])
+        group_indices = torch.cat(
+            [
+                kept_indices[:, None],
+                rest_indices[similarities.topk(neighbour_count, dim=-1).indices],
+            ],
+            1,
+        )
+        group_weights = tokens.salience.float()[group_indices]
+        features = tokens.feature.float().clone()
+        merged_features = (group_weights[..., None] * features[group_indices]).sum(
+            1
+        ) / group_weights.sum(1, keepdim=True)
+        features[kept_indices] = merged_features
+        return Pruned(keep_mask, features)
 
     def _released(self, tokens: VisualTokens) -> Pruned:
         """As the authors' code does; if nothing is pruned, nothing merges."""
         assert tokens.last_salience is not None and tokens.last_key is not None
-        total = len(tokens.feature)
-        keep = top(tokens.last_salience, max(1, tokens.keep - (tokens.keep < total)))
-        if tokens.keep == total:
-            return Pruned(keep)
-        kept, rest = keep.nonzero().flatten(), (~keep).nonzero().flatten()
-        near = similarity(tokens.last_key[kept], tokens.last_key)
-        near[torch.arange(len(kept), device=near.device), kept] = -torch.inf
-        group = near.topk(min(self.neighbours, total - 1), dim=-1).indices
-        weighted = tokens.last_salience.float()[:, None] * tokens.feature.float()
-        feature = tokens.feature.float().clone()
-        feature[kept] += weighted[group].sum(1)
+        token_count = len(tokens.feature)
+        keep_mask = top(tokens.last_salience, max(1, tokens.keep - (tokens.keep < token_count)))
+        if tokens.keep == token_count:
+            return Pruned(keep_mask)
+        kept_indices, rest_indices = keep_mask.nonzero().flatten(), (~keep_mask).nonzero().flatten()
+        similarities = similarity(tokens.last_key[kept_indices], tokens.last_key)
+        similarities[
+            torch.arange(len(kept_indices), device=similarities.device), kept_indices
+        ] = -torch.inf
+        group_indices = similarities.topk(min(self.neighbours, token_count - 1), dim=-1).indices
+        weighted_features = tokens.last_salience.float()[:, None] * tokens.feature.float()
+        features = tokens.feature.float().clone()
+        features[kept_indices] += weighted_features[group_indices].sum(1)
         if tokens.keep > 1:
-            keep[rest[-1]] = True
-            feature[rest[-1]] = weighted[rest].sum(0)
-        return Pruned(keep, feature)
+            keep_mask[rest_indices[-1]] = True
+            features[rest_indices[-1]] = weighted_features[rest_indices].sum(0)
+        return Pruned(keep_mask, features)
 
 
 PRUMERGE = Policy(

@@ -54,28 +54,36 @@ class VisionZip(PrunesVisual):
 
     def prune(self, tokens: VisualTokens) -> Pruned:
         """Keep the dominant tokens and merge the rest."""
-        released = self.variant == "release"
-        key = tokens.head_key if released else tokens.patch_key
-        assert tokens.salience is not None and key is not None
-        extra = min(int(self.contextual * tokens.keep), tokens.keep - 1)
-        keep = top(tokens.salience, tokens.keep - extra)
-        rest = (~keep).nonzero().flatten()
-        if not extra or not len(rest):
-            return Pruned(keep)
-        target = rest[:: max(1, len(rest) // extra)][:extra]
-        keep[target] = True
-        others = (~keep).nonzero().flatten()
-        feature = tokens.feature.float().clone()
-        if len(others):
-            nearest = similarity(key[others], key[target]).argmax(-1)
-            ones = torch.ones(len(others), device=feature.device)
-            count = torch.zeros(len(target), device=feature.device).index_add(0, nearest, ones)
-            total = torch.zeros_like(feature[target]).index_add(0, nearest, feature[others])
-            if released:
-                feature[target] += total / count.clamp(min=1)[:, None]
+        is_release = self.variant == "release"
+        keys = tokens.head_key if is_release else tokens.patch_key
+        assert tokens.salience is not None and keys is not None
+        contextual_count = min(int(self.contextual * tokens.keep), tokens.keep - 1)
+        keep_mask = top(tokens.salience, tokens.keep - contextual_count)
+        rest_indices = (~keep_mask).nonzero().flatten()
+        if not contextual_count or not len(rest_indices):
+            return Pruned(keep_mask)
+        target_indices = rest_indices[:: max(1, len(rest_indices) // contextual_count)][
+            :contextual_count
+        ]
+        keep_mask[target_indices] = True
+        merged_indices = (~keep_mask).nonzero().flatten()
+        features = tokens.feature.float().clone()
+        if len(merged_indices):
+            nearest_target = similarity(keys[merged_indices], keys[target_indices]).argmax(-1)
+            ones = torch.ones(len(merged_indices), device=features.device)
+            target_counts = torch.zeros(len(target_indices), device=features.device).index_add(
+                0, nearest_target, ones
+            )
+            feature_sums = torch.zeros_like(features[target_indices]).index_add(
+                0, nearest_target, features[merged_indices]
+            )
+            if is_release:
+                features[target_indices] += feature_sums / target_counts.clamp(min=1)[:, None]
             else:
-                feature[target] = (feature[target] + total) / (count + 1)[:, None]
-        return Pruned(keep, feature)
+                features[target_indices] = (features[target_indices] + feature_sums) / (
+                    target_counts + 1
+                )[:, None]
+        return Pruned(keep_mask, features)
 
 
 VISIONZIP = Policy(

@@ -19,10 +19,10 @@ _FIELDS = {"aime24": ("ID", "Problem", "Answer"), "aime25": ("id", "problem", "a
 
 def docs(leaf: str, *, cache_dir: Path, **options: Any) -> list[Doc]:
     """See `Benchmark.docs`."""
-    name, problem, answer = _FIELDS[leaf]
+    id_field, problem_field, answer_field = _FIELDS[leaf]
     return [
-        ask(row[problem], str(row[answer]), id=str(row[name]))
-        for row in rows(_SOURCES[leaf], cache_dir)
+        ask(record[problem_field], str(record[answer_field]), id=str(record[id_field]))
+        for record in rows(_SOURCES[leaf], cache_dir)
     ]
 
 

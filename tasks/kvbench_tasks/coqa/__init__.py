@@ -17,35 +17,42 @@ SOURCE = Source(
 )
 
 
-def docs(leaf: str, *, cache_dir: Path, **_: Any) -> list[Doc]:
+def docs(leaf: str, *, cache_dir: Path, **options: Any) -> list[Doc]:
     """See `Benchmark.docs`."""
-    return [_doc(row) for row in rows(SOURCE, cache_dir)]
+    return [_doc(record) for record in rows(SOURCE, cache_dir)]
 
 
-def _doc(row: Mapping[str, Any]) -> Doc:
-    questions, answers = _texts(row["questions"]), _texts(row["answers"])
+def _doc(record: Mapping[str, Any]) -> Doc:
+    questions, answers = _texts(record["questions"]), _texts(record["answers"])
     history = "".join(
-        f"Q: {asked}\n\nA: {said}\n\n"
-        for asked, said in zip(questions[:-1], answers[:-1], strict=True)
+        f"Q: {question}\n\nA: {reply}\n\n"
+        for question, reply in zip(questions[:-1], answers[:-1], strict=True)
     )
-    others = row["additional_answers"] or {}
-    given = [answers[-1], *(_texts(others[name])[-1] for name in sorted(others) if others[name])]
-    distinct: dict[str, str] = {}
-    for answer in given:
-        distinct.setdefault(answer.lower(), answer)
+    annotations = record["additional_answers"] or {}
+    references = [
+        answers[-1],
+        *(
+            _texts(annotations[annotator])[-1]
+            for annotator in sorted(annotations)
+            if annotations[annotator]
+        ),
+    ]
+    unique_answers: dict[str, str] = {}
+    for answer in references:
+        unique_answers.setdefault(answer.lower(), answer)
     return {
-        "context": f"{row['story']}\n\n{history}",
+        "context": f"{record['story']}\n\n{history}",
         "question": f"Q: {questions[-1]}\n\nA:",
-        "outputs": list(distinct.values()),
-        "extra": {"source": row["source"]},
+        "outputs": list(unique_answers.values()),
+        "extra": {"source": record["source"]},
     }
 
 
-def _texts(field: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> list[str]:
+def _texts(column: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> list[str]:
     """The texts of all turns; the hub gives a table of structs as columns or as rows."""
-    if isinstance(field, Mapping):
-        return list(field["input_text"])
-    return [one["input_text"] for one in field]
+    if isinstance(column, Mapping):
+        return list(column["input_text"])
+    return [turn["input_text"] for turn in column]
 
 
 BENCHMARK = Benchmark(

@@ -16,17 +16,20 @@ def scores(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
     the result is the mean of these n scores. Human annotators are scored against each other in the
     same way. Of two texts without words, F1 is 1.
     """
-    said = results[0].strip().split("\n")[0]
+    first_line = results[0].strip().split("\n")[0]
     words_f1 = functools.partial(f1, both_empty=1.0)
     return {
-        "em": _mean(exact_match, said, doc["outputs"]),
-        "f1": _mean(words_f1, said, doc["outputs"]),
+        "em": _mean(exact_match, first_line, doc["outputs"]),
+        "f1": _mean(words_f1, first_line, doc["outputs"]),
     }
 
 
-def _mean(metric: Callable[[str, str], float], said: str, answers: list[str]) -> float:
-    found = [metric(said, answer) for answer in answers]
-    if len(found) == 1:
-        return found[0]
-    rest = [max(found[:i] + found[i + 1 :]) for i in range(len(found))]
-    return sum(rest) / len(rest)
+def _mean(metric: Callable[[str, str], float], response: str, answers: list[str]) -> float:
+    answer_scores = [metric(response, answer) for answer in answers]
+    if len(answer_scores) == 1:
+        return answer_scores[0]
+    best_scores = [
+        max(answer_scores[:index] + answer_scores[index + 1 :])
+        for index in range(len(answer_scores))
+    ]
+    return sum(best_scores) / len(best_scores)

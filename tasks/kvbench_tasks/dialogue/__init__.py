@@ -15,7 +15,7 @@ FACTS = 3
 
 def docs(leaf: str, **settings: Any) -> list[Doc]:
     """See `Benchmark.docs`."""
-    return generate(leaf, lambda words, _: words.dialogue(TURNS, FACTS), **settings)
+    return generate(leaf, lambda lexicon, _: lexicon.dialogue(TURNS, FACTS), **settings)
 
 
 BENCHMARK = Benchmark(

@@ -11,7 +11,7 @@ from kvbench_tasks.synthetic.generate import generate
 
 def docs(leaf: str, **settings: Any) -> list[Doc]:
     """See `Benchmark.docs`."""
-    return generate(leaf, lambda words, _: words.fact(), **settings)
+    return generate(leaf, lambda lexicon, _: lexicon.fact(), **settings)
 
 
 BENCHMARK = Benchmark(

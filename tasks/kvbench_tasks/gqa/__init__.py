@@ -20,13 +20,13 @@ IMAGES = Source(
 )
 
 
-def docs(leaf: str, *, cache_dir: Path, samples: int, **_: Any) -> list[Doc]:
+def docs(leaf: str, *, cache_dir: Path, samples: int, **options: Any) -> list[Doc]:
     """See `Benchmark.docs`."""
     questions = rows(QUESTIONS, cache_dir, samples)
-    wanted = {row["imageId"] for row in questions}
-    found = rows(IMAGES, cache_dir, where=lambda row: row["id"] in wanted)
-    images = {row["id"]: row["image"] for row in found}
-    return [{**row, "image": images[row["imageId"]]} for row in questions]
+    image_ids = {record["imageId"] for record in questions}
+    image_records = rows(IMAGES, cache_dir, where=lambda record: record["id"] in image_ids)
+    images = {record["id"]: record["image"] for record in image_records}
+    return [{**record, "image": images[record["imageId"]]} for record in questions]
 
 
 BENCHMARK = Benchmark(

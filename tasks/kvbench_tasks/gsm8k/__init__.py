@@ -17,35 +17,40 @@ _SHOTS = 5
 
 def docs(leaf: str, *, cache_dir: Path, **options: Any) -> list[Doc]:
     """See `Benchmark.docs`."""
-    return [ask(row["question"], _final(row)) for row in rows(_TEST, cache_dir)]
+    return [ask(record["question"], _final_number(record)) for record in rows(_TEST, cache_dir)]
 
 
 def fewshot_docs(leaf: str, *, seed: int, cache_dir: Path, **options: Any) -> list[Doc]:
     """See `Benchmark.docs`. Both leaves ask the same; each question has its own examples."""
-    train = rows(_TRAIN, cache_dir)
-    made = []
-    for i, row in enumerate(rows(_TEST, cache_dir)):
-        chosen = Streams("gsm8k_fewshot", seed, i)["examples"].sample(train, _SHOTS)
-        shots = [{"user": _asked(s), "assistant": s["answer"], "end": "\n\n"} for s in chosen]
-        made.append(
+    train_records = rows(_TRAIN, cache_dir)
+    documents = []
+    for question_index, record in enumerate(rows(_TEST, cache_dir)):
+        examples = Streams("gsm8k_fewshot", seed, question_index)["examples"].sample(
+            train_records, _SHOTS
+        )
+        shots = [
+            {"user": _format_question(example), "assistant": example["answer"], "end": "\n\n"}
+            for example in examples
+        ]
+        documents.append(
             {
                 "shots": shots,
                 "context": "",
-                "question": _asked(row),
-                "outputs": [_final(row)],
-                "solution": row["answer"],
+                "question": _format_question(record),
+                "outputs": [_final_number(record)],
+                "solution": record["answer"],
             }
         )
-    return made
+    return documents
 
 
-def _asked(row: Doc) -> str:
-    return f"Question: {row['question']}\nAnswer:"
+def _format_question(record: Doc) -> str:
+    return f"Question: {record['question']}\nAnswer:"
 
 
-def _final(row: Doc) -> str:
+def _final_number(record: Doc) -> str:
     """The number at the end of a solution of the data set."""
-    return str(row["answer"]).rsplit("####", 1)[-1].strip().replace(",", "")
+    return str(record["answer"]).rsplit("####", 1)[-1].strip().replace(",", "")
 
 
 def _fewshot(leaf: str, kind: str, summary: str) -> Benchmark:

@@ -13,12 +13,12 @@ _PREFIX, _KVPRESS_PREFIX = "infinitebench_", "infinitebench_kvpress_"
 _CHANCE = {"longbook_choice_eng": 0.25, "code_debug": 0.25}
 
 
-def docs(leaf: str, *, cache_dir: Path, **_: Any) -> list[Doc]:
+def docs(leaf: str, *, cache_dir: Path, **options: Any) -> list[Doc]:
     """See `Benchmark.docs`."""
     return rows(leaf.removeprefix(_PREFIX), cache_dir)
 
 
-def kvpress_docs(leaf: str, *, cache_dir: Path, **_: Any) -> list[Doc]:
+def kvpress_docs(leaf: str, *, cache_dir: Path, **options: Any) -> list[Doc]:
     """See `Benchmark.docs`: the same prompts, scored by the rules of KVPress."""
     return rows(leaf.removeprefix(_KVPRESS_PREFIX), cache_dir, rules="kvpress_")
 

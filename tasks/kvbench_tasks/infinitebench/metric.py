@@ -26,8 +26,8 @@ def score(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
 
 def first_number(response: str, answers: Answers) -> bool:
     """Whether the first run of digits is the answer's, digit by digit."""
-    found = re.search(r"[0-9]+", response)
-    return found is not None and found[0] == answers[0]
+    match = re.search(r"[0-9]+", response)
+    return match is not None and match[0] == answers[0]
 
 
 def word(response: str, answers: Answers) -> bool:
@@ -42,8 +42,8 @@ def name(response: str, answers: Answers) -> bool:
 
 def value(response: str, answers: Answers) -> bool:
     """Whether the first number, with or without decimals, has the answer's value; without signs."""
-    found = re.search(r"\d+\.\d+|\d+", response)
-    return found is not None and float(found[0]) == float(answers[0])
+    match = re.search(r"\d+\.\d+|\d+", response)
+    return match is not None and float(match[0]) == float(answers[0])
 
 
 def last_number(response: str, answers: Answers) -> bool:
@@ -57,13 +57,13 @@ def last_number(response: str, answers: Answers) -> bool:
 
 def steps(response: str, answers: Answers) -> float:
     """The share of the values that are right before the first wrong one; signs are not read."""
-    right = 0
-    for found, wanted in zip(re.findall(r"[0-9]+", response), answers, strict=False):
+    correct_count = 0
+    for numeral, expected in zip(re.findall(r"[0-9]+", response), answers, strict=False):
         # As text: Python refuses to read numbers as long as a model that repeats itself writes.
-        if (found.lstrip("0") or "0") != str(int(wanted)):
+        if (numeral.lstrip("0") or "0") != str(int(expected)):
             break
-        right += 1
-    return right / len(answers)
+        correct_count += 1
+    return correct_count / len(answers)
 
 
 def choice(response: str, answers: Answers) -> bool:
@@ -73,18 +73,18 @@ def choice(response: str, answers: Answers) -> bool:
     as an option; what follows "answer is:", "answer:", "answer is" or "option is"; a word that is a
     letter.
     """
-    text = response.strip()
-    if not text:
+    reply = response.strip()
+    if not reply:
         return False
-    if text[0] in "ABCD":
-        return text[0] in answers
-    if text in answers:
+    if reply[0] in "ABCD":
+        return reply[0] in answers
+    if reply in answers:
         return True
-    text = _single(_blank(text, "\n\"'.,?!{}"))
+    reply = _single(_blank(reply, "\n\"'.,?!{}"))
     for prefix in _CHOICE_PREFIXES:
-        if prefix in text:
-            return _follows(text, prefix, answers)
-    return next((found for found in text.split() if found in "ABCD"), "") in answers
+        if prefix in reply:
+            return _follows(reply, prefix, answers)
+    return next((candidate for candidate in reply.split() if candidate in "ABCD"), "") in answers
 
 
 def option(response: str, answers: Answers) -> bool:
@@ -93,13 +93,13 @@ def option(response: str, answers: Answers) -> bool:
     The response begins with the letter and a full stop or a colon; or one of them follows the first
     of "answer is:", "is:", "answer:" and "correct option is:" that the response has.
     """
-    text = response.strip()
-    if text[:2] in (f"{answers[1]}.", f"{answers[1]}:"):
+    reply = response.strip()
+    if reply[:2] in (f"{answers[1]}.", f"{answers[1]}:"):
         return True
-    text = _bare_option(text)
+    reply = _bare_option(reply)
     for prefix in _OPTION_PREFIXES:
-        if prefix in text:
-            return _follows(text, prefix, answers)
+        if prefix in reply:
+            return _follows(reply, prefix, answers)
     return False
 
 
@@ -124,25 +124,25 @@ def kvpress_option(response: str, answers: Answers) -> bool:
     """
     if _alone(response, "A-J") == answers[1]:
         return True
-    begins = _bare_option(response.strip()).startswith(tuple(answers))
-    return begins or option(response, answers)
+    has_prefix = _bare_option(response.strip()).startswith(tuple(answers))
+    return has_prefix or option(response, answers)
 
 
-def _alone(text: str, letters: str) -> str:
+def _alone(response: str, letters: str) -> str:
     """The last of the letters that stands alone, of the first line that has one; or ""."""
-    found = re.search(rf"\b[{letters}]\b(?!.*\b[{letters}]\b)", text)
-    return found[0] if found else ""
+    match = re.search(rf"\b[{letters}]\b(?!.*\b[{letters}]\b)", response)
+    return match[0] if match else ""
 
 
-def _follows(text: str, prefix: str, answers: Answers) -> bool:
+def _follows(reply: str, prefix: str, answers: Answers) -> bool:
     """Whether one of the answers stands one character after a prefix."""
-    return text.partition(prefix)[2][1:].startswith(tuple(answers))
+    return reply.partition(prefix)[2][1:].startswith(tuple(answers))
 
 
-def _bare_option(text: str) -> str:
-    for mark in ("\n", "`", "'", '"', "-", "*", "Option", "option"):
-        text = text.replace(mark, " ")
-    return _single(text)
+def _bare_option(reply: str) -> str:
+    for character in ("\n", "`", "'", '"', "-", "*", "Option", "option"):
+        reply = reply.replace(character, " ")
+    return _single(reply)
 
 
 def _blank(text: str, marks: str) -> str:

@@ -33,70 +33,81 @@ KVPRESS_SETS = ("longbook_choice_eng", "longdialogue_qa_eng", "code_debug")
 LETTERS = "ABCD"
 
 
-def source(name: str) -> Source:
+def source(set_name: str) -> Source:
     """A set's raw file: the type of `answer` differs between the sets."""
     return Source(
         "xinrongzhang2022/InfiniteBench",
-        file=f"{name}.jsonl",
+        file=f"{set_name}.jsonl",
         columns=("id", "context", "input", "answer", "options"),
         revision="90f0394333616266d9fe85824ceaf505093cbaa5",
     )
 
 
-def rows(name: str, cache_dir: Path, rules: str = "") -> list[Doc]:
+def rows(set_name: str, cache_dir: Path, rules: str = "") -> list[Doc]:
     """Give all rows of a set, in the order of its file; see `Benchmark.docs`.
 
     Args:
-        name: Name of the set, such as "passkey".
+        set_name: Name of the set, such as "passkey".
         cache_dir: Folder that holds the copies of tables.
         rules: Prefix of the measure's name: "" for the official rules, or "kvpress_".
     """
-    made = [_row(name, raw) for raw in sources.rows(source(name), cache_dir)]
-    return [{**row, "measure": rules + row["measure"]} for row in made]
+    documents = [_row(set_name, record) for record in sources.rows(source(set_name), cache_dir)]
+    return [{**document, "measure": rules + document["measure"]} for document in documents]
 
 
 @functools.cache
 def prompts() -> dict[str, dict[str, Any]]:
     """By set: `domain`, `measure`, `max_new_tokens`, `context`, `question` and `gen_prefix`."""
     path = Path(__file__).with_name("prompts.json")
-    found: dict[str, dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
-    return found
+    templates: dict[str, dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
+    return templates
 
 
-def _row(name: str, raw: dict[str, Any]) -> Doc:
-    prompt = prompts()[name]
-    fields = {"context": raw["context"], "input": raw["input"], **_asked(name, raw)}
+def _row(set_name: str, record: dict[str, Any]) -> Doc:
+    prompt = prompts()[set_name]
+    fields = {
+        "context": record["context"],
+        "input": record["input"],
+        **_question_fields(set_name, record),
+    }
     return {
-        **{part: prompt[part].format(**fields) for part in ("context", "question", "gen_prefix")},
-        "outputs": _answers(raw),
+        **{
+            section: prompt[section].format(**fields)
+            for section in ("context", "question", "gen_prefix")
+        },
+        "outputs": _answers(record),
         "max_new_tokens": prompt["max_new_tokens"],
         "measure": prompt["measure"],
-        "extra": {"domain": prompt["domain"], "id": raw["id"]},
+        "extra": {"domain": prompt["domain"], "id": record["id"]},
     }
 
 
-def _asked(name: str, raw: dict[str, Any]) -> dict[str, str]:
+def _question_fields(set_name: str, record: dict[str, Any]) -> dict[str, str]:
     """What a prompt says besides the row's context and input."""
-    if name == "math_find":
-        found = re.search(r"The .+ of", raw["input"])
-        if found is None:
-            raise UserError(f"math_find, row {raw['id']}: {raw['input']!r} names no number to find")
-        return {"prefix": f"What is {found[0].lower()[:-3]} in the following list?"}
-    if name == "code_run":
-        found = re.search(r"(func_[0-9]+)\(-?[0-9]+\)", raw["input"])
-        if found is None:
-            raise UserError(f"code_run, row {raw['id']}: {raw['input']!r} calls no function")
-        return {"func": found[1], "call": found[0]}
-    return dict(zip("abcd", raw["options"], strict=False))
+    if set_name == "math_find":
+        match = re.search(r"The .+ of", record["input"])
+        if match is None:
+            raise UserError(
+                f"math_find, row {record['id']}: {record['input']!r} names no number to find"
+            )
+        return {"prefix": f"What is {match[0].lower()[:-3]} in the following list?"}
+    if set_name == "code_run":
+        match = re.search(r"(func_[0-9]+)\(-?[0-9]+\)", record["input"])
+        if match is None:
+            raise UserError(f"code_run, row {record['id']}: {record['input']!r} calls no function")
+        return {"func": match[1], "call": match[0]}
+    return dict(zip("abcd", record["options"], strict=False))
 
 
-def _answers(raw: dict[str, Any]) -> list[str]:
+def _answers(record: dict[str, Any]) -> list[str]:
     """The answers as text; for a choice, the option and then its letter."""
-    found = raw["answer"] if isinstance(raw["answer"], list) else [raw["answer"]]
-    if found and isinstance(found[0], list):
-        found = found[0]
-    if options := raw["options"][: len(LETTERS)]:
-        if found[0] not in options:
-            raise UserError(f"row {raw['id']}: the answer {found[0]!r} is not one of {options}")
-        found = [found[0], LETTERS[options.index(found[0])]]
-    return [str(answer) for answer in found]
+    answers = record["answer"] if isinstance(record["answer"], list) else [record["answer"]]
+    if answers and isinstance(answers[0], list):
+        answers = answers[0]
+    if options := record["options"][: len(LETTERS)]:
+        if answers[0] not in options:
+            raise UserError(
+                f"row {record['id']}: the answer {answers[0]!r} is not one of {options}"
+            )
+        answers = [answers[0], LETTERS[options.index(answers[0])]]
+    return [str(answer) for answer in answers]

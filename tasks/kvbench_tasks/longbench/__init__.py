@@ -9,7 +9,7 @@ from kvbench.benchmark import Benchmark, Doc
 from kvbench_tasks.longbench.rows import DOMAINS, SETS, rows, source
 
 
-def docs(leaf: str, *, cache_dir: Path, **_: Any) -> list[Doc]:
+def docs(leaf: str, *, cache_dir: Path, **options: Any) -> list[Doc]:
     """See `Benchmark.docs`."""
     return rows(leaf.removeprefix("longbench_"), cache_dir)
 

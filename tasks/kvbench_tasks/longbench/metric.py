@@ -23,10 +23,10 @@ def score(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
     if doc["first_line"]:
         response = response.lstrip("\n").split("\n")[0]
     if doc["measure"] == "classification":
-        values = [classification(response, answer, doc["classes"]) for answer in doc["outputs"]]
+        scores = [classification(response, answer, doc["classes"]) for answer in doc["outputs"]]
     else:
-        values = [_MEASURES[doc["measure"]](response, answer) for answer in doc["outputs"]]
-    return {"score": max(0.0, *values)}
+        scores = [_MEASURES[doc["measure"]](response, answer) for answer in doc["outputs"]]
+    return {"score": max(0.0, *scores)}
 
 
 def classification(response: str, reference: str, classes: Sequence[str]) -> float:
@@ -35,13 +35,13 @@ def classification(response: str, reference: str, classes: Sequence[str]) -> flo
     A class whose name is part of the right one's name does not count ("place" in "birth place").
     LongBench's loop skips this check for the class that follows such a class, and so does this one.
     """
-    named = [name for name in classes if name in response]
-    i = 0
-    while i < len(named):
-        if named[i] in reference and named[i] != reference:
-            del named[i]
-        i += 1
-    return 1 / len(named) if reference in named else 0.0
+    named_classes = [class_name for class_name in classes if class_name in response]
+    index = 0
+    while index < len(named_classes):
+        if named_classes[index] in reference and named_classes[index] != reference:
+            del named_classes[index]
+        index += 1
+    return 1 / len(named_classes) if reference in named_classes else 0.0
 
 
 def count(response: str, reference: str) -> float:
@@ -52,10 +52,10 @@ def count(response: str, reference: str) -> float:
 
 def retrieval(response: str, reference: str) -> float:
     """`count` of the number in a reference of the form "Paragraph 7"."""
-    found = re.search(r"Paragraph (\d+)", reference)
-    if found is None:
+    match = re.search(r"Paragraph (\d+)", reference)
+    if match is None:
         raise ValueError(f"the answer {reference!r} names no paragraph")
-    return count(response, found[1])
+    return count(response, match[1])
 
 
 def edit_similarity(response: str, reference: str) -> float:
@@ -65,9 +65,12 @@ def edit_similarity(response: str, reference: str) -> float:
     or `//`, and may be empty; where there is no such line, it is the empty string.
     """
     lines = response.lstrip("\n").split("\n")
-    marks = ("`", "#", "//")
-    line = next((line for line in lines if not any(mark in line for mark in marks)), "")
-    return similarity(line, reference)
+    comment_marks = ("`", "#", "//")
+    code_line = next(
+        (code_line for code_line in lines if not any(mark in code_line for mark in comment_marks)),
+        "",
+    )
+    return similarity(code_line, reference)
 
 
 def similarity(response: str, reference: str) -> float:

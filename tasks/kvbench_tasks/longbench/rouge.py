@@ -18,43 +18,54 @@ def union_rouge_l(response: str, reference: str) -> float:
     F = 2PR / (P + R + 1e-8). The score is 0 where either text has no sentence. A sentence of white
     space alone has one word, the empty one.
     """
-    found, wanted = _sentences(response), _sentences(reference)
-    if not found or not wanted:
+    response_sentences, reference_sentences = _sentences(response), _sentences(reference)
+    if not response_sentences or not reference_sentences:
         return 0.0
-    union: set[str] = set()
-    for sentence in wanted:
-        for other in found:
-            union |= _common(sentence, other)
-    precision = len(union) / len({word for sentence in found for word in sentence})
-    recall = len(union) / len({word for sentence in wanted for word in sentence})
+    common_words: set[str] = set()
+    for sentence in reference_sentences:
+        for candidate in response_sentences:
+            common_words |= _common(sentence, candidate)
+    precision = len(common_words) / len(
+        {word for sentence in response_sentences for word in sentence}
+    )
+    recall = len(common_words) / len(
+        {word for sentence in reference_sentences for word in sentence}
+    )
     return 2 * precision * recall / (precision + recall + 1e-8)
 
 
 def _sentences(text: str) -> list[list[str]]:
-    return [" ".join(part.split()).split(" ") for part in text.split(".") if part]
+    return [" ".join(sentence.split()).split(" ") for sentence in text.split(".") if sentence]
 
 
-def _common(wanted: list[str], found: list[str]) -> set[str]:
+def _common(reference: list[str], response: list[str]) -> set[str]:
     """Words of a longest common subsequence of two sentences."""
-    words = set(found)
-    table = [[0] * (len(found) + 1)]
-    for word in wanted:
-        if word not in words:  # the row is the same as the one above
-            table.append(table[-1])
+    response_words = set(response)
+    lengths = [[0] * (len(response) + 1)]
+    for word in reference:
+        if word not in response_words:  # the row is the same as the one above
+            lengths.append(lengths[-1])
             continue
-        above, row, left = table[-1], [0], 0
-        for j, other in enumerate(found):
-            left = above[j] + 1 if word == other else max(above[j + 1], left)
-            row.append(left)
-        table.append(row)
-    common = set()
-    i, j = len(wanted), len(found)
-    while i and j:
-        if wanted[i - 1] == found[j - 1]:
-            common.add(wanted[i - 1])
-            i, j = i - 1, j - 1
-        elif table[i - 1][j] > table[i][j - 1]:
-            i -= 1
+        previous_row, length_row, left_length = lengths[-1], [0], 0
+        for response_index, candidate in enumerate(response):
+            left_length = (
+                previous_row[response_index] + 1
+                if word == candidate
+                else max(previous_row[response_index + 1], left_length)
+            )
+            length_row.append(left_length)
+        lengths.append(length_row)
+    common_words = set()
+    reference_index, response_index = len(reference), len(response)
+    while reference_index and response_index:
+        if reference[reference_index - 1] == response[response_index - 1]:
+            common_words.add(reference[reference_index - 1])
+            reference_index, response_index = reference_index - 1, response_index - 1
+        elif (
+            lengths[reference_index - 1][response_index]
+            > lengths[reference_index][response_index - 1]
+        ):
+            reference_index -= 1
         else:
-            j -= 1
-    return common
+            response_index -= 1
+    return common_words

@@ -9,7 +9,7 @@ from kvbench.benchmark import Benchmark, Doc
 from kvbench_tasks.longbench_v2.rows import SOURCE, rows
 
 
-def docs(leaf: str, *, cache_dir: Path, **_: Any) -> list[Doc]:
+def docs(leaf: str, *, cache_dir: Path, **options: Any) -> list[Doc]:
     """See `Benchmark.docs`."""
     return rows(cache_dir)
 

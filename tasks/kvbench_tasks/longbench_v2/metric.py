@@ -16,8 +16,8 @@ def letter(response: str) -> str | None:
 
     Asterisks are dropped first; no other wording counts.
     """
-    text = response.replace("*", "")
+    reply = response.replace("*", "")
     for pattern in (r"The correct answer is \(([A-D])\)", r"The correct answer is ([A-D])"):
-        if found := re.search(pattern, text):
-            return found[1]
+        if match := re.search(pattern, reply):
+            return match[1]
     return None

@@ -41,14 +41,14 @@ ASKED = ("question", "choice_A", "choice_B", "choice_C", "choice_D")
 
 def rows(cache_dir: Path) -> list[Doc]:
     """Give all rows, in the dataset's order; see `Benchmark.docs`."""
-    return [_row(raw) for raw in sources.rows(SOURCE, cache_dir)]
+    return [_row(record) for record in sources.rows(SOURCE, cache_dir)]
 
 
-def _row(raw: dict[str, Any]) -> Doc:
-    about = ("domain", "sub_domain", "difficulty", "length")
+def _row(record: dict[str, Any]) -> Doc:
+    grouping_fields = ("domain", "sub_domain", "difficulty", "length")
     return {
-        "context": CONTEXT.format(raw["context"].strip()),
-        "question": QUESTION.format(**{name: raw[name].strip() for name in ASKED}),
-        "outputs": [raw["answer"]],
-        "extra": {**{name: raw[name] for name in about}, "id": raw["_id"]},
+        "context": CONTEXT.format(record["context"].strip()),
+        "question": QUESTION.format(**{field: record[field].strip() for field in ASKED}),
+        "outputs": [record["answer"]],
+        "extra": {**{field: record[field] for field in grouping_fields}, "id": record["_id"]},
     }

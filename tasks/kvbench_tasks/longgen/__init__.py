@@ -14,12 +14,14 @@ from kvbench_tasks.synthetic.lexicon import Lexicon
 
 def docs(leaf: str, *, size: Size, **settings: Any) -> list[Doc]:
     """See `Benchmark.docs`."""
-    tokens = counter(size)
+    count_tokens = counter(size)
 
-    def plans(words: Lexicon, index: int) -> Sequence[Plan]:
+    def plans(lexicon: Lexicon, index: int) -> Sequence[Plan]:
         if leaf == "longgen_list":
-            return words.listing(tokens)
-        return words.passage(tokens) if leaf == "longgen_copy" else words.steps(tokens)
+            return lexicon.listing(count_tokens)
+        return (
+            lexicon.passage(count_tokens) if leaf == "longgen_copy" else lexicon.steps(count_tokens)
+        )
 
     return generate(leaf, plans, size=size, **settings)
 

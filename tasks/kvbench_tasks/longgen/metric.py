@@ -25,25 +25,25 @@ def placed(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
     places beyond those of the answer are not judged.
     """
     outputs = [_bare(output) for output in doc["outputs"]]
-    found = _places(doc["form"], results[0])
-    right = [found.get(place) == output for place, output in enumerate(outputs)]
-    return {"placed": sum(right) / len(right)}
+    placed_items = _places(doc["form"], results[0])
+    matches = [placed_items.get(position) == output for position, output in enumerate(outputs)]
+    return {"placed": sum(matches) / len(matches)}
 
 
 def _places(form: str, response: str) -> dict[int, str]:
     """The response's items by place, from 0."""
     if form == "words":
         return dict(enumerate(map(_bare, response.split())))
-    found: dict[int, str] = {}
+    placed_items: dict[int, str] = {}
     if form == "numbered":
-        for piece in re.split(r"[\n,]", response):
-            if match := _NUMBERED.match(piece):
-                found.setdefault(int(match[1]) - 1, _bare(match[2]))
-        return found
+        for fragment in re.split(r"[\n,]", response):
+            if match := _NUMBERED.match(fragment):
+                placed_items.setdefault(int(match[1]) - 1, _bare(match[2]))
+        return placed_items
     if form == "lines":
         lines = [_LISTED.sub("", line, count=1) for line in response.split("\n")]
-        pieces = [piece for line in lines for piece in re.split(r"(?<=[.!?])\s", line)]
-        return dict(enumerate(filter(None, map(_bare, pieces))))
+        fragments = [fragment for line in lines for fragment in re.split(r"(?<=[.!?])\s", line)]
+        return dict(enumerate(filter(None, map(_bare, fragments))))
     raise ValueError(f"no form {form!r}")
 
 

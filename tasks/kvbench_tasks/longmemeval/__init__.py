@@ -26,9 +26,12 @@ SOURCE = Source(
 )
 
 
-def docs(leaf: str, *, cache_dir: Path, **_: Any) -> list[Doc]:
+def docs(leaf: str, *, cache_dir: Path, **options: Any) -> list[Doc]:
     """See `Benchmark.docs`."""
-    return [asked(row, notes=leaf.endswith("_con")) for row in alternating(rows(SOURCE, cache_dir))]
+    return [
+        asked(record, notes=leaf.endswith("_con"))
+        for record in alternating(rows(SOURCE, cache_dir))
+    ]
 
 
 BENCHMARK = Benchmark(

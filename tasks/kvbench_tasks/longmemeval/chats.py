@@ -20,44 +20,49 @@ _STEPS = (
 _LIMIT, _STEPS_LIMIT = 500, 800
 
 
-def asked(row: Mapping[str, Any], *, notes: bool = False) -> Doc:
+def asked(record: Mapping[str, Any], *, notes: bool = False) -> Doc:
     """Make a row: the history is the context; date and question are the question.
 
     Args:
-        row: A raw row.
+        record: A raw row.
         notes: Whether to ask for what is relevant before the answer.
     """
     sessions = sorted(
-        zip(row["haystack_dates"], row["haystack_sessions"], strict=True), key=lambda one: one[0]
+        zip(record["haystack_dates"], record["haystack_sessions"], strict=True),
+        key=lambda dated_session: dated_session[0],
     )
     history = "".join(
         f"\n### Session {number}:\nSession Date: {date}\nSession Content:\n\n{_turns(session)}\n"
         for number, (date, session) in enumerate(sessions, 1)
     )
-    kind = str(row["question_type"])
+    question_type = str(record["question_type"])
     # Questions that cannot be answered have their own rubric, whatever their type.
-    rubric = "abstention" if "_abs" in row["question_id"] else kind
-    end = "Answer (step by step):" if notes else "Answer:"
+    rubric = "abstention" if "_abs" in record["question_id"] else question_type
+    answer_cue = "Answer (step by step):" if notes else "Answer:"
     return {
         "context": f"{_TASK}{_STEPS if notes else ''}\n\n\nHistory Chats:\n\n{history}\n\n",
-        "question": f"Current Date: {row['question_date']}\nQuestion: {row['question']}\n{end}",
-        "outputs": [str(row["answer"])],
-        "asked": row["question"],
+        "question": (
+            f"Current Date: {record['question_date']}\nQuestion: {record['question']}\n{answer_cue}"
+        ),
+        "outputs": [str(record["answer"])],
+        "asked": record["question"],
         "rubric": f"longmemeval:{rubric}",
         "max_new_tokens": _STEPS_LIMIT if notes else _LIMIT,
-        "extra": {"question_type": kind},
+        "extra": {"question_type": question_type},
     }
 
 
-def alternating(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def alternating(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Order raw rows so that the types of questions take turns, as long as each lasts."""
     by_type: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        by_type.setdefault(row["question_type"], []).append(row)
-    return [row for row in chain.from_iterable(zip_longest(*by_type.values())) if row]
+    for record in records:
+        by_type.setdefault(record["question_type"], []).append(record)
+    return [record for record in chain.from_iterable(zip_longest(*by_type.values())) if record]
 
 
 def _turns(session: list[dict[str, Any]]) -> str:
     """The turns of a session as JSON, without the marks of those that hold the evidence."""
-    shown = [{k: v for k, v in turn.items() if k != "has_answer"} for turn in session]
-    return json.dumps(shown)
+    visible_turns = [
+        {key: value for key, value in turn.items() if key != "has_answer"} for turn in session
+    ]
+    return json.dumps(visible_turns)

@@ -41,7 +41,7 @@ def docs(leaf: str, *, cache_dir: Path, **options: Any) -> list[Doc]:
     """See `Benchmark.docs`."""
     kind, _, length = leaf.removeprefix(_PREFIX).rpartition("_")
     allow(kind)
-    return [ask(kind, length, row) for row in rows(_SOURCES[leaf], cache_dir)]
+    return [ask(kind, length, record) for record in rows(_SOURCES[leaf], cache_dir)]
 
 
 BENCHMARK = Benchmark(

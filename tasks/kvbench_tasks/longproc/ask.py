@@ -23,26 +23,26 @@ _TOKENS = {"0.5k": 1024, "2k": 3072, "8k": 10240}
 """Answer limits of the official configuration files (HELMET, `longproc_addon/configs`)."""
 
 
-def ask(kind: str, length: str, row: dict[str, Any]) -> Doc:
+def ask(kind: str, length: str, record: dict[str, Any]) -> Doc:
     """Make a row. Context and question are the official prompt, to the character.
 
     Args:
         kind: One of the six tasks.
         length: "0.5k", "2k" or "8k".
-        row: `id`, `input_prompt`, `reference_output` and `metadata` (JSON), all text.
+        record: `id`, `input_prompt`, `reference_output` and `metadata` (JSON), all text.
     """
-    prompt = row["input_prompt"]
-    at = prompt.rfind(_QUESTION[kind])
-    if at <= 0:  # without the mark all is context, and its last token starts the answer
-        at = len(prompt)
+    prompt = record["input_prompt"]
+    question_start = prompt.rfind(_QUESTION[kind])
+    if question_start <= 0:  # without the mark all is context, and its last token starts the answer
+        question_start = len(prompt)
     return {
-        "context": prompt[:at],
-        "question": prompt[at:],
-        "outputs": [row["reference_output"]],
+        "context": prompt[:question_start],
+        "question": prompt[question_start:],
+        "outputs": [record["reference_output"]],
         "max_new_tokens": _TOKENS[length],
         "kind": kind,
-        "metadata": row["metadata"],
-        "extra": {"id": row["id"]},
+        "metadata": record["metadata"],
+        "extra": {"id": record["id"]},
     }
 
 
@@ -52,5 +52,5 @@ def allow(kind: str) -> None:
     Raises:
         LeftOut: The user has not allowed it, or this machine cannot run it.
     """
-    if kind == "pseudo_to_code" and (why := obstacle()):
-        raise LeftOut(why)
+    if kind == "pseudo_to_code" and (reason := obstacle()):
+        raise LeftOut(reason)

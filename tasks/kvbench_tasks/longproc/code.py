@@ -71,19 +71,21 @@ def passes(code: str, tests: Sequence[Test]) -> bool:
     Raises:
         UserError: No code may be run here.
     """
-    if why := obstacle():
-        raise UserError(f"LongProc's pseudo_to_code {why}")
-    with tempfile.TemporaryDirectory(prefix="kvbench-code-") as name:
-        folder = Path(name)
+    if reason := obstacle():
+        raise UserError(f"LongProc's pseudo_to_code {reason}")
+    with tempfile.TemporaryDirectory(prefix="kvbench-code-") as folder_name:
+        folder = Path(folder_name)
         source, program = folder / "answer.cpp", folder / "answer"
         source.write_text(_PROGRAM + code, encoding="utf-8", errors="replace")
         compiler = ["g++", "-std=c++11", "-O", "-o", str(program), str(source)]
-        made = _limited(compiler, folder, b"", _COMPILE_SECONDS, _COMPILE_MEMORY, children=True)
-        if made is None or not program.is_file():
+        compiler_output = _limited(
+            compiler, folder, b"", _COMPILE_SECONDS, _COMPILE_MEMORY, children=True
+        )
+        if compiler_output is None or not program.is_file():
             return False
-        for given, wanted in tests[:_TESTS]:
-            said = _limited([str(program)], folder, _text(given), _SECONDS, _MEMORY)
-            if said != _text(wanted):
+        for input_lines, expected_lines in tests[:_TESTS]:
+            printed = _limited([str(program)], folder, _text(input_lines), _SECONDS, _MEMORY)
+            if printed != _text(expected_lines):
                 return False
     return True
 
@@ -95,20 +97,23 @@ def _text(lines: Sequence[str]) -> bytes:
 def _limited(
     command: list[str],
     folder: Path,
-    given: bytes,
+    input_bytes: bytes,
     seconds: int,
     memory: int,
     children: bool = False,
 ) -> bytes | None:
     """Run a command within limits; return what it prints, or None where it takes too long."""
-    limits = [str(n) for n in (seconds, memory, _OUTPUT, int(children))]
-    with (folder / "output").open("w+b") as output, (folder / "input").open("w+b") as text:
-        text.write(given)
-        text.seek(0)
+    limits = [str(limit) for limit in (seconds, memory, _OUTPUT, int(children))]
+    with (
+        (folder / "output").open("w+b") as output_file,
+        (folder / "input").open("w+b") as input_file,
+    ):
+        input_file.write(input_bytes)
+        input_file.seek(0)
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _LIMIT, *limits, *command],
-            stdin=text,
-            stdout=output,
+            stdin=input_file,
+            stdout=output_file,
             stderr=subprocess.DEVNULL,
             cwd=folder,
             env={"PATH": os.environ.get("PATH", os.defpath), "TMPDIR": str(folder)},
@@ -122,5 +127,5 @@ def _limited(
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        output.seek(0)
-        return output.read()
+        output_file.seek(0)
+        return output_file.read()

@@ -33,8 +33,8 @@ def score(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
 
 def _tagged(response: str, tag: str) -> str | None:
     """The text between the first `<tag>` and the first `</tag>`."""
-    begin, end = response.find(f"<{tag}>"), response.find(f"</{tag}>")
-    return None if begin < 0 or end < 0 else response[begin + len(tag) + 2 : end].strip()
+    start, stop = response.find(f"<{tag}>"), response.find(f"</{tag}>")
+    return None if start < 0 or stop < 0 else response[start + len(tag) + 2 : stop].strip()
 
 
 def _path(response: str, reference: str, metadata: str) -> bool:
@@ -44,26 +44,28 @@ def _path(response: str, reference: str, metadata: str) -> bool:
 
 def _countdown(response: str, reference: str, metadata: str) -> bool:
     """Every equation is right and uses two numbers that are left; the last gives the target."""
-    given = json.loads(metadata)
-    left = [int(n) for n in given["nums"]]
+    problem = json.loads(metadata)
+    remaining = [int(numeral) for numeral in problem["nums"]]
     lines = (_tagged(response, "Solution") or "").split("\n")
-    if len(lines) != len(left) - 1:
+    if len(lines) != len(remaining) - 1:
         return False
-    for line in lines:
-        match = _EQUATION.fullmatch(line)
+    for equation in lines:
+        match = _EQUATION.fullmatch(equation)
         if match is None or max(map(len, match.groups())) > 18:
             return False
-        a, b, result = int(match[1]), int(match[3]), int(match[4])
-        for number in (a, b):
-            if number not in left:
+        first, second, result = int(match[1]), int(match[3]), int(match[4])
+        for number in (first, second):
+            if number not in remaining:
                 return False
-            left.remove(number)
-        made = {"+": a + b, "-": a - b, "*": a * b}.get(match[2])
-        right = b != 0 and a == b * result if made is None else made == result
-        if not right:
+            remaining.remove(number)
+        computed = {"+": first + second, "-": first - second, "*": first * second}.get(match[2])
+        is_right = (
+            second != 0 and first == second * result if computed is None else computed == result
+        )
+        if not is_right:
             return False
-        left.append(result)
-    return left == [int(given["target"])]
+        remaining.append(result)
+    return remaining == [int(problem["target"])]
 
 
 def _beliefs(response: str, reference: str, metadata: str) -> bool:
@@ -83,55 +85,61 @@ def _bullets(text: str) -> list[str]:
 
 
 def _words(line: str) -> str:
-    bare = "".join(c for c in line.lower() if c not in string.punctuation and c != "’")
-    return " ".join(_IDLE.sub(" ", bare).split())
+    letters = "".join(
+        character
+        for character in line.lower()
+        if character not in string.punctuation and character != "’"
+    )
+    return " ".join(_IDLE.sub(" ", letters).split())
 
 
 def _travel(response: str, reference: str, metadata: str) -> bool:
     """The plan visits the reference's cities in its order, each for as many days."""
-    given = json.loads(metadata)
-    cities = [c for c in given["ground_truth_cities"].split("**") if c]
-    days = [int(d) for d in given["ground_truth_durations"].split("**") if d]
+    problem = json.loads(metadata)
+    cities = [city for city in problem["ground_truth_cities"].split("**") if city]
+    durations = [
+        int(duration) for duration in problem["ground_truth_durations"].split("**") if duration
+    ]
     stays = _stays(_tagged(response, "Plan") or "")
-    return stays[: len(cities)] == list(zip(cities, days, strict=True))
+    return stays[: len(cities)] == list(zip(cities, durations, strict=True))
 
 
 def _stays(plan: str) -> list[tuple[str, int]]:
     """Cities and days of a plan. Flights separate stays; a day of travel counts for both."""
-    total, last = "", ""
+    total_days, last_day = "", ""
     flights = []
     for line in plan.split("\n"):
-        if found := _TOTAL.search(line):
-            total = found[1]
-        if found := _RANGE.search(line):
-            last = found[2]
-            if last == total:  # another plan may follow
+        if match := _TOTAL.search(line):
+            total_days = match[1]
+        if match := _RANGE.search(line):
+            last_day = match[2]
+            if last_day == total_days:  # another plan may follow
                 break
-        if found := _FLIGHT.match(line):
-            flights.append(found)
-    if not last or not flights:
+        if match := _FLIGHT.match(line):
+            flights.append(match)
+    if not last_day or not flights:
         return []
     cities = [flights[0][2], *(flight[3] for flight in flights)]
-    turns = [1, *(int(flight[1]) for flight in flights), int(last)]
+    travel_days = [1, *(int(flight[1]) for flight in flights), int(last_day)]
     return [
-        (city, end - begin + 1)
-        for city, (begin, end) in zip(cities, itertools.pairwise(turns), strict=True)
+        (city, departure - arrival + 1)
+        for city, (arrival, departure) in zip(cities, itertools.pairwise(travel_days), strict=True)
     ]
 
 
 def _table(response: str, reference: str, metadata: str) -> float:
     """F1 of the rows in the answer's TSV block, or in the whole answer where it has no block."""
-    _, mark, block = response.partition("```tsv")
-    body = block if mark else response
-    if mark and "```" in block:
-        body = block.rpartition("```")[0]
-    return row_f1(body.strip(), reference)
+    _, fence, block = response.partition("```tsv")
+    table_text = block if fence else response
+    if fence and "```" in block:
+        table_text = block.rpartition("```")[0]
+    return row_f1(table_text.strip(), reference)
 
 
 def _code(response: str, reference: str, metadata: str) -> bool:
     """The C++ of the answer's block passes the tests."""
-    _, mark, block = response.replace("```c++", "```cpp").partition("```cpp")
-    if not mark or "```" not in block:
+    _, fence, block = response.replace("```c++", "```cpp").partition("```cpp")
+    if not fence or "```" not in block:
         return False
     return passes(block.rpartition("```")[0], json.loads(metadata)["testcases"])
 

@@ -24,27 +24,32 @@ def row_f1(answer: str, reference: str) -> float:
         same name (the official code cannot read such a table).
     """
     try:
-        mine, wanted = _rows(answer), _rows(reference)
+        answer_rows, reference_rows = _rows(answer), _rows(reference)
     except csv.Error:
         return 0.0
-    if not mine or not wanted or len(mine[0]) != len(wanted[0]):
+    if not answer_rows or not reference_rows or len(answer_rows[0]) != len(reference_rows[0]):
         return 0.0
-    here, there = set(mine), set(wanted)
-    precision = sum(row in there for row in mine) / len(mine)
-    recall = sum(row in here for row in wanted) / len(wanted)
+    answer_set, reference_set = set(answer_rows), set(reference_rows)
+    precision = sum(row in reference_set for row in answer_rows) / len(answer_rows)
+    recall = sum(row in answer_set for row in reference_rows) / len(reference_rows)
     return 2 * precision * recall / (precision + recall) if precision + recall else 0.0
 
 
-def _rows(text: str) -> list[Line]:
-    header, *body = csv.reader(text.strip().split("\n"), delimiter="\t")
+def _rows(tsv_text: str) -> list[Line]:
+    header, *body_rows = csv.reader(tsv_text.strip().split("\n"), delimiter="\t")
     if len(set(header)) < len(header):
         return []
-    if body and len(body[-1]) != len(header):
-        body = body[:-1]
-    missing = ["N/A"] * len(header)
-    return [tuple(map(_bare, line if len(line) == len(header) else missing)) for line in body]
+    if body_rows and len(body_rows[-1]) != len(header):
+        body_rows = body_rows[:-1]
+    placeholder_row = ["N/A"] * len(header)
+    return [
+        tuple(map(_bare, fields if len(fields) == len(header) else placeholder_row))
+        for fields in body_rows
+    ]
 
 
 def _bare(cell: str) -> str:
-    words = "".join(c for c in cell.lower() if c not in string.punctuation)
-    return "".join(_ARTICLES.sub(" ", words).split())
+    letters = "".join(
+        character for character in cell.lower() if character not in string.punctuation
+    )
+    return "".join(_ARTICLES.sub(" ", letters).split())

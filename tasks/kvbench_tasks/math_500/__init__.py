@@ -16,13 +16,13 @@ def docs(leaf: str, *, cache_dir: Path, **options: Any) -> list[Doc]:
     """See `Benchmark.docs`."""
     return [
         ask(
-            row["problem"],
-            row["answer"],
-            id=row["unique_id"],
-            subject=row["subject"],
-            level=int(row["level"]),
+            record["problem"],
+            record["answer"],
+            id=record["unique_id"],
+            subject=record["subject"],
+            level=int(record["level"]),
         )
-        for row in rows(_SOURCE, cache_dir)
+        for record in rows(_SOURCE, cache_dir)
     ]
 
 

@@ -15,43 +15,43 @@ _NAMES = (
 _BASES = {name: str(base) for base, name in enumerate(_NAMES, 2)}
 
 
-def canonical(text: str) -> str:
+def canonical(expression: str) -> str:
     """Write all numerals with a base in one way: digits, `_`, and the base, in decimal if known."""
 
-    def written(found: re.Match[str]) -> str:
-        numeral = _read(found)
-        return found[0] if numeral is None else f"{numeral[0]}_{numeral[1]}"
+    def written(match: re.Match[str]) -> str:
+        numeral = _read(match)
+        return match[0] if numeral is None else f"{numeral[0]}_{numeral[1]}"
 
-    return _NUMERAL.sub(written, text)
+    return _NUMERAL.sub(written, expression)
 
 
-def same_bases(gold: str, answer: str) -> bool:
+def same_bases(reference: str, answer: str) -> bool:
     """Whether the numerals of two texts agree, as far as both texts give bases.
 
     Texts with equally many numerals must have the same ones, in any order. Otherwise one of them
     may be a sum of the other's, and only the bases that occur must be the same. A text without any
     base agrees with every text: the problem may have named the base.
     """
-    wanted, found = _numerals(gold), _numerals(answer)
-    if not wanted or not found:
+    reference_numerals, answer_numerals = _numerals(reference), _numerals(answer)
+    if not reference_numerals or not answer_numerals:
         return True
-    if len(wanted) == len(found):
-        return sorted(wanted) == sorted(found)
-    return {base for _, base in wanted} == {base for _, base in found}
+    if len(reference_numerals) == len(answer_numerals):
+        return sorted(reference_numerals) == sorted(answer_numerals)
+    return {base for _, base in reference_numerals} == {base for _, base in answer_numerals}
 
 
-def _numerals(text: str) -> list[tuple[str, str]]:
-    return [numeral for found in _NUMERAL.finditer(text) if (numeral := _read(found))]
+def _numerals(expression: str) -> list[tuple[str, str]]:
+    return [numeral for match in _NUMERAL.finditer(expression) if (numeral := _read(match))]
 
 
-def _read(found: re.Match[str]) -> tuple[str, str] | None:
+def _read(match: re.Match[str]) -> tuple[str, str] | None:
     """Digits and base; None for a symbol with an index, such as `2C_1`."""
-    name = (found["group"] or found["base"]).lower()
-    base = _BASES.get(name, name)
-    whole, _, fraction = found["digits"].partition(".")
-    if not (whole + fraction).isdigit():  # letters are digits in larger bases only
-        highest = max(int(digit, 16) for digit in whole + fraction)
-        if not re.fullmatch("[0-9]{1,2}", base) or highest >= int(base):
+    base_name = (match["group"] or match["base"]).lower()
+    base = _BASES.get(base_name, base_name)
+    integer, _, fraction = match["digits"].partition(".")
+    if not (integer + fraction).isdigit():  # letters are digits in larger bases only
+        largest_digit = max(int(digit, 16) for digit in integer + fraction)
+        if not re.fullmatch("[0-9]{1,2}", base) or largest_digit >= int(base):
             return None
     fraction = fraction.rstrip("0")
-    return (whole.lstrip("0") or "0") + (f".{fraction}" if fraction else ""), base
+    return (integer.lstrip("0") or "0") + (f".{fraction}" if fraction else ""), base

@@ -12,7 +12,7 @@ _PIECE = re.compile(
 )
 
 
-def boxed(text: str) -> str | None:
+def boxed(solution: str) -> str | None:
     r"""Return the content of the last complete `\boxed{...}` of a text, stripped of white space.
 
     Braces within the box are balanced; of nested boxes the innermost counts. `\boxed 5` counts too.
@@ -21,21 +21,21 @@ def boxed(text: str) -> str | None:
     Returns:
         The content, or None where there is no box.
     """
-    found: tuple[int, str] | None = None
-    opened: list[int | None] = []  # start of a box's content; None for any other brace
-    for piece in _PIECE.finditer(text):
-        if piece["open"]:
-            opened.append(piece.end())
-        elif piece["bare"]:
-            found = _later(found, piece.start("bare"), piece["bare"].rstrip("."))
-        elif piece["brace"] == "{":
-            opened.append(None)
-        elif piece["brace"] == "}" and opened:
-            begin = opened.pop()
-            if begin is not None:
-                found = _later(found, begin, text[begin : piece.start()])
-    return None if found is None else found[1].strip()
+    last_box: tuple[int, str] | None = None
+    content_starts: list[int | None] = []  # start of a box's content; None for any other brace
+    for match in _PIECE.finditer(solution):
+        if match["open"]:
+            content_starts.append(match.end())
+        elif match["bare"]:
+            last_box = _latest_box(last_box, match.start("bare"), match["bare"].rstrip("."))
+        elif match["brace"] == "{":
+            content_starts.append(None)
+        elif match["brace"] == "}" and content_starts:
+            start = content_starts.pop()
+            if start is not None:
+                last_box = _latest_box(last_box, start, solution[start : match.start()])
+    return None if last_box is None else last_box[1].strip()
 
 
-def _later(found: tuple[int, str] | None, begin: int, content: str) -> tuple[int, str]:
-    return found if found is not None and found[0] > begin else (begin, content)
+def _latest_box(last_box: tuple[int, str] | None, start: int, content: str) -> tuple[int, str]:
+    return last_box if last_box is not None and last_box[0] > start else (start, content)

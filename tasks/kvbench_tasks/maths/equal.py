@@ -18,7 +18,7 @@ _LONGEST = 1000
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def equal(gold: str, answer: str) -> bool:
+def equal(reference: str, answer: str) -> bool:
     r"""Whether an answer is equal to the reference answer.
 
     In this order:
@@ -31,47 +31,53 @@ def equal(gold: str, answer: str) -> bool:
        more.
 
     Args:
-        gold: The reference answer, as LaTeX or as text.
+        reference: The reference answer, as LaTeX or as text.
         answer: The model's answer.
     """
-    gold, answer = _clean(gold), _clean(answer)
+    reference, answer = _clean(reference), _clean(answer)
     if not answer:
         return False
-    texts = _plain(gold), _plain(answer)
-    if _WRAPPERS.search(gold):
-        texts = texts[0].casefold(), texts[1].casefold()
-    if texts[0] == texts[1]:
+    plain_texts = _plain(reference), _plain(answer)
+    if _WRAPPERS.search(reference):
+        plain_texts = plain_texts[0].casefold(), plain_texts[1].casefold()
+    if plain_texts[0] == plain_texts[1]:
         return True
-    x, y = _number(gold), _number(answer)
-    if x is not None and y is not None:
-        return x == y
-    if max(len(gold), len(answer)) > _LONGEST:
+    reference_value, answer_value = _number(reference), _number(answer)
+    if reference_value is not None and answer_value is not None:
+        return reference_value == answer_value
+    if max(len(reference), len(answer)) > _LONGEST:
         return False
-    if not same_bases(*map(_unwrapped, (gold, answer))):
+    if not same_bases(*map(_unwrapped, (reference, answer))):
         return False
-    return VERIFIER(gold, answer)
+    return VERIFIER(reference, answer)
 
 
-def _clean(text: str) -> str:
+def _clean(expression: str) -> str:
     # Single the spaces: the steps below would take quadratic time over long runs.
-    text = " ".join(_SPACES.sub(" ", _GAPS.sub("", text)).split())
-    for begin, end in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
-        if len(text) > len(begin + end) and text.startswith(begin) and text.endswith(end):
-            text = text[len(begin) : -len(end)].strip()
-    text = re.sub(r"^\\?\$\s*", "", text)
-    text = re.sub(r"(?<=[^.])\.$", "", text)
-    return re.sub(r"\s*\\?%$", "", text).strip()
+    expression = " ".join(_SPACES.sub(" ", _GAPS.sub("", expression)).split())
+    for opening, closing in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
+        if (
+            len(expression) > len(opening + closing)
+            and expression.startswith(opening)
+            and expression.endswith(closing)
+        ):
+            expression = expression[len(opening) : -len(closing)].strip()
+    expression = re.sub(r"^\\?\$\s*", "", expression)
+    expression = re.sub(r"(?<=[^.])\.$", "", expression)
+    return re.sub(r"\s*\\?%$", "", expression).strip()
 
 
-def _plain(text: str) -> str:
-    same = canonical(_unwrapped(text)).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
-    return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", same)
+def _plain(expression: str) -> str:
+    normalized = (
+        canonical(_unwrapped(expression)).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
+    )
+    return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", normalized)
 
 
-def _unwrapped(text: str) -> str:
-    return _WRAPPERS.sub(r"\1", text)
+def _unwrapped(expression: str) -> str:
+    return _WRAPPERS.sub(r"\1", expression)
 
 
-def _number(text: str) -> Fraction | None:
-    bare = text.replace(",", "") if _GROUPED.fullmatch(text) else text
-    return Fraction(bare) if len(bare) <= _LONGEST and _NUMBER.fullmatch(bare) else None
+def _number(expression: str) -> Fraction | None:
+    digits = expression.replace(",", "") if _GROUPED.fullmatch(expression) else expression
+    return Fraction(digits) if len(digits) <= _LONGEST and _NUMBER.fullmatch(digits) else None

@@ -41,24 +41,24 @@ class Verifier:
         self._process: subprocess.Popen[str] | None = None
         self._lines: queue.Queue[str] = queue.Queue()
 
-    def __call__(self, gold: str, answer: str) -> bool:
+    def __call__(self, reference: str, answer: str) -> bool:
         """Whether an answer equals the reference; both are LaTeX.
 
         Raises:
             UserError: The process cannot be started.
         """
         with self._lock:
-            process = self._started()
+            process = self._start_process()
             assert process.stdin is not None
             try:
-                process.stdin.write(json.dumps([gold, answer]) + "\n")
+                process.stdin.write(json.dumps([reference, answer]) + "\n")
                 process.stdin.flush()
-                said = self._lines.get(timeout=self.seconds)
+                verdict = self._lines.get(timeout=self.seconds)
             except (OSError, queue.Empty):
-                said = ""
-            if said not in ("yes", "no"):  # late, or dead: sympy can exhaust memory or the stack
+                verdict = ""
+            if verdict not in ("yes", "no"):  # late, or dead: sympy can exhaust memory or the stack
                 self.close()
-            return said == "yes"
+            return verdict == "yes"
 
     def close(self) -> None:
         """End the process; the next comparison starts another."""
@@ -68,21 +68,21 @@ class Verifier:
         with contextlib.suppress(OSError):
             process.kill()
         process.wait()
-        for pipe in (process.stdin, process.stdout):
+        for stream in (process.stdin, process.stdout):
             with contextlib.suppress(OSError):
-                if pipe is not None:
-                    pipe.close()
+                if stream is not None:
+                    stream.close()
 
-    def _started(self) -> subprocess.Popen[str]:
+    def _start_process(self) -> subprocess.Popen[str]:
         if (
             self._process is not None and self._owner == os.getpid()
         ):  # after a fork it belongs to the parent
             if self._process.poll() is None:
                 return self._process
             self.close()
-        function = [] if self.function is None else [str(self.function())]
+        arguments = [] if self.function is None else [str(self.function())]
         process = subprocess.Popen(
-            [sys.executable, "-P", str(_WORKER), *function],
+            [sys.executable, "-P", str(_WORKER), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -92,25 +92,25 @@ class Verifier:
         self._process, self._owner, self._lines = process, os.getpid(), queue.Queue()
         threading.Thread(target=_pass_on, args=(process.stdout, self._lines), daemon=True).start()
         try:
-            said = self._lines.get(timeout=_START)
+            greeting = self._lines.get(timeout=_START)
         except queue.Empty:
-            said = ""
-        if said != "ready":
+            greeting = ""
+        if greeting != "ready":
             self.close()
             raise UserError(
                 "math-verify, which compares the answers, does not start: "
-                f"{said or 'it does not respond'}; try `pip install math-verify "
+                f"{greeting or 'it does not respond'}; try `pip install math-verify "
                 "antlr4-python3-runtime==4.11.0`"
             )
         return process
 
 
-def _pass_on(pipe: IO[str], lines: queue.Queue[str]) -> None:
+def _pass_on(stream: IO[str], line_queue: queue.Queue[str]) -> None:
     """Put the process's lines into a queue; an empty line marks its end."""
     with contextlib.suppress(OSError, ValueError):
-        for line in pipe:
-            lines.put(line.strip())
-    lines.put("")
+        for line in stream:
+            line_queue.put(line.strip())
+    line_queue.put("")
 
 
 VERIFIER = Verifier()

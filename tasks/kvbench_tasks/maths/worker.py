@@ -22,7 +22,7 @@ _SECONDS = 60
 
 def main() -> None:
     """Serve until the input ends; memory is limited where the system can limit it."""
-    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    verdict_stream = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print must not be taken for an answer
     try:
         import resource  # POSIX only
@@ -32,18 +32,18 @@ def main() -> None:
         pass
     try:
         logging.disable(logging.CRITICAL)
-        compare = _loaded(sys.argv[1]) if sys.argv[1:] else _verified
+        compare = _load_comparison(sys.argv[1]) if sys.argv[1:] else _verify
         compare("1", "1")  # here, so that a failing import is reported in one line
     except Exception as error:
-        print(f"{type(error).__name__}: {error}".splitlines()[0], file=out, flush=True)
+        print(f"{type(error).__name__}: {error}".splitlines()[0], file=verdict_stream, flush=True)
         return
-    print("ready", file=out, flush=True)
+    print("ready", file=verdict_stream, flush=True)
     for line in sys.stdin:
-        gold, answer = json.loads(line)
+        reference, answer = json.loads(line)
         _alarm(_SECONDS)
-        said = "yes" if _same(compare, gold, answer) else "no"
+        verdict = "yes" if _same(compare, reference, answer) else "no"
         _alarm(0)
-        print(said, file=out, flush=True)
+        print(verdict, file=verdict_stream, flush=True)
 
 
 def _alarm(seconds: int) -> None:
@@ -53,35 +53,35 @@ def _alarm(seconds: int) -> None:
         signal.alarm(seconds)
 
 
-def _same(compare: Callable[[str, str], object], gold: str, answer: str) -> bool:
+def _same(compare: Callable[[str, str], object], reference: str, answer: str) -> bool:
     try:
-        return bool(compare(gold, answer))
+        return bool(compare(reference, answer))
     except Exception:  # sympy raises errors of all kinds; what cannot be compared is not equal
         return False
 
 
-def _loaded(path: str) -> Callable[[str, str], object]:
+def _load_comparison(path: str) -> Callable[[str, str], object]:
     """The function `is_equal` of a file of lmms-eval."""
     provide_latex2sympy2()
-    spec = importlib.util.spec_from_file_location("comparison", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    found: Callable[[str, str], object] = module.is_equal
-    return found
+    module_spec = importlib.util.spec_from_file_location("comparison", path)
+    assert module_spec is not None
+    assert module_spec.loader is not None
+    module = importlib.util.module_from_spec(module_spec)
+    module_spec.loader.exec_module(module)
+    compare: Callable[[str, str], object] = module.is_equal
+    return compare
 
 
-def _verified(gold: str, answer: str) -> object:
+def _verify(reference: str, answer: str) -> object:
     import math_verify  # see main
 
-    return math_verify.verify(_parsed(gold), _parsed(answer), timeout_seconds=None)
+    return math_verify.verify(_parse(reference), _parse(answer), timeout_seconds=None)
 
 
-def _parsed(text: str) -> object:
+def _parse(expression: str) -> object:
     import math_verify  # see main
 
-    return math_verify.parse(f"\\boxed{{{text}}}", parsing_timeout=None)
+    return math_verify.parse(f"\\boxed{{{expression}}}", parsing_timeout=None)
 
 
 if __name__ == "__main__":

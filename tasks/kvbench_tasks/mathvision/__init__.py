@@ -14,8 +14,8 @@ COLUMNS = ("id", "question", "options", "decoded_image", "answer", "level", "sub
 
 def _sources(prefix: str) -> dict[str, Source]:
     return {
-        prefix + split: Source("MathLLMs/MathVision", split=split, columns=COLUMNS)
-        for split in ("test", "testmini")
+        prefix + split_name: Source("MathLLMs/MathVision", split=split_name, columns=COLUMNS)
+        for split_name in ("test", "testmini")
     }
 
 
@@ -23,11 +23,11 @@ SOURCES = _sources("mathvision_")
 _LMMS_EVAL = _sources("mathvision_lmms_eval_")
 
 
-def docs(leaf: str, *, cache_dir: Path, samples: int, **_: Any) -> list[Doc]:
+def docs(leaf: str, *, cache_dir: Path, samples: int, **options: Any) -> list[Doc]:
     """See `Benchmark.docs`."""
     return [
-        {**row, "extra": {"subject": row["subject"], "level": int(row["level"])}}
-        for row in rows({**SOURCES, **_LMMS_EVAL}[leaf], cache_dir, samples)
+        {**record, "extra": {"subject": record["subject"], "level": int(record["level"])}}
+        for record in rows({**SOURCES, **_LMMS_EVAL}[leaf], cache_dir, samples)
     ]
 
 

@@ -13,30 +13,32 @@ _BRACKETS = ("()", "[]")
 
 def is_equal(reference: str, answer: str) -> bool:
     """Compare an answer in LaTeX with the reference; nothing equals an empty text."""
-    first, second = reference.lower(), answer.lower()
-    if not first.strip(" ") or not second.strip(" "):
+    reference_text, answer_text = reference.lower(), answer.lower()
+    if not reference_text.strip(" ") or not answer_text.strip(" "):
         return False
-    if first.strip() == second.strip():
+    if reference_text.strip() == answer_text.strip():
         return True
-    first, second = _elements(first), _elements(second)
-    if first == second:
+    reference_text, answer_text = _elements(reference_text), _elements(answer_text)
+    if reference_text == answer_text:
         return True
     try:
-        return round(value(first), 2) == round(value(second), 2)
+        return round(value(reference_text), 2) == round(value(answer_text), 2)
     except Exception:  # also of arithmetic: division by zero, overflow, complex numbers
         return False
 
 
-def _elements(text: str) -> str:
+def _elements(expression: str) -> str:
     """A tuple or list with its elements as numbers of two decimals; other texts as they are."""
-    parts = text[1:-1].split(",")
-    if len(parts) < 2 or text[0] + text[-1] not in _BRACKETS:
-        return text
+    elements = expression[1:-1].split(",")
+    if len(elements) < 2 or expression[0] + expression[-1] not in _BRACKETS:
+        return expression
     try:
         numbers = [
-            part if "infty" in part or part in ("a", "-a") else str(round(value(part), 2))
-            for part in parts
+            element
+            if "infty" in element or element in ("a", "-a")
+            else str(round(value(element), 2))
+            for element in elements
         ]
     except Exception:
-        return text
-    return text[0] + ",".join(numbers) + text[-1]
+        return expression
+    return expression[0] + ",".join(numbers) + expression[-1]

@@ -66,43 +66,43 @@ _FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def value(text: str) -> float | int:
+def value(expression: str) -> float | int:
     """The number that an expression means; an int unless it is a fraction or a decimal.
 
     Raises:
         Exception: It is no expression, or has no value; what cannot be computed raises errors of
             many kinds.
     """
-    for name in ("dfrac", "tfrac"):
-        text = text.replace("\\" + name, r"\frac")
-    reader = _Reader(_GAPS.sub(" ", text))
-    found = reader.relation()
+    for command in ("dfrac", "tfrac"):
+        expression = expression.replace("\\" + command, r"\frac")
+    reader = _Reader(_GAPS.sub(" ", expression))
+    result = reader.relation()
     if reader.token in (",", ";"):
         raise ValueError("a list has no value")
-    return round(found) if isinstance(found, bool) else found + 0
+    return round(result) if isinstance(result, bool) else result + 0
 
 
 class _Reader:
     """Reads one token ahead, so that what follows the expression need not be readable."""
 
-    def __init__(self, text: str) -> None:
-        self.text, self.end = text, 0
+    def __init__(self, expression: str) -> None:
+        self.text, self.end = expression, 0
         self.kind, self.token = "", ""
         self.advance()
 
     def advance(self) -> str:
         """Go on to the next token, and return the one before."""
-        before = self.token
-        if space := _SPACE.match(self.text, self.end):
-            self.end = space.end()
+        previous_token = self.token
+        if space_match := _SPACE.match(self.text, self.end):
+            self.end = space_match.end()
         if self.end == len(self.text):
             self.kind, self.token = "end", ""
-            return before
-        found = _TOKEN.match(self.text, self.end)
-        if found is None:
+            return previous_token
+        match = _TOKEN.match(self.text, self.end)
+        if match is None:
             raise ValueError(f"{self.text[self.end]!r} is no token")
-        self.kind, self.token, self.end = str(found.lastgroup), found[0], found.end()
-        return before
+        self.kind, self.token, self.end = str(match.lastgroup), match[0], match.end()
+        return previous_token
 
     def expect(self, token: str) -> None:
         if self.token != token:
@@ -113,30 +113,30 @@ class _Reader:
 
     def relation(self) -> Any:
         """`x = 3` is 3, and a comparison is true or false."""
-        left = self.sum()
+        result = self.sum()
         while self.kind == "relation":
-            sign = self.advance()
-            right = self.sum()
-            if sign in _COMPARED:
-                left = _COMPARED[sign](left, right)
-            elif sign == "=" and left is None:
-                left = right
+            relation_sign = self.advance()
+            operand = self.sum()
+            if relation_sign in _COMPARED:
+                result = _COMPARED[relation_sign](result, operand)
+            elif relation_sign == "=" and result is None:
+                result = operand
             else:
                 raise ValueError("an equation has no value")
-        return left
+        return result
 
     def sum(self) -> Any:
-        left = self.product()
+        result = self.product()
         while self.token in _SUMS:
-            left = _SUMS[self.advance()](left, self.product())
-        return left
+            result = _SUMS[self.advance()](result, self.product())
+        return result
 
     def product(self, argument: bool = False) -> Any:
         """Explicit products; in an `argument` without parentheses functions end them."""
-        left = self.signed(argument)
+        result = self.signed(argument)
         while self.token in _PRODUCTS:
-            left = _PRODUCTS[self.advance()](left, self.signed(argument))
-        return left
+            result = _PRODUCTS[self.advance()](result, self.signed(argument))
+        return result
 
     def signed(self, argument: bool) -> Any:
         if self.token == "+":
@@ -145,30 +145,30 @@ class _Reader:
         if self.token == "-":
             self.advance()
             return -self.signed(argument)
-        left = self.postfix()
+        result = self.postfix()
         while self.begins(argument):
-            left = left * self.postfix()
-        return left
+            result = result * self.postfix()
+        return result
 
     def begins(self, argument: bool) -> bool:
         """Whether the token begins another factor."""
-        function = self.token[1:] in _FUNCTIONS or self.token in ("e", r"\log", r"\sqrt")
-        if self.token in _PRODUCTS or (argument and function):
+        is_function = self.token[1:] in _FUNCTIONS or self.token in ("e", r"\log", r"\sqrt")
+        if self.token in _PRODUCTS or (argument and is_function):
             return False
         return self.kind in ("number", "letter", "command") or self.token in ("(", "{", "[", "|")
 
     def postfix(self) -> Any:
-        found = self.power()
+        result = self.power()
         while self.token in ("!", "'"):
             if self.advance() == "!":
-                found = math.factorial(found)
-        return found
+                result = math.factorial(result)
+        return result
 
     def power(self) -> Any:
-        base = self.single()
+        result = self.single()
         while self.token == "^":
-            base = base ** self.raised()
-        return base
+            result = result ** self.raised()
+        return result
 
     def raised(self) -> Any:
         """What follows `^` or `_`: one atom, or an expression in braces."""
@@ -181,9 +181,9 @@ class _Reader:
 
     def group(self, closing: str) -> Any:
         self.advance()
-        found = self.sum()
+        result = self.sum()
         self.expect(closing)
-        return found
+        return result
 
     def single(self) -> Any:
         if self.kind == "number":
@@ -192,26 +192,26 @@ class _Reader:
             return self.letter()
         if self.token in (r"\left", r"\mleft"):
             closing = r"\right" if self.advance() == r"\left" else r"\mright"
-            found = self.enclosed(closing)
+            result = self.enclosed(closing)
         else:
-            found = self.enclosed("")
-        return found
+            result = self.enclosed("")
+        return result
 
-    def enclosed(self, before: str) -> Any:
-        """What is in brackets, whose closing one has `before` before it, or a command."""
+    def enclosed(self, prefix: str) -> Any:
+        """What is in brackets, whose closing one has `prefix` before it, or a command."""
         opening = self.token
         closing = _PAIRS.get(opening) or _FLOORS.get(opening)
         if closing is None:
             return self.command()
         self.advance()
-        found = self.sum()
-        if self.token == r"\choose" and opening == "{" and not before:
+        result = self.sum()
+        if self.token == r"\choose" and opening == "{" and not prefix:
             self.advance()
-            found = math.comb(found, self.sum())
-        if before:
-            self.expect(before)
+            result = math.comb(result, self.sum())
+        if prefix:
+            self.expect(prefix)
         self.expect(closing)
-        return math.floor(found) if opening in _FLOORS else found
+        return math.floor(result) if opening in _FLOORS else result
 
     def letter(self) -> Any:
         """`e^x`; the value of all other letters is unknown."""
@@ -225,57 +225,61 @@ class _Reader:
         return None
 
     def command(self) -> Any:
-        name = self.advance()[1:]
-        if name == "pi":
+        command_name = self.advance()[1:]
+        if command_name == "pi":
             return math.pi
-        if name == "frac":
+        if command_name == "frac":
             return self.braced() / self.braced()
-        if name in ("binom", "tbinom", "dbinom"):
+        if command_name in ("binom", "tbinom", "dbinom"):
             return math.comb(self.braced(), self.braced())
-        if name == "sqrt":
-            root = self.group("]") if self.token == "[" else None
-            return math.sqrt(self.braced()) if root is None else self.braced() ** (1 / root)
-        if name != "log" and name not in _FUNCTIONS:
-            raise ValueError(f"\\{name} has no value")
-        return self.function(name)
+        if command_name == "sqrt":
+            root_degree = self.group("]") if self.token == "[" else None
+            return (
+                math.sqrt(self.braced())
+                if root_degree is None
+                else self.braced() ** (1 / root_degree)
+            )
+        if command_name != "log" and command_name not in _FUNCTIONS:
+            raise ValueError(f"\\{command_name} has no value")
+        return self.function(command_name)
 
     def braced(self) -> Any:
         if self.token != "{":
             raise ValueError("expected a brace")
         return self.group("}")
 
-    def function(self, name: str) -> Any:
+    def function(self, function_name: str) -> Any:
         """A function with its base, its power and its argument."""
         base: Any = 10
-        power = None
+        exponent = None
         while self.token in ("_", "^"):
             if self.token == "_":
                 base = self.raised()
             else:
-                power = self.raised()
-        left = self.token == r"\left"
-        if left:
+                exponent = self.raised()
+        has_left = self.token == r"\left"
+        if has_left:
             self.advance()
         if self.token == "(":
             self.advance()
             argument = self.sum()
-            if left:
+            if has_left:
                 self.expect(r"\right")
             self.expect(")")
         else:
             argument = self.product(argument=True)
-        if name == "log":
-            found = math.log(argument, base)
-        elif power == -1 and name in _POWERS:
-            return _FUNCTIONS[f"arc{name}"](argument)
+        if function_name == "log":
+            result = math.log(argument, base)
+        elif exponent == -1 and function_name in _POWERS:
+            return _FUNCTIONS[f"arc{function_name}"](argument)
         else:
-            found = _FUNCTIONS[name](argument)
-        return found**power if power else found
+            result = _FUNCTIONS[function_name](argument)
+        return result**exponent if exponent else result
 
 
-def _number(text: str) -> float | int:
-    text = text.replace(",", "")
-    if text.endswith(r"\%"):
-        return float(text.removesuffix(r"\%")) / 100
-    found = float(text)
-    return int(text) if text.isdigit() else int(found) if found.is_integer() else found
+def _number(numeral: str) -> float | int:
+    numeral = numeral.replace(",", "")
+    if numeral.endswith(r"\%"):
+        return float(numeral.removesuffix(r"\%")) / 100
+    number = float(numeral)
+    return int(numeral) if numeral.isdigit() else int(number) if number.is_integer() else number

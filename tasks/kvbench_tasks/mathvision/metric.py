@@ -20,10 +20,10 @@ def _official() -> Path:
 
 
 def _lmms_eval() -> Path:
-    spec = importlib.util.find_spec("lmms_eval")
-    assert spec is not None
-    assert spec.submodule_search_locations is not None
-    return Path(spec.submodule_search_locations[0], "tasks", "mathvision", "eval_utils.py")
+    module_spec = importlib.util.find_spec("lmms_eval")
+    assert module_spec is not None
+    assert module_spec.submodule_search_locations is not None
+    return Path(module_spec.submodule_search_locations[0], "tasks", "mathvision", "eval_utils.py")
 
 
 EQUAL = Verifier(function=_official)
@@ -34,18 +34,18 @@ atexit.register(LMMS_EQUAL.close)
 
 def process_results(doc: Doc, results: list[str]) -> dict[str, Any]:
     """Score a response as the authors' evaluation does; called by lmms-eval."""
-    return _scored(EQUAL, doc, results)
+    return _score_response(EQUAL, doc, results)
 
 
 def process_results_lmms_eval(doc: Doc, results: list[str]) -> dict[str, Any]:
     """Score a response as lmms-eval does; called by it."""
-    return _scored(LMMS_EQUAL, doc, results)
+    return _score_response(LMMS_EQUAL, doc, results)
 
 
-def _scored(equal: Verifier, doc: Doc, results: list[str]) -> dict[str, Any]:
+def _score_response(is_equal: Verifier, doc: Doc, results: list[str]) -> dict[str, Any]:
     # lmms-eval finds the answer in a response exactly as the authors do.
     from lmms_eval.tasks.mathvision import utils
 
-    utils.is_equal = equal
-    found: dict[str, Any] = utils.mathvision_process_results(doc, results)
-    return found
+    utils.is_equal = is_equal
+    metrics: dict[str, Any] = utils.mathvision_process_results(doc, results)
+    return metrics

@@ -16,22 +16,22 @@ DIALOGUES = Source("laolao77/MMDU", file="benchmark.json", columns=("id", "image
 IMAGES = Source("laolao77/MMDU", file="mmdu_pics.zip:*mmdu_pics/*")
 
 
-def docs(leaf: str, *, cache_dir: Path, **_: Any) -> list[Doc]:
+def docs(leaf: str, *, cache_dir: Path, **options: Any) -> list[Doc]:
     """See `Benchmark.docs`. A dialogue that does not fit its images is left out with a warning.
 
     Raises:
         UserError: No dialogue is left, or one has another fault.
     """
-    images = {row["path"].rpartition("/")[2]: row for row in rows(IMAGES, cache_dir)}
-    found = []
-    for row in rows(DIALOGUES, cache_dir):
+    images = {record["path"].rpartition("/")[2]: record for record in rows(IMAGES, cache_dir)}
+    documents = []
+    for record in rows(DIALOGUES, cache_dir):
         try:
-            found.append(dialogue(row, images))
-        except WrongImages as wrong:
-            warnings.warn(f"{wrong}; it is left out", stacklevel=2)
-    if not found:
+            documents.append(dialogue(record, images))
+        except WrongImages as error:
+            warnings.warn(f"{error}; it is left out", stacklevel=2)
+    if not documents:
         raise UserError("MMDU: no dialogue fits its images; fetch the data again")
-    return found
+    return documents
 
 
 BENCHMARK = Benchmark(

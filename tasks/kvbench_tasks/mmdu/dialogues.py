@@ -19,43 +19,47 @@ _LIMIT = 1024
 """New tokens of an answer; the authors leave it to each model's default."""
 
 
-def dialogue(row: Mapping[str, Any], images: Mapping[str, Mapping[str, Any]]) -> Doc:
+def dialogue(record: Mapping[str, Any], images: Mapping[str, Mapping[str, Any]]) -> Doc:
     """Make a row of a dialogue.
 
     Args:
-        row: The raw dialogue: `id`, `image` (paths) and `conversations` (`from` and `value` of the
-            messages, where user and assistant take turns).
+        record: The raw dialogue: `id`, `image` (paths) and `conversations` (`from` and `value` of
+            the messages, where user and assistant take turns).
         images: Encoded images by file name.
 
     Raises:
         WrongImages: The messages do not match the images.
         UserError: An image is missing, or user and assistant do not take turns.
     """
-    said = [(part["from"], part["value"]) for part in row["conversations"]]
-    asked, answered = said[::2], said[1::2]
-    roles = {who for who, _ in asked}, {who for who, _ in answered}
-    names = [path.rpartition("/")[2] for path in row["image"]]
-    if roles != ({"user"}, {"assistant"}) or len(asked) != len(answered):
-        raise UserError(f"MMDU, dialogue {row['id']}: user and assistant do not take turns")
-    if (count := sum(text.count(HERE) for _, text in asked)) != len(names):
-        raise WrongImages(f"MMDU, dialogue {row['id']}: {count} places for {len(names)} images")
-    if missing := [name for name in names if name not in images]:
-        raise UserError(f"MMDU, dialogue {row['id']}: there is no image {missing[0]}")
-    left = iter(names)
+    messages = [(entry["from"], entry["value"]) for entry in record["conversations"]]
+    user_messages, replies = messages[::2], messages[1::2]
+    roles = {role for role, _ in user_messages}, {role for role, _ in replies}
+    file_names = [path.rpartition("/")[2] for path in record["image"]]
+    if roles != ({"user"}, {"assistant"}) or len(user_messages) != len(replies):
+        raise UserError(f"MMDU, dialogue {record['id']}: user and assistant do not take turns")
+    if (slot_count := sum(message.count(HERE) for _, message in user_messages)) != len(file_names):
+        raise WrongImages(
+            f"MMDU, dialogue {record['id']}: {slot_count} places for {len(file_names)} images"
+        )
+    if missing := [file_name for file_name in file_names if file_name not in images]:
+        raise UserError(f"MMDU, dialogue {record['id']}: there is no image {missing[0]}")
+    remaining = iter(file_names)
     turns = []
-    for number, ((_, text), (_, answer)) in enumerate(zip(asked, answered, strict=True)):
-        told, here, question = text.rpartition(HERE)
-        context = (told + here).replace(HERE, IMAGE)
+    for turn_index, ((_, message), (_, answer)) in enumerate(
+        zip(user_messages, replies, strict=True)
+    ):
+        preceding, placeholder, question = message.rpartition(HERE)
+        context = (preceding + placeholder).replace(HERE, IMAGE)
         turns.append(
             {
                 "context": context,
                 "question": question,
                 "outputs": [answer.strip()],
                 "answer": answer.strip(),
-                "asked": text.replace(HERE, "[image]").strip(),
-                "media": [images[next(left)] for _ in range(context.count(IMAGE))],
+                "asked": message.replace(HERE, "[image]").strip(),
+                "media": [images[next(remaining)] for _ in range(context.count(IMAGE))],
                 "max_new_tokens": _LIMIT,
-                "extra": {"turn": number, "images": len(names)},
+                "extra": {"turn": turn_index, "images": len(file_names)},
             }
         )
     # Images need the chat template, so the frame of plain prompts is never used.

@@ -16,4 +16,7 @@ def ask(doc: Doc, response: str) -> Ask:
 def ratings(doc: Doc, results: list[Any]) -> dict[str, float]:
     """The overall rating and those of the six respects, from 0.1 to 1; called by lm-eval."""
     _, marks = results
-    return {"overall": marks["score"], **{k: v for k, v in marks.items() if k != "score"}}
+    return {
+        "overall": marks["score"],
+        **{respect: rating for respect, rating in marks.items() if respect != "score"},
+    }

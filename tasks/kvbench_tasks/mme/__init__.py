@@ -21,15 +21,15 @@ COGNITION = (
 """The categories of `mme_cognition`; all others are of `mme_perception`."""
 
 
-def docs(leaf: str, *, cache_dir: Path, samples: int, **_: Any) -> list[Doc]:
+def docs(leaf: str, *, cache_dir: Path, samples: int, **options: Any) -> list[Doc]:
     """See `Benchmark.docs`."""
 
-    def wanted(row: Doc) -> bool:
-        return (row["category"] in COGNITION) == (leaf == "mme_cognition")
+    def is_selected(record: Doc) -> bool:
+        return (record["category"] in COGNITION) == (leaf == "mme_cognition")
 
     return [
-        {**row, "extra": {"category": row["category"]}}
-        for row in rows(SOURCE, cache_dir, samples, wanted)
+        {**record, "extra": {"category": record["category"]}}
+        for record in rows(SOURCE, cache_dir, samples, is_selected)
     ]
 
 

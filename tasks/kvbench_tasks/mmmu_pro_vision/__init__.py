@@ -11,10 +11,11 @@ from kvbench.data.sources import rows
 SOURCE = Source("MMMU/MMMU_Pro", config="vision", columns=("id", "image", "answer", "subject"))
 
 
-def docs(leaf: str, *, cache_dir: Path, samples: int, **_: Any) -> list[Doc]:
+def docs(leaf: str, *, cache_dir: Path, samples: int, **options: Any) -> list[Doc]:
     """See `Benchmark.docs`."""
     return [
-        {**row, "extra": {"subject": row["subject"]}} for row in rows(SOURCE, cache_dir, samples)
+        {**record, "extra": {"subject": record["subject"]}}
+        for record in rows(SOURCE, cache_dir, samples)
     ]
 
 

@@ -23,11 +23,14 @@ The order spreads the depths of a run with few samples: neighbours among the fir
 def docs(leaf: str, *, cache_dir: Path, **settings: Any) -> list[Doc]:
     """See `Benchmark.docs`."""
 
-    def plans(words: Lexicon, index: int) -> Sequence[Plan]:
-        return words.niah(Niah("essay"), depths=[DEPTHS[index % len(DEPTHS)] / 100])
+    def plans(lexicon: Lexicon, index: int) -> Sequence[Plan]:
+        return lexicon.niah(Niah("essay"), depths=[DEPTHS[index % len(DEPTHS)] / 100])
 
-    rows = generate(leaf, plans, essays_in=cache_dir, **settings)
-    return [{**row, "extra": {"depth": DEPTHS[i % len(DEPTHS)]}} for i, row in enumerate(rows)]
+    documents = generate(leaf, plans, essays_in=cache_dir, **settings)
+    return [
+        {**document, "extra": {"depth": DEPTHS[sample_index % len(DEPTHS)]}}
+        for sample_index, document in enumerate(documents)
+    ]
 
 
 BENCHMARK = Benchmark(

@@ -22,18 +22,24 @@ ANSWER = 256
 def docs(leaf: str, *, samples: int, lexicon: str, cache_dir: Path, **settings: Any) -> list[Doc]:
     """See `Benchmark.docs`. The reference model is asked for one key at a time, a row each."""
 
-    def plans(words: Lexicon, index: int) -> Sequence[Plan]:
-        made = words.niah(Niah("essay", keys=KEYS, values=VALUES, queries=QUERIES))
-        return made if lexicon == "reference" else [_roomier(plan) for plan in made]
+    def plans(sample_lexicon: Lexicon, index: int) -> Sequence[Plan]:
+        needle_plans = sample_lexicon.niah(Niah("essay", keys=KEYS, values=VALUES, queries=QUERIES))
+        return needle_plans if lexicon == "reference" else [_roomier(plan) for plan in needle_plans]
 
-    contexts = -(-samples // (QUERIES if lexicon == "reference" else 1))
-    settings |= {"samples": contexts, "lexicon": lexicon, "essays_in": cache_dir}
-    rows = generate(leaf, plans, **settings)
-    return [{**row, **asked} for row in rows for asked in row.pop("each", [{}])][:samples]
+    context_count = -(-samples // (QUERIES if lexicon == "reference" else 1))
+    settings |= {"samples": context_count, "lexicon": lexicon, "essays_in": cache_dir}
+    documents = generate(leaf, plans, **settings)
+    return [
+        {**document, **question}
+        for document in documents
+        for question in document.pop("each", [{}])
+    ][:samples]
 
 
 def _roomier(plan: Plan) -> Plan:
-    return replace(plan, build=lambda n: {**plan.build(n), "max_new_tokens": ANSWER})
+    return replace(
+        plan, build=lambda haystack_size: {**plan.build(haystack_size), "max_new_tokens": ANSWER}
+    )
 
 
 BENCHMARK = Benchmark(

@@ -31,51 +31,53 @@ PROMPT = 32
 
 
 def passages(
-    leaf: str, *, length: int, samples: int, seed: int, cache_dir: Path, size: Size, **_: Any
+    leaf: str, *, length: int, samples: int, seed: int, cache_dir: Path, size: Size, **options: Any
 ) -> list[Doc]:
     """Make the rows of a leaf; see `Benchmark.docs`.
 
     Books are in random order, and the order repeats after the last one; row i is a passage of
     `length` tokens at a random place of book i. Books that are too short are left out.
     """
-    everything = _books(cache_dir)
-    books = [book for book in everything if book.words > length]
+    all_books = _books(cache_dir)
+    books = [book for book in all_books if book.words > length]
     if not books or length < 8:
-        longest = max(book.words for book in everything)
+        longest = max(book.words for book in all_books)
         raise UserError(f"{leaf}: --length {length} does not fit; use 8 to {longest - 1}")
-    order = Streams("pg19", seed)["books"].sample(range(len(books)), len(books))
-    wanted = min(PROMPT, length // 8) if leaf == "pg19_stream" else length - _scored(length)
-    made = []
-    for i in range(samples):
-        book = books[order[i % len(books)]]
-        start = Streams("pg19", length, seed, i)["start"].randrange(book.words - length)
+    book_order = Streams("pg19", seed)["books"].sample(range(len(books)), len(books))
+    context_tokens = (
+        min(PROMPT, length // 8) if leaf == "pg19_stream" else length - _scored_tokens(length)
+    )
+    documents = []
+    for sample_index in range(samples):
+        book = books[book_order[sample_index % len(books)]]
+        start = Streams("pg19", length, seed, sample_index)["start"].randrange(book.words - length)
         # A word has at least one token.
-        words = [found[0] for found in islice(_WORD.finditer(book.text), start, start + length)]
-        row = _row(words, wanted, length, size)
-        made.append({**row, "extra": {"book": book.title, "year": book.year}})
-    return made
+        words = [match[0] for match in islice(_WORD.finditer(book.text), start, start + length)]
+        document = _row(words, context_tokens, length, size)
+        documents.append({**document, "extra": {"book": book.title, "year": book.year}})
+    return documents
 
 
-def _scored(length: int) -> int:
+def _scored_tokens(length: int) -> int:
     return min(SCORED, length // 4)
 
 
-def _row(words: list[str], wanted: int, length: int, size: Size) -> Doc:
-    """Split words into a context of at most `wanted` tokens and what follows, up to `length`."""
-    text = [words[0].lstrip(), *words[1:]]
+def _row(words: list[str], context_tokens: int, length: int, size: Size) -> Doc:
+    """Split words into a context of at most `context_tokens` and what follows, up to `length`."""
+    pieces = [words[0].lstrip(), *words[1:]]
 
-    def tokens(count: int) -> int:
-        return size("".join(text[:count]), "")
+    def count_tokens(word_count: int) -> int:
+        return size("".join(pieces[:word_count]), "")
 
-    told = max(2, largest(tokens, wanted, len(text) - 1))
-    end = max(told + 1, largest(tokens, length, len(text)))
-    given = "".join(text[told:end])
+    context_words = max(2, largest(count_tokens, context_tokens, len(pieces) - 1))
+    end_word = max(context_words + 1, largest(count_tokens, length, len(pieces)))
+    continuation = "".join(pieces[context_words:end_word])
     return {
-        "context": "".join(text[: told - 1]),
-        "question": text[told - 1],  # read after the compression
-        "given": given,
-        "outputs": [given[:100].strip()],  # for the tables: how the text continues
-        "max_new_tokens": max(1, tokens(end) - tokens(told)),
+        "context": "".join(pieces[: context_words - 1]),
+        "question": pieces[context_words - 1],  # read after the compression
+        "given": continuation,
+        "outputs": [continuation[:100].strip()],  # for the tables: how the text continues
+        "max_new_tokens": max(1, count_tokens(end_word) - count_tokens(context_words)),
     }
 
 
@@ -90,7 +92,12 @@ class _Book:
 @functools.lru_cache(maxsize=2)
 def _books(cache_dir: Path) -> list[_Book]:
     return [
-        _Book(row["short_book_title"], row["publication_date"], text, len(text.split()))
-        for row in rows(SOURCE, cache_dir)
-        for text in [row["text"]]
+        _Book(
+            record["short_book_title"],
+            record["publication_date"],
+            book_text,
+            len(book_text.split()),
+        )
+        for record in rows(SOURCE, cache_dir)
+        for book_text in [record["text"]]
     ]

@@ -26,7 +26,7 @@ HOTPOT = Source(
 
 
 def qa_rows(
-    leaf: str,
+    task: str,
     *,
     length: int,
     samples: int,
@@ -34,45 +34,53 @@ def qa_rows(
     lexicon: str,
     cache_dir: Path,
     size: Size,
-    **_: Any,
+    **options: Any,
 ) -> list[Doc]:
     """Make the rows of a task; see `Benchmark.docs`. The seed orders the questions."""
     if lexicon != "natural":
         raise NeedsHub("asks about English documents, which the reference model cannot read")
-    questions, documents = _squad(cache_dir) if leaf == "qa_1" else _hotpot(cache_dir)
-    order = Streams(leaf, seed)["questions"].sample(range(len(questions)), len(questions))
-    made = []
-    for i in range(samples):
-        question = questions[order[i % len(order)]]
-        streams = Streams(leaf, length, seed, i)
-        made.append(fit(leaf, [_plan(question, documents, streams)], length, size))
-    return made
+    questions, documents = _squad(cache_dir) if task == "qa_1" else _hotpot(cache_dir)
+    question_order = Streams(task, seed)["questions"].sample(range(len(questions)), len(questions))
+    question_docs = []
+    for sample_index in range(samples):
+        question = questions[question_order[sample_index % len(question_order)]]
+        streams = Streams(task, length, seed, sample_index)
+        question_docs.append(fit(task, [_plan(question, documents, streams)], length, size))
+    return question_docs
 
 
 def _plan(question: dict[str, Any], documents: list[str], streams: Streams) -> Plan:
     """Use the question's own documents first, then others of its article, then any."""
-    own, more = question["own"], question["more"]
-    named = {*own, *more}
-    more = streams["more"].sample(more, len(more))
-    others = streams["others"]
-    count = len(documents)
+    own_documents, article_documents = question["own"], question["more"]
+    excluded = {*own_documents, *article_documents}
+    article_documents = streams["more"].sample(article_documents, len(article_documents))
+    other_generator = streams["others"]
+    total_documents = len(documents)
 
     @functools.cache
     def rest() -> list[int]:
-        return [i for i in others.sample(range(count), count) if i not in named]
+        return [
+            document_index
+            for document_index in other_generator.sample(range(total_documents), total_documents)
+            if document_index not in excluded
+        ]
 
-    def build(n: int) -> Doc:
-        chosen = [*own, *more, *(rest() if n > len(own) + len(more) else [])][:n]
-        streams.fresh("order").shuffle(chosen)
-        texts = [
-            prompts()["qa"]["document"].format(i=i, document=documents[d])
-            for i, d in enumerate(chosen, 1)
+    def build(document_count: int) -> Doc:
+        selected = [
+            *own_documents,
+            *article_documents,
+            *(rest() if document_count > len(own_documents) + len(article_documents) else []),
+        ][:document_count]
+        streams.fresh("order").shuffle(selected)
+        document_texts = [
+            prompts()["qa"]["document"].format(i=number, document=documents[document_index])
+            for number, document_index in enumerate(selected, 1)
         ]
         template = prompts()["qa"]["template"]
-        body = "\n\n".join(texts)
-        return framed("qa", template, body, question["outputs"], query=question["query"])
+        context = "\n\n".join(document_texts)
+        return framed("qa", template, context, question["outputs"], query=question["query"])
 
-    return Plan(build, least=len(own), most=count)
+    return Plan(build, min_units=len(own_documents), max_units=total_documents)
 
 
 Data = tuple[list[dict[str, Any]], list[str]]
@@ -80,22 +88,26 @@ Data = tuple[list[dict[str, Any]], list[str]]
 
 @functools.lru_cache(maxsize=2)
 def _squad(cache_dir: Path) -> Data:
-    found = rows(SQUAD, cache_dir)
-    documents = sorted({row["context"] for row in found})
-    number = {text: i for i, text in enumerate(documents)}
+    records = rows(SQUAD, cache_dir)
+    documents = sorted({record["context"] for record in records})
+    indices = {document: document_index for document_index, document in enumerate(documents)}
     articles: dict[str, dict[int, None]] = {}
-    for row in found:
-        articles.setdefault(row["title"], {})[number[row["context"]]] = None
+    for record in records:
+        articles.setdefault(record["title"], {})[indices[record["context"]]] = None
     questions = []
-    for row in found:
-        if row["answers"]["text"]:  # the others cannot be answered
-            own = number[row["context"]]
+    for record in records:
+        if record["answers"]["text"]:  # the others cannot be answered
+            own_index = indices[record["context"]]
             questions.append(
                 {
-                    "query": row["question"],
-                    "outputs": list(dict.fromkeys(row["answers"]["text"])),
-                    "own": [own],
-                    "more": [i for i in articles[row["title"]] if i != own],
+                    "query": record["question"],
+                    "outputs": list(dict.fromkeys(record["answers"]["text"])),
+                    "own": [own_index],
+                    "more": [
+                        document_index
+                        for document_index in articles[record["title"]]
+                        if document_index != own_index
+                    ],
                 }
             )
     return questions, documents
@@ -103,28 +115,28 @@ def _squad(cache_dir: Path) -> Data:
 
 @functools.lru_cache(maxsize=2)
 def _hotpot(cache_dir: Path) -> Data:
-    found = [
+    records = [
         {
-            "question": row["question"],
-            "answer": row["answer"],
+            "question": record["question"],
+            "answer": record["answer"],
             "documents": [
                 f"{title}\n{''.join(sentences)}"
                 for title, sentences in zip(
-                    row["context"]["title"], row["context"]["sentences"], strict=True
+                    record["context"]["title"], record["context"]["sentences"], strict=True
                 )
             ],
         }
-        for row in rows(HOTPOT, cache_dir)
+        for record in rows(HOTPOT, cache_dir)
     ]
-    documents = sorted({text for row in found for text in row["documents"]})
-    number = {text: i for i, text in enumerate(documents)}
+    documents = sorted({document for record in records for document in record["documents"]})
+    indices = {document: document_index for document_index, document in enumerate(documents)}
     questions = [
         {
-            "query": row["question"],
-            "outputs": [row["answer"]],
-            "own": list(dict.fromkeys(number[text] for text in row["documents"])),
+            "query": record["question"],
+            "outputs": [record["answer"]],
+            "own": list(dict.fromkeys(indices[document] for document in record["documents"])),
             "more": [],
         }
-        for row in found
+        for record in records
     ]
     return questions, documents

@@ -28,18 +28,18 @@ def rows(leaf: str, *, cache_dir: Path, size: Size, **settings: Any) -> list[Doc
     """Make the rows of a task; see `Benchmark.docs`."""
     if leaf.startswith("qa_"):
         return qa_rows(leaf, cache_dir=cache_dir, size=size, **settings)
-    needles = _NIAH.get(leaf)
-    essay = needles is not None and needles.haystack == "essay"
-    essays_in = cache_dir if essay else None
+    needle_task = _NIAH.get(leaf)
+    uses_essays = needle_task is not None and needle_task.haystack == "essay"
+    essays_in = cache_dir if uses_essays else None
     return generate(leaf, _plans(leaf, counter(size)), size=size, essays_in=essays_in, **settings)
 
 
-def _plans(leaf: str, tokens: Tokens) -> Callable[[Lexicon, int], Sequence[Plan]]:
+def _plans(task: str, count_tokens: Tokens) -> Callable[[Lexicon, int], Sequence[Plan]]:
     def plans(lexicon: Lexicon, index: int) -> Sequence[Plan]:
-        if leaf in _NIAH:
-            return lexicon.niah(_NIAH[leaf])
-        if leaf == "vt":
-            return lexicon.vt(_HOPS, tokens)
-        return lexicon.cwe() if leaf == "cwe" else lexicon.fwe()
+        if task in _NIAH:
+            return lexicon.niah(_NIAH[task])
+        if task == "vt":
+            return lexicon.vt(_HOPS, count_tokens)
+        return lexicon.cwe() if task == "cwe" else lexicon.fwe()
 
     return plans

@@ -36,12 +36,12 @@ SOURCES = {
 """The tables, by the name of their task."""
 
 
-def docs(leaf: str, *, cache_dir: Path, **_: Any) -> list[Doc]:
+def docs(leaf: str, *, cache_dir: Path, **options: Any) -> list[Doc]:
     """See `Benchmark.docs`: dialogues for `scbench_NAME`, plain rows for `scdq_NAME`."""
-    mode, name = leaf.split("_", 1)
-    raw = rows(SOURCES[name], cache_dir)
+    mode, task_name = leaf.split("_", 1)
+    records = rows(SOURCES[task_name], cache_dir)
     build = dialogues if mode == "scbench" else requests
-    return build(f"scbench_{name}", raw)
+    return build(f"scbench_{task_name}", records)
 
 
 BENCHMARK = Benchmark(

@@ -38,71 +38,77 @@ _FRAME = {"user": "", "assistant": "", "end": "\n\n"}
 @functools.cache
 def prompts() -> dict[str, dict[str, str]]:
     """SCBench's prompts, verbatim except for the names of their fields."""
-    text = files("kvbench_tasks.scbench").joinpath("prompts.json").read_text(encoding="utf-8")
-    loaded: dict[str, dict[str, str]] = json.loads(text)
-    return loaded
+    json_text = files("kvbench_tasks.scbench").joinpath("prompts.json").read_text(encoding="utf-8")
+    templates: dict[str, dict[str, str]] = json.loads(json_text)
+    return templates
 
 
-def dialogues(task: str, raw: Sequence[Raw]) -> list[Doc]:
+def dialogues(task: str, records: Sequence[Raw]) -> list[Doc]:
     """Multi-turn mode: a row is a dialogue whose first turn tells the context."""
-    code = _functions(raw)
-    made = []
-    for row in raw:
-        asked = row["multi_turns"]
-        head = _context(task, row, _prefix(asked[0]) if task == "scbench_mf" else "")
+    functions = _functions(records)
+    documents = []
+    for record in records:
+        raw_turns = record["multi_turns"]
+        context = _context(task, record, _prefix(raw_turns[0]) if task == "scbench_mf" else "")
         turns = []
-        for number, turn in enumerate(asked):
-            first = number == 0
-            doc = _doc(task, row, turn, code, bare=first)
-            turns.append({**doc, "context": f"{head}\n\n" if first else ""})
-        made.append({"turns": turns, "frame": _FRAME})
-    return made
+        for turn_index, turn in enumerate(raw_turns):
+            is_first = turn_index == 0
+            doc = _doc(task, record, turn, functions, bare=is_first)
+            turns.append({**doc, "context": f"{context}\n\n" if is_first else ""})
+        documents.append({"turns": turns, "frame": _FRAME})
+    return documents
 
 
-def requests(task: str, raw: Sequence[Raw]) -> list[Doc]:
+def requests(task: str, records: Sequence[Raw]) -> list[Doc]:
     """Multi-request mode: each question follows the context directly, as in the official code."""
-    code = _functions(raw)
-    made = []
-    for row in raw:
-        asked = row["multi_turns"]
-        head = _context(task, row, asked[0]["input"])
-        for turn in asked:
-            doc = _doc(task, row, turn, code)
-            made.append({**doc, "context": head})
-    return made
+    functions = _functions(records)
+    documents = []
+    for record in records:
+        raw_turns = record["multi_turns"]
+        context = _context(task, record, raw_turns[0]["input"])
+        for turn in raw_turns:
+            doc = _doc(task, record, turn, functions)
+            documents.append({**doc, "context": context})
+    return documents
 
 
-def _context(task: str, row: Raw, prefix: str) -> str:
+def _context(task: str, record: Raw, prefix: str) -> str:
     # Variable tracking calls the context `input`; that of Math.Find is a list of numbers.
-    context = row["context"] if "context" in row else row["input"]
+    context = record["context"] if "context" in record else record["input"]
     return prompts()[task]["context"].format(context=context, prefix=prefix)
 
 
 def _prefix(turn: Raw) -> str:
     """Put Math.Find's "The second smallest number is" into a question."""
-    found = re.search(r"The .+ is", turn["input"])
-    if found is None:
+    match = re.search(r"The .+ is", turn["input"])
+    if match is None:
         raise UserError(f"scbench_mf: {turn['input'][:60]!r} does not say which number to find")
-    return f"What is {found[0].lower()[:-3]}?"
+    return f"What is {match[0].lower()[:-3]}?"
 
 
 def _doc(
-    task: str, row: Raw, turn: Raw, code: Mapping[str, Mapping[str, str]], bare: bool = False
+    task: str,
+    record: Raw,
+    turn: Raw,
+    functions: Mapping[str, Mapping[str, str]],
+    bare: bool = False,
 ) -> Doc:
     """Make a question with everything that its metric needs.
 
     Args:
         task: Name of the SCBench task.
-        row: The raw row.
+        record: The raw row.
         turn: The turn of the row that asks the question.
-        code: The functions of each repository.
+        functions: The functions of each repository.
         bare: Whether Math.Find's prefix already stands before the context.
     """
     kind = turn["task"] if task in _MIXED else task
     template = "{input}" if bare and task == "scbench_mf" else prompts()[task]["question"]
     fields = {"input": turn["input"], "prefix": ""}
     answer = turn["answer"]
-    outputs = [str(one) for one in answer] if isinstance(answer, list) else [str(answer)]
+    outputs = (
+        [str(alternative) for alternative in answer] if isinstance(answer, list) else [str(answer)]
+    )
     if kind == "scbench_mf":
         fields["prefix"] = _prefix(turn)
     if kind == "scbench_choice_eng":
@@ -118,19 +124,24 @@ def _doc(
         "until": [],
     }
     if "repoqa" in task:
-        own = code[row["repo"]] if kind == "scbench_repoqa" else {}
-        name = turn["name"] if kind == "scbench_repoqa" else ""
-        doc |= {"lang": row["lang"], "name": name, "names": list(own), "codes": list(own.values())}
+        candidates = functions[record["repo"]] if kind == "scbench_repoqa" else {}
+        function_name = turn["name"] if kind == "scbench_repoqa" else ""
+        doc |= {
+            "lang": record["lang"],
+            "name": function_name,
+            "names": list(candidates),
+            "codes": list(candidates.values()),
+        }
     if task in _MIXED:
         doc["extra"] = {"task": kind}
     return doc
 
 
-def _functions(raw: Iterable[Raw]) -> dict[str, dict[str, str]]:
+def _functions(records: Iterable[Raw]) -> dict[str, dict[str, str]]:
     """By repository, the functions that any row asks for: candidates of every answer."""
-    found: dict[str, dict[str, str]] = {}
-    for row in raw:
-        for turn in row["multi_turns"]:
-            if "repo" in row and turn.get("task", "scbench_repoqa") == "scbench_repoqa":
-                found.setdefault(row["repo"], {})[turn["name"]] = turn["answer"]
-    return found
+    functions: dict[str, dict[str, str]] = {}
+    for record in records:
+        for turn in record["multi_turns"]:
+            if "repo" in record and turn.get("task", "scbench_repoqa") == "scbench_repoqa":
+                functions.setdefault(record["repo"], {})[turn["name"]] = turn["answer"]
+    return functions

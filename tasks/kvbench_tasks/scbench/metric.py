@@ -39,8 +39,8 @@ def contains_any_case(doc: Doc, response: str) -> float:
 
 def share(doc: Doc, response: str) -> float:
     """The share of the answers that the response contains, ignoring case."""
-    found = [output.lower() in response.lower() for output in doc["outputs"]]
-    return sum(found) / len(found)
+    matches = [output.lower() in response.lower() for output in doc["outputs"]]
+    return sum(matches) / len(matches)
 
 
 def choice(doc: Doc, response: str) -> float:
@@ -50,36 +50,36 @@ def choice(doc: Doc, response: str) -> float:
     as an option; what follows "answer is:", "answer:", "answer is" or "option is"; a word that is a
     letter.
     """
-    right = doc["outputs"]
-    said = response.strip()
-    if not said:
+    correct_options = doc["outputs"]
+    reply = response.strip()
+    if not reply:
         return 0.0
-    if said[0] in "ABCD":
-        return float(said[0] in right)
-    if said in right:
+    if reply[0] in "ABCD":
+        return float(reply[0] in correct_options)
+    if reply in correct_options:
         return 1.0
-    said = re.sub(" +", " ", re.sub("[\n\"'.,?!{}]", " ", said))
-    for begin in ("answer is:", "answer:", "answer is", "option is"):
-        _, mark, rest = said.partition(begin)
-        if mark:
-            return float(rest[1:].startswith(tuple(right)))  # a space follows it
-    letter = next((word for word in said.split() if word in "ABCD"), "")
-    return float(letter in right)
+    reply = re.sub(" +", " ", re.sub("[\n\"'.,?!{}]", " ", reply))
+    for prefix in ("answer is:", "answer:", "answer is", "option is"):
+        _, separator, remainder = reply.partition(prefix)
+        if separator:
+            return float(remainder[1:].startswith(tuple(correct_options)))  # a space follows it
+    letter = next((word for word in reply.split() if word in "ABCD"), "")
+    return float(letter in correct_options)
 
 
 def number(doc: Doc, response: str) -> float:
     """1 if the first number in the response is the answer; decimals of a whole answer are cut."""
-    found, wanted = re.search(r"\d+(?:\.\d+)?", response), doc["outputs"][0]
-    if found is None:
+    match, expected = re.search(r"\d+(?:\.\d+)?", response), doc["outputs"][0]
+    if match is None:
         return 0.0
-    said = float(found[0])
-    return float((said if "." in wanted else said // 1) == float(wanted))
+    value = float(match[0])
+    return float((value if "." in expected else value // 1) == float(expected))
 
 
 def digits(doc: Doc, response: str) -> float:
     """1 if the first run of digits in the response is the answer."""
-    found = re.search("[0-9]+", response)
-    return float(found is not None and found[0] == doc["outputs"][0])
+    match = re.search("[0-9]+", response)
+    return float(match is not None and match[0] == doc["outputs"][0])
 
 
 def chinese(doc: Doc, response: str) -> float:
@@ -101,13 +101,13 @@ def function(doc: Doc, response: str) -> float:
 
     Similarity is BLEU over words, smoothed (method 4 of Chen and Cherry).
     """
-    said = extract(response, doc["lang"])
-    best, name = 0.0, ""
+    answer_code = extract(response, doc["lang"])
+    best_score, best_name = 0.0, ""
     for candidate, code in zip(doc["names"], doc["codes"], strict=True):
-        found = similarity(said, code)
-        if found > best:
-            best, name = found, candidate
-    return float(name == doc["name"] and best >= _THRESHOLD)
+        bleu_score = similarity(answer_code, code)
+        if bleu_score > best_score:
+            best_score, best_name = bleu_score, candidate
+    return float(best_name == doc["name"] and best_score >= _THRESHOLD)
 
 
 _METRICS: dict[str, Callable[[Doc, str], float]] = {

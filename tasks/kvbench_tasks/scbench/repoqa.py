@@ -19,8 +19,8 @@ def extract(response: str, language: str) -> str:
     blocks = _BLOCK.findall(response.strip())
     if language == "python":
         for block in blocks:
-            if found := _first_function(block):
-                return found
+            if function_code := _first_function(block):
+                return function_code
     return blocks[0] if blocks else response.strip()
 
 
@@ -31,12 +31,12 @@ def _first_function(code: str) -> str:
             tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return ""
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-    found = [node for node in ast.walk(tree) if isinstance(node, kinds)]
-    if not found:
+    function_types = (ast.FunctionDef, ast.AsyncFunctionDef)
+    functions = [node for node in ast.walk(tree) if isinstance(node, function_types)]
+    if not functions:
         return ""
-    first = min(found, key=lambda node: node.lineno)
-    return ast.get_source_segment(code, first) or ""
+    first_function = min(functions, key=lambda node: node.lineno)
+    return ast.get_source_segment(code, first_function) or ""
 
 
 def similarity(candidate: str, reference: str) -> float:
@@ -44,7 +44,14 @@ def similarity(candidate: str, reference: str) -> float:
     # nltk takes seconds to import
     from nltk.translate.bleu_score import SmoothingFunction, sentence_bleu
 
-    said, wanted = re.split(r"\s+", candidate.strip()), re.split(r"\s+", reference.strip())
+    candidate_words, reference_words = (
+        re.split(r"\s+", candidate.strip()),
+        re.split(r"\s+", reference.strip()),
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about texts with no words in common
-        return float(sentence_bleu([wanted], said, smoothing_function=SmoothingFunction().method4))
+        return float(
+            sentence_bleu(
+                [reference_words], candidate_words, smoothing_function=SmoothingFunction().method4
+            )
+        )

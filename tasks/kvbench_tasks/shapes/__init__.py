@@ -35,23 +35,30 @@ def docs(
     samples: int,
     seed: int,
     size: Callable[..., int],
-    **_: Any,
+    **options: Any,
 ) -> list[Doc]:
     """See `Benchmark.docs`. A smaller length shows fewer pictures.
 
     Raises:
         UserError: Two pictures do not fit into `length`.
     """
-    most = min(8, (length - _REST) // _PICTURE)
-    if most < 2:
+    max_pictures = min(8, (length - _REST) // _PICTURE)
+    if max_pictures < 2:
         raise UserError(f"{leaf} shows at least two pictures; use a --length of 256 or more")
-    settings = Settings(images=(2, most))
+    settings = Settings(images=(2, max_pictures))
     if leaf == "shapes_dialogue":
-        return [_dialogue(dialogue(settings, seed, i), i) for i in range(samples)]
-    several = dataclasses.replace(settings, questions=QUESTIONS)
-    contexts = -(-samples // QUESTIONS)
-    rows = [row for i in range(contexts) for row in _questions(vqa(several, seed, i), i)]
-    return rows[:samples]
+        return [
+            _dialogue(dialogue(settings, seed, sample_index), sample_index)
+            for sample_index in range(samples)
+        ]
+    vqa_settings = dataclasses.replace(settings, questions=QUESTIONS)
+    context_count = -(-samples // QUESTIONS)
+    question_docs = [
+        document
+        for context_index in range(context_count)
+        for document in _questions(vqa(vqa_settings, seed, context_index), context_index)
+    ]
+    return question_docs[:samples]
 
 
 def _questions(sample: Sample, index: int) -> list[Doc]:
@@ -75,11 +82,11 @@ def _dialogue(sample: Sample, index: int) -> Doc:
     return {"turns": turns, "frame": {"user": "", "assistant": "", "end": ""}}
 
 
-def _row(parts: Sequence[Part], question: Question) -> Doc:
-    told = [IMAGE if isinstance(part, Picture) else part for part in parts]
-    media = [image(_png(part)) for part in parts if isinstance(part, Picture)]
+def _row(turn_parts: Sequence[Part], question: Question) -> Doc:
+    contents = [IMAGE if isinstance(turn_part, Picture) else turn_part for turn_part in turn_parts]
+    media = [image(_png(turn_part)) for turn_part in turn_parts if isinstance(turn_part, Picture)]
     return {
-        "context": "".join(f"{text} " for text in told),
+        "context": "".join(f"{content} " for content in contents),
         "question": " ".join(question.words),
         "outputs": [question.answer],
         "media": media,
@@ -92,9 +99,9 @@ def _extra(question: Question, index: int) -> Doc:
 
 
 def _png(picture: Picture) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(picture.pixels()).save(file, format="PNG")
-    return file.getvalue()
+    buffer = io.BytesIO()
+    Image.fromarray(picture.pixels()).save(buffer, format="PNG")
+    return buffer.getvalue()
 
 
 def process_results(doc: Doc, results: list[str]) -> dict[str, float]:
@@ -104,8 +111,10 @@ def process_results(doc: Doc, results: list[str]) -> dict[str, float]:
 
 def _chance() -> float:
     """The share of right answers by guessing, for five pictures and the mix of questions."""
-    mix = dict(zip(KINDS, Settings().kinds, strict=True))
-    return sum(weight * chance(kind, 5) for kind, weight in mix.items()) / sum(mix.values())
+    kind_weights = dict(zip(KINDS, Settings().kinds, strict=True))
+    return sum(weight * chance(kind, 5) for kind, weight in kind_weights.items()) / sum(
+        kind_weights.values()
+    )
 
 
 BENCHMARK = Benchmark(

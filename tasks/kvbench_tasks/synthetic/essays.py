@@ -17,8 +17,10 @@ ESSAYS = Source("baber/paul_graham_essays", split="train", columns=("text",))
 def essays(cache_dir: Path) -> tuple[tuple[str, ...], ...]:
     """The essays as sentences, each a tuple of words; empty where the hub cannot be reached."""
     try:
-        found = rows(ESSAYS, cache_dir)
+        records = rows(ESSAYS, cache_dir)
     except NeedsHub:
         return ()
-    text = " ".join(" ".join(row["text"] for row in found).split())
-    return tuple(tuple(s.split()) for s in re.split(r"(?<=[.!?]) ", text) if s)
+    joined_text = " ".join(" ".join(record["text"] for record in records).split())
+    return tuple(
+        tuple(sentence.split()) for sentence in re.split(r"(?<=[.!?]) ", joined_text) if sentence
+    )

@@ -36,15 +36,15 @@ class Streams:
         parts: Everything that the sample depends on: task, length, seed, index.
     """
 
-    def __init__(self, *parts: str | int) -> None:
-        self._name = "|".join(map(str, parts))
-        self._made: dict[str, random.Random] = {}
+    def __init__(self, *seed_parts: str | int) -> None:
+        self._name = "|".join(map(str, seed_parts))
+        self._generators: dict[str, random.Random] = {}
 
     def __getitem__(self, purpose: str) -> random.Random:
         """The generator for a purpose, which continues where its last use stopped."""
-        if purpose not in self._made:
-            self._made[purpose] = self.fresh(purpose)
-        return self._made[purpose]
+        if purpose not in self._generators:
+            self._generators[purpose] = self.fresh(purpose)
+        return self._generators[purpose]
 
     def fresh(self, purpose: str) -> random.Random:
         """The generator for a purpose, from its start."""
@@ -58,15 +58,15 @@ class Plan:
 
     Attributes:
         build: Builds the row with a haystack of n units; the same n gives the same row.
-        least: The smallest n.
-        most: The largest n.
-        exhausted: Names what `most` units use up. Where they leave room, the task is left out
-            rather than made shorter than `length`; empty: the row may stay shorter.
+        min_units: The smallest n.
+        max_units: The largest n.
+        exhausted: Names what `max_units` units use up. Where they leave room, the task is left
+            out rather than made shorter than `length`; empty: the row may stay shorter.
     """
 
     build: Callable[[int], Doc]
-    least: int = 0
-    most: int = _ENDLESS
+    min_units: int = 0
+    max_units: int = _ENDLESS
     exhausted: str = ""
 
 
@@ -90,79 +90,87 @@ def fit(task: str, plans: Sequence[Plan], length: int, size: Size) -> Doc:
     def cost(doc: Doc) -> int:
         if "turns" in doc:
             return size.dialogue(doc) + sum(int(turn["max_new_tokens"]) for turn in doc["turns"])
-        text = doc["context"], doc["question"], doc.get("gen_prefix", "")
-        used = size(*text, shots=doc["shots"]) if "shots" in doc else size(*text)
-        return used + int(doc["max_new_tokens"])
+        prompt_parts = doc["context"], doc["question"], doc.get("gen_prefix", "")
+        prompt_tokens = (
+            size(*prompt_parts, shots=doc["shots"]) if "shots" in doc else size(*prompt_parts)
+        )
+        return prompt_tokens + int(doc["max_new_tokens"])
 
-    needs = []
+    required_lengths = []
     for plan in plans:
-        least = plan.build(plan.least)
-        needs.append(cost(least))
-        if needs[-1] <= length:
-            return _fill(plan, least, needs[-1], cost, length)
+        smallest_doc = plan.build(plan.min_units)
+        required_lengths.append(cost(smallest_doc))
+        if required_lengths[-1] <= length:
+            return _fill(plan, smallest_doc, required_lengths[-1], cost, length)
     raise UserError(
         f"{task} does not fit into --length {length} with this tokenizer; "
-        f"it needs at least {min(needs)}"
+        f"it needs at least {min(required_lengths)}"
     )
 
 
-def _fill(plan: Plan, least: Doc, least_cost: int, cost: Callable[[Doc], int], room: int) -> Doc:
-    """The row of n units with cost(n) <= room < cost(n + 1), by interpolation and halving.
+def _fill(
+    plan: Plan, smallest_doc: Doc, smallest_cost: int, cost: Callable[[Doc], int], max_tokens: int
+) -> Doc:
+    """The row of n units with cost(n) <= max_tokens < cost(n + 1), by interpolation and halving.
 
-    A unit has at least one token, so more than `room` units are not tried, even where a tokenizer
-    drops what it does not know.
+    A unit has at least one token, so more than `max_tokens` units are not tried, even where a
+    tokenizer drops what it does not know.
     """
-    low, low_cost, best = plan.least, least_cost, least
-    high, high_cost = min(plan.most, plan.least + room) + 1, None
-    probe = low + 16
-    steps = 0
-    while high - low > 1 and low_cost < room:
-        probe = min(max(probe, low + 1), high - 1)
-        doc = plan.build(probe)
-        found = cost(doc)
-        if found <= room:
-            low, low_cost, best = probe, found, doc
+    lower_size, lower_cost, best_doc = plan.min_units, smallest_cost, smallest_doc
+    upper_size, upper_cost = min(plan.max_units, plan.min_units + max_tokens) + 1, None
+    probe_size = lower_size + 16
+    step_count = 0
+    while upper_size - lower_size > 1 and lower_cost < max_tokens:
+        probe_size = min(max(probe_size, lower_size + 1), upper_size - 1)
+        doc = plan.build(probe_size)
+        probe_cost = cost(doc)
+        if probe_cost <= max_tokens:
+            lower_size, lower_cost, best_doc = probe_size, probe_cost, doc
         else:
-            high, high_cost = probe, found
-        steps += 1
-        if high_cost is None:
-            rate = (low_cost - least_cost) / (low - plan.least)
-            probe = low + (int((room - low_cost) / rate) if rate > 0 else low - plan.least)
-        elif steps % 8 == 0:
-            probe = (low + high) // 2
+            upper_size, upper_cost = probe_size, probe_cost
+        step_count += 1
+        if upper_cost is None:
+            unit_cost = (lower_cost - smallest_cost) / (lower_size - plan.min_units)
+            probe_size = lower_size + (
+                int((max_tokens - lower_cost) / unit_cost)
+                if unit_cost > 0
+                else lower_size - plan.min_units
+            )
+        elif step_count % 8 == 0:
+            probe_size = (lower_size + upper_size) // 2
         else:
             # Costs are nearly linear: step from the nearer side to just beyond the crossing, so
             # that the bracket closes from both sides.
-            rate = max(1, high_cost - low_cost) / (high - low)
-            under, over = room - low_cost, high_cost - room
-            if under < over:
-                probe = low + int(1.25 * under / rate) + 1
+            unit_cost = max(1, upper_cost - lower_cost) / (upper_size - lower_size)
+            gap_below, gap_above = max_tokens - lower_cost, upper_cost - max_tokens
+            if gap_below < gap_above:
+                probe_size = lower_size + int(1.25 * gap_below / unit_cost) + 1
             else:
-                probe = high - int(1.25 * over / rate) - 1
-    if low == plan.most and low_cost < room and plan.exhausted:
+                probe_size = upper_size - int(1.25 * gap_above / unit_cost) - 1
+    if lower_size == plan.max_units and lower_cost < max_tokens and plan.exhausted:
         raise LeftOut(
-            f"{plan.exhausted} fill only {low_cost} of the {room} tokens of --length; "
+            f"{plan.exhausted} fill only {lower_cost} of the {max_tokens} tokens of --length; "
             "use a shorter --length"
         )
-    return best
+    return best_doc
 
 
-def largest(cost: Callable[[int], int], room: int, limit: int) -> int:
-    """Find the largest count, at most `limit`, whose cost is at most `room`; 0 where none is.
+def largest(cost: Callable[[int], int], max_cost: int, max_count: int) -> int:
+    """Find the largest count, at most `max_count`, whose cost is at most `max_cost`; else 0.
 
     Args:
         cost: Grows with the count.
-        room: Largest cost.
-        limit: Largest count.
+        max_cost: Largest cost.
+        max_count: Largest count.
     """
-    low, high = 0, limit + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        if cost(middle) <= room:
-            low = middle
+    lower, upper = 0, max_count + 1
+    while upper - lower > 1:
+        middle = (lower + upper) // 2
+        if cost(middle) <= max_cost:
+            lower = middle
         else:
-            high = middle
-    return low
+            upper = middle
+    return lower
 
 
 def scatter(units: Sequence[str], statements: Sequence[tuple[float, str]]) -> list[str]:
@@ -172,23 +180,25 @@ def scatter(units: Sequence[str], statements: Sequence[tuple[float, str]]) -> li
         units: The haystack.
         statements: Depth (0 before everything, 1 after everything) and text.
     """
-    pieces: list[str] = []
-    done = 0
-    for depth, text in sorted(statements, key=lambda statement: statement[0]):
-        at = int(depth * len(units))
-        pieces += [*units[done:at], text]
-        done = at
-    return [*pieces, *units[done:]]
+    segments: list[str] = []
+    unit_index = 0
+    for depth, statement_text in sorted(statements, key=lambda statement: statement[0]):
+        insert_index = int(depth * len(units))
+        segments += [*units[unit_index:insert_index], statement_text]
+        unit_index = insert_index
+    return [*segments, *units[unit_index:]]
 
 
-def apart(rng: random.Random, parts: int) -> Callable[[int], list[int]]:
+def apart(generator: random.Random, part_count: int) -> Callable[[int], list[int]]:
     """Make a function that splits any whole into uneven parts and returns their sizes."""
-    weights = [rng.gammavariate(3, 1) for _ in range(parts)]
-    ends = [sum(weights[: i + 1]) / sum(weights) for i in range(parts - 1)]
+    weights = [generator.gammavariate(3, 1) for _ in range(part_count)]
+    fractions = [
+        sum(weights[: part_index + 1]) / sum(weights) for part_index in range(part_count - 1)
+    ]
 
-    def sizes(whole: int) -> list[int]:
-        cuts = [0, *(int(end * whole) for end in ends), whole]
-        return [b - a for a, b in pairwise(cuts)]
+    def sizes(total: int) -> list[int]:
+        boundaries = [0, *(int(fraction * total) for fraction in fractions), total]
+        return [end - begin for begin, end in pairwise(boundaries)]
 
     return sizes
 
@@ -201,12 +211,12 @@ def fewer(count: int) -> Iterator[int]:
         yield count
 
 
-def shuffle(rng: random.Random, items: list[Any]) -> None:
+def shuffle(generator: random.Random, items: list[Any]) -> None:
     """Shuffle in place exactly as `random.shuffle` does, in half the time."""
-    bits = rng.getrandbits
-    for i in range(len(items) - 1, 0, -1):
-        size = (i + 1).bit_length()
-        j = bits(size)
-        while j > i:
-            j = bits(size)
-        items[i], items[j] = items[j], items[i]
+    random_bits = generator.getrandbits
+    for index in range(len(items) - 1, 0, -1):
+        bit_count = (index + 1).bit_length()
+        swap_index = random_bits(bit_count)
+        while swap_index > index:
+            swap_index = random_bits(bit_count)
+        items[index], items[swap_index] = items[swap_index], items[index]

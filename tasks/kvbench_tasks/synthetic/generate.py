@@ -20,7 +20,7 @@ LEXICONS: dict[str, type[Lexicon]] = {
 
 
 def generate(
-    leaf: str,
+    task: str,
     plans: Callable[[Lexicon, int], Sequence[Plan]],
     *,
     length: int,
@@ -29,12 +29,12 @@ def generate(
     lexicon: str,
     size: Size,
     essays_in: Path | None = None,
-    **_: Any,
+    **options: Any,
 ) -> list[Doc]:
     """Generate the first rows of a synthetic task.
 
     Args:
-        leaf: The task; with lexicon, length, seed and index it seeds a row.
+        task: The task; with lexicon, length, seed and index it seeds a row.
         plans: Makes the plans of a row from its lexicon and index, the preferred one first.
         length: Most tokens of prompt and answer.
         samples: How many rows.
@@ -47,20 +47,22 @@ def generate(
     Raises:
         UserError: The lexicon is unknown, or no plan fits into `length`.
     """
-    make = LEXICONS.get(lexicon)
-    if make is None:
+    lexicon_class = LEXICONS.get(lexicon)
+    if lexicon_class is None:
         raise UserError(f"unknown lexicon {lexicon!r}; there are {', '.join(LEXICONS)}")
-    essay = essays(essays_in) if essays_in is not None and lexicon == "natural" else ()
-    rows = []
-    for i in range(samples):
-        streams = Streams(leaf, lexicon, length, seed, i)
-        words = make(streams, length, essay or None)
-        row = fit(leaf, plans(words, i), length, size)
-        rows.append({**row, "variant": words.variant} if words.variant else row)
-    return rows
+    essay_sentences = essays(essays_in) if essays_in is not None and lexicon == "natural" else ()
+    documents = []
+    for sample_index in range(samples):
+        streams = Streams(task, lexicon, length, seed, sample_index)
+        sample_lexicon = lexicon_class(streams, length, essay_sentences or None)
+        document = fit(task, plans(sample_lexicon, sample_index), length, size)
+        documents.append(
+            {**document, "variant": sample_lexicon.variant} if sample_lexicon.variant else document
+        )
+    return documents
 
 
 def counter(size: Size) -> Tokens:
     """Make a counter of a text's tokens, without chat template and BOS."""
-    bare = size("x", "")
-    return lambda text: size(f"x {text}", "") - bare
+    overhead = size("x", "")
+    return lambda text: size(f"x {text}", "") - overhead

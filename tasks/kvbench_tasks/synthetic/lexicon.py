@@ -50,24 +50,24 @@ class Lexicon(ABC):
         self.streams = streams
         self.length = length
         self.essay = essay
-        self._used: list[str] = []
+        self._materials: list[str] = []
 
     def uses(self, material: str) -> None:
         """Note that the sample is made of a material that can differ between machines."""
-        if material not in self._used:
-            self._used.append(material)
+        if material not in self._materials:
+            self._materials.append(material)
 
     @property
     def variant(self) -> str:
         """The materials that the sample is made of; joins the version of the task."""
-        return "+".join(self._used)
+        return "+".join(self._materials)
 
     @abstractmethod
     def niah(self, task: Niah, depths: Sequence[float] | None = None) -> list[Plan]:
         """Needles in a haystack, at the given depths (0 to 1) or at random ones."""
 
     @abstractmethod
-    def vt(self, hops: int, tokens: Tokens) -> list[Plan]:
+    def vt(self, hops: int, count_tokens: Tokens) -> list[Plan]:
         """A chain of assignments: which variables hold the value?"""
 
     @abstractmethod
@@ -79,15 +79,15 @@ class Lexicon(ABC):
         """Coded text with Zipf-like counts: which three words are the most frequent?"""
 
     @abstractmethod
-    def listing(self, tokens: Tokens) -> list[Plan]:
+    def listing(self, count_tokens: Tokens) -> list[Plan]:
         """Numbered items out of order: write all of them, in order."""
 
     @abstractmethod
-    def passage(self, tokens: Tokens) -> list[Plan]:
+    def passage(self, count_tokens: Tokens) -> list[Plan]:
         """A passage: copy it."""
 
     @abstractmethod
-    def steps(self, tokens: Tokens) -> list[Plan]:
+    def steps(self, count_tokens: Tokens) -> list[Plan]:
         """A long chain of assignments: write every step of it, in order."""
 
     @abstractmethod
@@ -99,17 +99,17 @@ class Lexicon(ABC):
         """One fact, told and asked for in another form than those of `niah`."""
 
 
-def asked_facts(rng: random.Random, turns: int, facts: int) -> list[int]:
+def asked_facts(generator: random.Random, turns: int, facts: int) -> list[int]:
     """Draw the fact that each turn asks for: one that is told by then and was not asked before.
 
     Args:
-        rng: Draws them.
+        generator: Draws them.
         turns: How many turns.
         facts: New facts of each turn; fact i is told in turn i // facts.
     """
-    known: list[int] = []
-    asked = []
+    open_facts: list[int] = []
+    query_facts = []
     for turn in range(turns):
-        known += range(turn * facts, (turn + 1) * facts)
-        asked.append(known.pop(rng.randrange(len(known))))
-    return asked
+        open_facts += range(turn * facts, (turn + 1) * facts)
+        query_facts.append(open_facts.pop(generator.randrange(len(open_facts))))
+    return query_facts

@@ -28,35 +28,42 @@ _DEPTHS = [round(100 * i / 39) / 100 for i in range(40)]
 @functools.cache
 def prompts() -> dict[str, Any]:
     """RULER's prompts, verbatim."""
-    text = files("kvbench_tasks.synthetic").joinpath("prompts.json").read_text(encoding="utf-8")
-    loaded: dict[str, Any] = json.loads(text)
-    return loaded
+    json_text = (
+        files("kvbench_tasks.synthetic").joinpath("prompts.json").read_text(encoding="utf-8")
+    )
+    templates: dict[str, Any] = json.loads(json_text)
+    return templates
 
 
 def framed(
-    kind: str, template: str, body: str, outputs: list[str], before: str = "", **names: object
+    prompt_name: str,
+    template: str,
+    context: str,
+    outputs: list[str],
+    preamble: str = "",
+    **fields: object,
 ) -> Doc:
     """Make a row from one of RULER's templates.
 
     The question begins after `{context}` and the white space that follows it.
 
     Args:
-        kind: Which of RULER's prompts; gives answer prefix and answer length.
+        prompt_name: Which of RULER's prompts; gives answer prefix and answer length.
         template: The prompt.
-        body: Replaces `{context}`.
+        context: Replaces `{context}`.
         outputs: Reference answers.
-        before: Precedes the prompt in the user's message, such as a worked example.
+        preamble: Precedes the prompt in the user's message, such as a worked example.
         names: Fill the template's other fields.
     """
-    head, tail = template.split("{context}")
-    question = tail.lstrip()
-    gap = tail[: len(tail) - len(question)]
-    prompt = prompts()[kind]
+    opening, ending = template.split("{context}")
+    question = ending.lstrip()
+    whitespace = ending[: len(ending) - len(question)]
+    prompt = prompts()[prompt_name]
     return {
-        "context": before + head.format(**names) + body + gap,
-        "question": question.format(**names),
+        "context": preamble + opening.format(**fields) + context + whitespace,
+        "question": question.format(**fields),
         # RULER's prefix begins with the space that joins it to the question; the harness adds it.
-        "gen_prefix": prompt["answer_prefix"].format(**names).lstrip(),
+        "gen_prefix": prompt["answer_prefix"].format(**fields).lstrip(),
         "outputs": outputs,
         "until": [],
         "max_new_tokens": prompt["tokens_to_generate"],
@@ -69,58 +76,71 @@ class NaturalLexicon(Lexicon):
     def niah(self, task: Niah, depths: Sequence[float] | None = None) -> list[Plan]:
         """Hide RULER's needles. An essay is cut to the word, other haystacks to the line."""
         prompt = prompts()["niah"]
-        taken: set[str] = set()
-        rng = self.streams["needles"]
-        keys = [self._fresh(task.key, rng, taken) for _ in range(task.keys)]
-        values = [[self._fresh(task.value, rng, taken) for _ in range(task.values)] for _ in keys]
-        fields: dict[str, str] = {"type_needle_v": task.value}
-        needle = prompt["needle"]
-        stated = [
-            needle.format(key=key, value=value, **fields)
-            for key, values_of_key in zip(keys, values, strict=True)
-            for value in values_of_key
+        used_strings: set[str] = set()
+        generator = self.streams["needles"]
+        keys = [self._fresh(task.key, generator, used_strings) for _ in range(task.keys)]
+        values = [
+            [self._fresh(task.value, generator, used_strings) for _ in range(task.values)]
+            for _ in keys
         ]
-        rng.shuffle(stated)
-        depth_rng = self.streams["depth"]
+        fields: dict[str, str] = {"type_needle_v": task.value}
+        needle_template = prompt["needle"]
+        statements = [
+            needle_template.format(key=key, value=value, **fields)
+            for key, key_values in zip(keys, values, strict=True)
+            for value in key_values
+        ]
+        generator.shuffle(statements)
+        depth_generator = self.streams["depth"]
         if depths is None and task.haystack == "essay":
-            depths = depth_rng.sample(_DEPTHS, len(stated))
+            depths = depth_generator.sample(_DEPTHS, len(statements))
         elif depths is None:
-            depths = [depth_rng.random() for _ in stated]
-        needles = list(zip(depths, stated, strict=True))
-        queried = self.streams["query"].sample(range(task.keys), task.queries)
-        names = [keys[q] for q in queried]
-        fields["query"] = ", ".join(names[:-1]) + ", and " + names[-1] if names[1:] else names[0]
-        outputs = [value for q in queried for value in values[q]]
-        haystack, joint = self._haystack(task, taken)
-        single = task.queries * task.values == 1
+            depths = [depth_generator.random() for _ in statements]
+        needles = list(zip(depths, statements, strict=True))
+        query_indices = self.streams["query"].sample(range(task.keys), task.queries)
+        query_keys = [keys[key_index] for key_index in query_indices]
+        fields["query"] = (
+            ", ".join(query_keys[:-1]) + ", and " + query_keys[-1]
+            if query_keys[1:]
+            else query_keys[0]
+        )
+        outputs = [value for key_index in query_indices for value in values[key_index]]
+        haystack, separator = self._haystack(task, used_strings)
+        is_single = task.queries * task.values == 1
 
-        def build(n: int) -> Doc:
-            body = joint.join(scatter(haystack(n), needles))
-            if not single:
-                return framed("niah", prompt["template"], body, outputs, **fields)
+        def build(haystack_size: int) -> Doc:
+            context = separator.join(scatter(haystack(haystack_size), needles))
+            if not is_single:
+                return framed("niah", prompt["template"], context, outputs, **fields)
             # RULER's singular forms, replaced in its order.
             template = prompt["template"].replace("Some", "A").replace("are all", "is")
             template = template.replace("are", "is").replace("answers", "answer")
             doc = framed(
-                "niah", template, body, outputs, **{**fields, "type_needle_v": task.value[:-1]}
+                "niah", template, context, outputs, **{**fields, "type_needle_v": task.value[:-1]}
             )
             return {**doc, "gen_prefix": doc["gen_prefix"].removesuffix(" are") + " is"}
 
         return [Plan(build)]
 
-    def vt(self, hops: int, tokens: Tokens) -> list[Plan]:
+    def vt(self, hops: int, count_tokens: Tokens) -> list[Plan]:
         """Track variables after a worked example, which is left out where it does not fit."""
         prompt = prompts()["variable_tracking"]
         statements, value, variables = self._chain(hops, 5, "chain")
 
-        def build(n: int, example: str = "") -> Doc:
-            body = self._noisy(n, statements, "places")
+        def build(line_count: int, worked_example: str = "") -> Doc:
+            context = self._noisy(line_count, statements, "places")
             fields = {"query": value, "num_v": hops + 1}
             template = prompt["template"]
-            return framed("variable_tracking", template, body, variables, example, **fields)
+            return framed(
+                "variable_tracking", template, context, variables, worked_example, **fields
+            )
 
-        example = self._vt_example(hops, min(_VT_EXAMPLE, self.length // 8), tokens)
-        return [Plan(lambda n: build(n, example)), Plan(build)] if example else [Plan(build)]
+        worked_example = self._vt_example(hops, min(_VT_EXAMPLE, self.length // 8), count_tokens)
+        return (
+            [Plan(lambda line_count: build(line_count, worked_example)), Plan(build)]
+            if worked_example
+            else [Plan(build)]
+        )
 
     def cwe(self) -> list[Plan]:
         """List words, ten of them often.
@@ -131,70 +151,89 @@ class NaturalLexicon(Lexicon):
         """
         prompt = prompts()["common_words_extraction"]
         self.uses(ruler_words.release())
-        words = ruler_words.all_words()
-        pool = self.streams["words"].sample(words, len(words))
-        examples = self.streams["example words"]
+        vocabulary = ruler_words.all_words()
+        word_pool = self.streams["words"].sample(vocabulary, len(vocabulary))
+        example_generator = self.streams["example words"]
 
-        def listed(
-            chosen: Sequence[str], often: int, rarely: int, order: str
+        def number_words(
+            selection: Sequence[str], common_repeats: int, rare_repeats: int, purpose: str
         ) -> tuple[str, list[str]]:
-            common = list(chosen[:_COMMON])
-            bag = common * often + list(chosen[_COMMON:]) * rarely
-            shuffle(self.streams.fresh(order), bag)
-            return _numbered(bag), common
+            common_words = list(selection[:_COMMON])
+            word_list = common_words * common_repeats + list(selection[_COMMON:]) * rare_repeats
+            shuffle(self.streams.fresh(purpose), word_list)
+            return _numbered(word_list), common_words
 
-        def plan(example: tuple[int, int, int] | None, often: int, rarely: int) -> Plan:
+        def plan(
+            example_counts: tuple[int, int, int] | None, common_repeats: int, rare_repeats: int
+        ) -> Plan:
             shots = []
-            if example:
-                count, most, least = example
-                body, common = listed(examples.sample(words, count), most, least, "example")
-                answer = f"{prompt['answer_prefix'].lstrip()} {_numbered(common)}"
-                question = prompt["template"].format(context=body)
+            if example_counts:
+                example_size, example_common, example_rare = example_counts
+                context, common_words = number_words(
+                    example_generator.sample(vocabulary, example_size),
+                    example_common,
+                    example_rare,
+                    "example",
+                )
+                answer = f"{prompt['answer_prefix'].lstrip()} {_numbered(common_words)}"
+                question = prompt["template"].format(context=context)
                 shots = [{"user": question, "assistant": answer, "end": "\n"}]
 
-            def build(n: int) -> Doc:
-                body, common = listed(pool[:n], often, rarely, "order")
-                doc = framed("common_words_extraction", prompt["template"], body, common)
+            def build(word_count: int) -> Doc:
+                context, common_words = number_words(
+                    word_pool[:word_count], common_repeats, rare_repeats, "order"
+                )
+                doc = framed("common_words_extraction", prompt["template"], context, common_words)
                 return {**doc, "shots": shots} if shots else doc
 
-            exhausted = f"its {len(words):,} words"
-            return Plan(build, least=_COMMON + 1, most=len(words), exhausted=exhausted)
+            exhausted = f"its {len(vocabulary):,} words"
+            return Plan(
+                build, min_units=_COMMON + 1, max_units=len(vocabulary), exhausted=exhausted
+            )
 
-        small = plan((20, 3, 1), 6, 1)
-        large = [plan((40, 10, 3), 30, 3)] if self.length >= 4096 else []
-        return [*large, small, plan(None, 6, 1), plan(None, 3, 1)]
+        small_plan = plan((20, 3, 1), 6, 1)
+        large_plans = [plan((40, 10, 3), 30, 3)] if self.length >= 4096 else []
+        return [*large_plans, small_plan, plan(None, 6, 1), plan(None, 3, 1)]
 
     def fwe(self) -> list[Plan]:
         """Coded words with Zipf-like counts (exponent 2.0); the most frequent one is `...`."""
         prompt = prompts()["freq_words_extraction"]
-        rng = self.streams["words"]
-        coded: dict[str, None] = {"...": None}
-        while len(coded) <= max(20, self.length // 50):
-            coded["".join(rng.choices(string.ascii_lowercase, k=6))] = None
-        code = list(coded)
+        generator = self.streams["words"]
+        coded_words: dict[str, None] = {"...": None}
+        while len(coded_words) <= max(20, self.length // 50):
+            coded_words["".join(generator.choices(string.ascii_lowercase, k=6))] = None
+        ranked_words = list(coded_words)
         zeta = math.pi**2 / 6
 
-        def build(n: int) -> Doc:
-            counts = [int(n / zeta / rank**2) for rank in range(1, len(code) + 1)]
-            counts[4:] = [min(c, counts[3] - 1) for c in counts[4:]]  # the third has no tie
-            bag = [word for word, c in zip(code, counts, strict=True) for _ in range(c)]
-            shuffle(self.streams.fresh("order"), bag)
+        def build(word_count: int) -> Doc:
+            word_counts = [
+                int(word_count / zeta / rank**2) for rank in range(1, len(ranked_words) + 1)
+            ]
+            word_counts[4:] = [
+                min(repeats, word_counts[3] - 1) for repeats in word_counts[4:]
+            ]  # the third has no tie
+            word_list = [
+                word
+                for word, repeats in zip(ranked_words, word_counts, strict=True)
+                for _ in range(repeats)
+            ]
+            shuffle(self.streams.fresh("order"), word_list)
             template = prompt["template"]
-            return framed("freq_words_extraction", template, " ".join(bag), code[1:4])
+            return framed("freq_words_extraction", template, " ".join(word_list), ranked_words[1:4])
 
-        return [Plan(build, least=27)]
+        return [Plan(build, min_units=27)]
 
-    def listing(self, tokens: Tokens) -> list[Plan]:
+    def listing(self, count_tokens: Tokens) -> list[Plan]:
         """Sentences that state an item each; see `natural_long`."""
-        return natural_long.listing(self.streams, self.length, tokens)
+        return natural_long.listing(self.streams, self.length, count_tokens)
 
-    def passage(self, tokens: Tokens) -> list[Plan]:
+    def passage(self, count_tokens: Tokens) -> list[Plan]:
         """Sentences of generated prose, among others; see `natural_long`."""
-        return natural_long.passage(self.streams, self.length, tokens)
+        return natural_long.passage(self.streams, self.length, count_tokens)
 
-    def steps(self, tokens: Tokens) -> list[Plan]:
+    def steps(self, count_tokens: Tokens) -> list[Plan]:
         """Two chains, one of which is asked for; see `natural_long`."""
-        return natural_long.steps(self.streams, self.length, tokens)
+        return natural_long.steps(self.streams, self.length, count_tokens)
 
     def dialogue(self, turns: int, facts: int) -> list[Plan]:
         """A dialogue in which codes are told and asked for; see `natural_long`."""
@@ -207,10 +246,12 @@ class NaturalLexicon(Lexicon):
 
     # --- needles ----------------------------------------------------------------------------------
 
-    def _haystack(self, task: Niah, taken: set[str]) -> tuple[Callable[[int], list[str]], str]:
+    def _haystack(
+        self, task: Niah, used_strings: set[str]
+    ) -> tuple[Callable[[int], list[str]], str]:
         """The first n units of a haystack, between which needles may stand, and what joins them."""
         if task.haystack == "noise":
-            return lambda n: [prompts()["niah"]["noise"]] * n, "\n"
+            return lambda unit_count: [prompts()["niah"]["noise"]] * unit_count, "\n"
         if task.haystack == "essay":
             if self.essay is None:
                 self.uses("generated-prose")
@@ -219,75 +260,87 @@ class NaturalLexicon(Lexicon):
                 self.uses("essays")
                 sentences = cycle(self.essay)
             return words_of(sentences), " "
-        rng = self.streams["others"]
-        needle = prompts()["niah"]["needle"]
-        made: list[str] = []
+        generator = self.streams["others"]
+        needle_template = prompts()["niah"]["needle"]
+        needle_lines: list[str] = []
 
-        def take(n: int) -> list[str]:
-            while len(made) < n:
-                key, value = (self._fresh(kind, rng, taken) for kind in (task.key, task.value))
-                made.append(needle.format(type_needle_v=task.value, key=key, value=value))
-            return made[:n]
+        def take(unit_count: int) -> list[str]:
+            while len(needle_lines) < unit_count:
+                key, value = (
+                    self._fresh(kind, generator, used_strings) for kind in (task.key, task.value)
+                )
+                needle_lines.append(
+                    needle_template.format(type_needle_v=task.value, key=key, value=value)
+                )
+            return needle_lines[:unit_count]
 
         return take, "\n"
 
-    def _fresh(self, kind: str, rng: random.Random, taken: set[str]) -> str:
+    def _fresh(self, kind: str, generator: random.Random, used_strings: set[str]) -> str:
         """A key or value that this sample has not used yet."""
         while True:
-            made = self._random(kind, rng)
-            if made not in taken:
-                taken.add(made)
-                return made
+            candidate = self._random(kind, generator)
+            if candidate not in used_strings:
+                used_strings.add(candidate)
+                return candidate
 
-    def _random(self, kind: str, rng: random.Random) -> str:
+    def _random(self, kind: str, generator: random.Random) -> str:
         if kind == "numbers":
-            return str(rng.randint(10**6, 10**7 - 1))
+            return str(generator.randint(10**6, 10**7 - 1))
         if kind == "uuids":
-            return str(uuid.UUID(int=rng.getrandbits(128), version=4))
+            return str(uuid.UUID(int=generator.getrandbits(128), version=4))
         self.uses(ruler_words.release())
-        return f"{rng.choice(ruler_words.adjectives())}-{rng.choice(ruler_words.nouns())}"
+        return (
+            f"{generator.choice(ruler_words.adjectives())}-{generator.choice(ruler_words.nouns())}"
+        )
 
     # --- variable tracking ------------------------------------------------------------------------
 
-    def _chain(self, hops: int, letters: int, purpose: str) -> tuple[list[str], str, list[str]]:
+    def _chain(self, hops: int, name_length: int, purpose: str) -> tuple[list[str], str, list[str]]:
         """The statements of a chain of assignments, its value, and its variables."""
-        rng = self.streams[purpose]
-        names: dict[str, None] = {}
-        while len(names) <= hops:
-            names["".join(rng.choices(string.ascii_uppercase, k=letters))] = None
-        variables = list(names)
-        value = str(rng.randrange(10000, 99999))
+        generator = self.streams[purpose]
+        distinct_names: dict[str, None] = {}
+        while len(distinct_names) <= hops:
+            distinct_names["".join(generator.choices(string.ascii_uppercase, k=name_length))] = None
+        variables = list(distinct_names)
+        value = str(generator.randrange(10000, 99999))
         statements = [f"VAR {variables[0]} = {value}"]
-        statements += [f"VAR {b} = VAR {a} " for a, b in pairwise(variables)]
+        statements += [
+            f"VAR {variable} = VAR {source} " for source, variable in pairwise(variables)
+        ]
         return statements, value, variables
 
-    def _noisy(self, n: int, statements: Sequence[str], purpose: str) -> str:
+    def _noisy(self, line_count: int, statements: Sequence[str], purpose: str) -> str:
         """Statements before random ones of n lines of noise, one statement a line."""
-        rng = self.streams.fresh(purpose)
-        if n >= len(statements):
-            places = rng.sample(range(n), len(statements))
+        generator = self.streams.fresh(purpose)
+        if line_count >= len(statements):
+            line_indices = generator.sample(range(line_count), len(statements))
         else:  # RULER has no task this short
-            places = rng.choices(range(n + 1), k=len(statements))
-        lines = [prompts()["variable_tracking"]["noise"]] * n
+            line_indices = generator.choices(range(line_count + 1), k=len(statements))
+        lines = [prompts()["variable_tracking"]["noise"]] * line_count
         # From the last one back: an insertion moves only what stands after it.
-        for place, statement in reversed(list(zip(sorted(places), statements, strict=True))):
-            lines.insert(place, statement)
+        for line_index, statement in reversed(
+            list(zip(sorted(line_indices), statements, strict=True))
+        ):
+            lines.insert(line_index, statement)
         return "\n".join(lines)
 
-    def _vt_example(self, hops: int, most: int, tokens: Tokens) -> str:
+    def _vt_example(self, hops: int, max_tokens: int, count_tokens: Tokens) -> str:
         """A solved task of at most so many tokens before its answer; empty where none fits."""
         prompt = prompts()["variable_tracking"]
         statements, value, variables = self._chain(hops, 3, "example")
 
-        def text(n: int) -> str:
-            body = self._noisy(n, statements, "example places")
-            question = prompt["template"].format(context=body, query=value)
-            prefix = prompt["answer_prefix"].format(num_v=hops + 1, query=value)
-            return f"{question}{prefix}"
+        def render_example(line_count: int) -> str:
+            context = self._noisy(line_count, statements, "example places")
+            question = prompt["template"].format(context=context, query=value)
+            answer_prefix = prompt["answer_prefix"].format(num_v=hops + 1, query=value)
+            return f"{question}{answer_prefix}"
 
-        lines = largest(lambda n: tokens(text(n)), most, most)
-        return f"{text(lines)} {' '.join(variables)}\n\n" if lines else ""
+        noise_lines = largest(
+            lambda line_count: count_tokens(render_example(line_count)), max_tokens, max_tokens
+        )
+        return f"{render_example(noise_lines)} {' '.join(variables)}\n\n" if noise_lines else ""
 
 
-def _numbered(items: Sequence[str]) -> str:
-    return " ".join(f"{i}. {word}" for i, word in enumerate(items, 1))
+def _numbered(words: Sequence[str]) -> str:
+    return " ".join(f"{number}. {word}" for number, word in enumerate(words, 1))

@@ -57,22 +57,24 @@ _FACTS = (
 
 def fact(streams: Streams) -> list[Plan]:
     """Hide one fact at a random depth of the manual; the haystack is cut to the sentence."""
-    rng = streams["fact"]
-    told, asked, begun, values = rng.choice(_FACTS)
-    value = rng.choice(values.split())
-    names = {"who": rng.choice(_WHO), "what": rng.choice(_WHAT), "value": value}
-    statement = told.format(**names)
+    generator = streams["fact"]
+    fact_template, question_template, prefix_template, value_words = generator.choice(_FACTS)
+    value = generator.choice(value_words.split())
+    fields = {"who": generator.choice(_WHO), "what": generator.choice(_WHAT), "value": value}
+    statement = fact_template.format(**fields)
     depth = streams["depth"].random()
-    first = streams["manual"].randrange(len(manual.sentences()))
+    start_index = streams["manual"].randrange(len(manual.sentences()))
 
-    def build(n: int) -> Doc:
-        found = manual.sentences()
-        body = [found[(first + i) % len(found)] for i in range(n)]
-        text = " ".join(scatter(body, [(depth, statement)]))
+    def build(sentence_count: int) -> Doc:
+        sentences = manual.sentences()
+        haystack = [
+            sentences[(start_index + offset) % len(sentences)] for offset in range(sentence_count)
+        ]
+        context = " ".join(scatter(haystack, [(depth, statement)]))
         return {
-            "context": f"Read this text.\n\n{text}\n\n",
-            "question": asked.format(**names),
-            "gen_prefix": begun.format(**names),
+            "context": f"Read this text.\n\n{context}\n\n",
+            "question": question_template.format(**fields),
+            "gen_prefix": prefix_template.format(**fields),
             "outputs": [value],
             "until": [],
             "max_new_tokens": 32,

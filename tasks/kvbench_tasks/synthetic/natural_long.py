@@ -49,87 +49,112 @@ _CODE_TOKENS = 32
 _FRAME = {"user": "User:\n", "assistant": "\n\nAssistant:\n", "end": "\n\n"}
 
 
-def listing(streams: Streams, length: int, tokens: Tokens) -> list[Plan]:
+def listing(streams: Streams, length: int, count_tokens: Tokens) -> list[Plan]:
     """Items of a list, each stated in a sentence somewhere in the text.
 
     Args:
         streams: The sample's generators.
         length: Tokens of prompt and answer; decides how many items.
-        tokens: Counts the tokens of an answer.
+        count_tokens: Counts the tokens of an answer.
     """
-    items = compounds(streams["items"])
-    names: list[str] = []
+    item_iterator = compounds(streams["items"])
+    item_names: list[str] = []
 
-    def line(i: int) -> str:
-        while len(names) <= i:
-            names.append(next(items))
-        return f"{i + 1}. {names[i]}\n"
+    def render_line(item_index: int) -> str:
+        while len(item_names) <= item_index:
+            item_names.append(next(item_iterator))
+        return f"{item_index + 1}. {item_names[item_index]}\n"
 
-    rng = streams["depth"]
-    count = _count(line, length, tokens)
-    depths = [rng.random() for _ in range(count)]
+    generator = streams["depth"]
+    max_items = _count(render_line, length, count_tokens)
+    depths = [generator.random() for _ in range(max_items)]
 
-    def plan(n: int) -> Plan:
-        told = [(depths[i], f"Item {i + 1} of the list is {names[i]}.") for i in range(n)]
-        answer = "".join(map(line, range(n)))
-        return _plan(streams, _LIST, told, names[:n], "numbered", tokens(answer), n=n)
+    def plan(item_count: int) -> Plan:
+        statements = [
+            (depths[item_index], f"Item {item_index + 1} of the list is {item_names[item_index]}.")
+            for item_index in range(item_count)
+        ]
+        answer = "".join(map(render_line, range(item_count)))
+        return _plan(
+            streams,
+            _LIST,
+            statements,
+            item_names[:item_count],
+            "numbered",
+            count_tokens(answer),
+            n=item_count,
+        )
 
-    return [plan(n) for n in fewer(count)]
+    return [plan(item_count) for item_count in fewer(max_items)]
 
 
-def passage(streams: Streams, length: int, tokens: Tokens) -> list[Plan]:
+def passage(streams: Streams, length: int, count_tokens: Tokens) -> list[Plan]:
     """A passage of sentences between two marks."""
     sentences: list[str] = []
-    made = prose(streams["passage"])
+    prose_sentences = prose(streams["passage"])
 
-    def line(i: int) -> str:
-        while len(sentences) <= i:
-            sentences.append(" ".join(next(made)))
-        return sentences[i] + "\n"
+    def render_line(line_index: int) -> str:
+        while len(sentences) <= line_index:
+            sentences.append(" ".join(next(prose_sentences)))
+        return sentences[line_index] + "\n"
 
     depth = streams["depth"].random()
 
-    def plan(n: int) -> Plan:
-        answer = "".join(map(line, range(n)))
-        told = [(depth, f"\n[BEGIN]\n{answer}[END]\n")]
-        return _plan(streams, _COPY, told, sentences[:n], "lines", tokens(answer))
+    def plan(line_count: int) -> Plan:
+        answer = "".join(map(render_line, range(line_count)))
+        statements = [(depth, f"\n[BEGIN]\n{answer}[END]\n")]
+        return _plan(
+            streams, _COPY, statements, sentences[:line_count], "lines", count_tokens(answer)
+        )
 
-    return [plan(n) for n in fewer(_count(line, length, tokens))]
+    return [plan(line_count) for line_count in fewer(_count(render_line, length, count_tokens))]
 
 
-def steps(streams: Streams, length: int, tokens: Tokens) -> list[Plan]:
+def steps(streams: Streams, length: int, count_tokens: Tokens) -> list[Plan]:
     """Two chains of assignments, interleaved."""
-    rng = streams["chain"]
-    values = [str(value) for value in rng.sample(range(10000, 100000), _CHAINS)]
-    taken: set[str] = set()
-    chains: list[list[str]] = [[] for _ in values]
+    generator = streams["chain"]
+    start_values = [
+        str(start_value) for start_value in generator.sample(range(10000, 100000), _CHAINS)
+    ]
+    used_variables: set[str] = set()
+    chains: list[list[str]] = [[] for _ in start_values]
 
-    def line(i: int) -> str:
-        for chain, value in zip(chains, values, strict=True):
-            while len(chain) <= i:
-                variable = "".join(rng.choices(string.ascii_uppercase, k=5))
-                if variable in taken:
+    def render_line(step_index: int) -> str:
+        for chain, start_value in zip(chains, start_values, strict=True):
+            while len(chain) <= step_index:
+                variable = "".join(generator.choices(string.ascii_uppercase, k=5))
+                if variable in used_variables:
                     continue
-                taken.add(variable)
-                source = f"VAR {chain[-1].split()[1]}" if chain else value
+                used_variables.add(variable)
+                source = f"VAR {chain[-1].split()[1]}" if chain else start_value
                 chain.append(f"VAR {variable} = {source}")
-        return chains[0][i] + "\n"
+        return chains[0][step_index] + "\n"
 
-    count = _count(line, length, tokens)
-    depth = streams["depth"]
-    depths = [[depth.random() for _ in range(count)] for _ in chains]
+    max_steps = _count(render_line, length, count_tokens)
+    depth_generator = streams["depth"]
+    depths = [[depth_generator.random() for _ in range(max_steps)] for _ in chains]
 
-    def plan(n: int) -> Plan:
-        told = [
-            (where, f"{step}.")
-            for chain, places in zip(chains, depths, strict=True)
-            for where, step in zip(sorted(places[:n]), chain[:n], strict=True)
+    def plan(step_count: int) -> Plan:
+        statements = [
+            (depth, f"{step}.")
+            for chain, chain_depths in zip(chains, depths, strict=True)
+            for depth, step in zip(
+                sorted(chain_depths[:step_count]), chain[:step_count], strict=True
+            )
         ]
-        answer = "".join(map(line, range(n)))
-        used = tokens(answer)
-        return _plan(streams, _STEPS, told, chains[0][:n], "lines", used, value=values[0])
+        answer = "".join(map(render_line, range(step_count)))
+        answer_tokens = count_tokens(answer)
+        return _plan(
+            streams,
+            _STEPS,
+            statements,
+            chains[0][:step_count],
+            "lines",
+            answer_tokens,
+            value=start_values[0],
+        )
 
-    return [plan(n) for n in fewer(count)]
+    return [plan(step_count) for step_count in fewer(max_steps)]
 
 
 def dialogue(streams: Streams, turns: int, facts: int) -> list[Plan]:
@@ -140,76 +165,90 @@ def dialogue(streams: Streams, turns: int, facts: int) -> list[Plan]:
         turns: How many, where there is room; else fewer.
         facts: New codes of each turn.
     """
-    keys = compounds(streams["keys"])
-    names = [name.replace("-", " ") for name in islice(keys, turns * facts)]
-    codes = streams["codes"].sample(range(10**6, 10**7), len(names))
-    told = [_FACT.format(key=key, value=code) for key, code in zip(names, codes, strict=True)]
-    rng = streams["depth"]
-    depths = [rng.random() for _ in told]
+    key_iterator = compounds(streams["keys"])
+    key_names = [key_name.replace("-", " ") for key_name in islice(key_iterator, turns * facts)]
+    codes = streams["codes"].sample(range(10**6, 10**7), len(key_names))
+    fact_texts = [
+        _FACT.format(key=key, value=code) for key, code in zip(key_names, codes, strict=True)
+    ]
+    generator = streams["depth"]
+    depths = [generator.random() for _ in fact_texts]
 
-    def plan(count: int) -> Plan:
-        asked = asked_facts(streams.fresh("query"), count, facts)
-        shares = apart(streams.fresh("shares"), count)
-        fillers = [words_of(prose(streams.fresh(f"prose {turn}"))) for turn in range(count)]
+    def plan(turn_count: int) -> Plan:
+        query_facts = asked_facts(streams.fresh("query"), turn_count, facts)
+        split_sizes = apart(streams.fresh("shares"), turn_count)
+        fillers = [
+            words_of(prose(streams.fresh(f"prose {turn_index}")))
+            for turn_index in range(turn_count)
+        ]
 
-        def build(n: int) -> Doc:
-            rows: list[Doc] = []
-            for turn, (fact, size) in enumerate(zip(asked, shares(n), strict=True)):
-                own = [(depths[i], told[i]) for i in range(turn * facts, (turn + 1) * facts)]
-                text = " ".join(scatter(fillers[turn](size), own))
-                code = str(codes[fact])
-                rows.append(
+        def build(haystack_size: int) -> Doc:
+            turn_docs: list[Doc] = []
+            for turn_index, (query_fact, prose_size) in enumerate(
+                zip(query_facts, split_sizes(haystack_size), strict=True)
+            ):
+                turn_statements = [
+                    (depths[fact_index], fact_texts[fact_index])
+                    for fact_index in range(turn_index * facts, (turn_index + 1) * facts)
+                ]
+                turn_text = " ".join(scatter(fillers[turn_index](prose_size), turn_statements))
+                code = str(codes[query_fact])
+                turn_docs.append(
                     {
-                        "context": f"{'' if turn else _HELLO}{text}\n\n",
-                        "question": _ASK.format(key=names[fact]),
+                        "context": f"{'' if turn_index else _HELLO}{turn_text}\n\n",
+                        "question": _ASK.format(key=key_names[query_fact]),
                         "answer": code,
                         "outputs": [code],
                         "max_new_tokens": _CODE_TOKENS,
-                        "extra": {"age": turn - fact // facts},
+                        "extra": {"age": turn_index - query_fact // facts},
                     }
                 )
-            return {"turns": rows, "frame": _FRAME, "until": ["\n"]}
+            return {"turns": turn_docs, "frame": _FRAME, "until": ["\n"]}
 
         return Plan(build)
 
-    return [plan(count) for count in range(turns, 1, -1)]
+    return [plan(turn_count) for turn_count in range(turns, 1, -1)]
 
 
-def _count(line: Callable[[int], str], length: int, tokens: Tokens) -> int:
+def _count(render_line: Callable[[int], str], length: int, count_tokens: Tokens) -> int:
     """Estimate from the first sixteen lines how many lines take a quarter of the length."""
-    each = max(1.0, tokens("".join(map(line, range(16)))) / 16)
-    count = max(4, int(min(length / 4, MOST) / each))
-    line(count)
-    return count
+    tokens_per_line = max(1.0, count_tokens("".join(map(render_line, range(16)))) / 16)
+    line_count = max(4, int(min(length / 4, MOST) / tokens_per_line))
+    render_line(line_count)
+    return line_count
 
 
 def _plan(
     streams: Streams,
-    texts: tuple[str, str, str],
-    told: Sequence[tuple[float, str]],
+    prompt_texts: tuple[str, str, str],
+    statements: Sequence[tuple[float, str]],
     outputs: Sequence[str],
     form: str,
-    used: int,
-    **names: object,
+    answer_tokens: int,
+    **fields: object,
 ) -> Plan:
     """Statements among prose.
 
-    `texts` are those of the prompt: before the prose, the question, and the start of the answer.
+    `prompt_texts` are the texts before the prose, of the question, and at the start of the answer.
     """
-    before, question, begun = texts
+    preamble, question, gen_prefix = prompt_texts
     filler = words_of(prose(streams.fresh("prose")))
-    limit = used + used // 8 + 16  # an answer may be worded differently
+    max_new_tokens = answer_tokens + answer_tokens // 8 + 16  # an answer may be worded differently
 
-    def build(n: int) -> Doc:
-        body = " ".join(scatter(filler(n), told)).replace(" \n", "\n").replace("\n ", "\n")
+    def build(haystack_size: int) -> Doc:
+        haystack = (
+            " ".join(scatter(filler(haystack_size), statements))
+            .replace(" \n", "\n")
+            .replace("\n ", "\n")
+        )
         return {
-            "context": f"{before.format(**names)}{body.strip()}\n\n",
-            "question": question.format(**names),
-            "gen_prefix": begun,
+            "context": f"{preamble.format(**fields)}{haystack.strip()}\n\n",
+            "question": question.format(**fields),
+            "gen_prefix": gen_prefix,
             "outputs": list(outputs),
             "form": form,
             "until": [],
-            "max_new_tokens": limit,
+            "max_new_tokens": max_new_tokens,
         }
 
     return Plan(build)

@@ -37,268 +37,331 @@ class ReferenceLexicon(Lexicon):
         Several values of several keys are asked for key by key: the row then has `each`, a question
         and its answers for every key.
         """
-        long = task.value == "uuids"
-        crowd = 0
+        has_uuids = task.value == "uuids"
+        distractor_count = 0
         if task.haystack == "needle":
-            crowd = self.length // (8 if long else 5)
-        if long:
-            names = self._reserve(min(300, max(8, crowd)))
-            keys = self._pairs(names, task.keys + crowd)
+            distractor_count = self.length // (8 if has_uuids else 5)
+        if has_uuids:
+            key_words = self._reserve(min(300, max(8, distractor_count)))
+            keys = self._pairs(key_words, task.keys + distractor_count)
         else:
-            keys = [[k] for k in self._reserve(min(_MOST_KEYS, task.keys + crowd))]
-        values = [[self._free(4 if long else 2) for _ in range(task.values)] for _ in keys]
-        rng = self.streams["depth"]
+            keys = [[word] for word in self._reserve(min(_MOST_KEYS, task.keys + distractor_count))]
+        values = [[self._free(4 if has_uuids else 2) for _ in range(task.values)] for _ in keys]
+        generator = self.streams["depth"]
         if depths is None:
-            depths = [rng.random() for _ in range(task.keys * task.values)]
-        told = sorted(
-            (depths[k * task.values + v], k, v)
-            for k in range(task.keys)
-            for v in range(task.values)
+            depths = [generator.random() for _ in range(task.keys * task.values)]
+        placements = sorted(
+            (depths[key_index * task.values + value_index], key_index, value_index)
+            for key_index in range(task.keys)
+            for value_index in range(task.values)
         )
-        needles = [(d, _text(grammar.needle(keys[k], values[k][v]))) for d, k, v in told]
-        others = [
-            (rng.random(), grammar.needle(key, value[0]))
+        needles = [
+            (depth, _text(grammar.needle(keys[key_index], values[key_index][value_index])))
+            for depth, key_index, value_index in placements
+        ]
+        distractors = [
+            (generator.random(), grammar.needle(key, value[0]))
             for key, value in zip(keys[task.keys :], values[task.keys :], strict=True)
         ]
-        asked = self.streams["query"].sample(range(task.keys), task.queries)
-        found = [[values[k][v] for _, k, v in told if k == q] for q in asked]
+        query_indices = self.streams["query"].sample(range(task.keys), task.queries)
+        query_values = [
+            [
+                values[key_index][value_index]
+                for _, key_index, value_index in placements
+                if key_index == query_index
+            ]
+            for query_index in query_indices
+        ]
         # Training has no question for several values of several keys.
-        apart = task.queries > 1 and task.values > 1
-        if task.queries == 1 or apart:
-            question, answer = grammar.ask(keys[asked[0]]), grammar.answer(found[0])
+        asked_apart = task.queries > 1 and task.values > 1
+        if task.queries == 1 or asked_apart:
+            question, answer = grammar.ask(keys[query_indices[0]]), grammar.answer(query_values[0])
         else:
-            names_asked = [keys[q][0] for q in asked]
-            question = grammar.ask_each(names_asked)
-            answer = grammar.answer_each(names_asked, [value for (value,) in found])
-        texts = [[_text(value) for value in own] for own in found]
-        outputs = texts[0] if apart else [text for own in texts for text in own]
-        each = [
-            {"question": _text(grammar.ask(keys[q])), "outputs": own}
-            for q, own in zip(asked, texts, strict=True)
+            query_names = [keys[query_index][0] for query_index in query_indices]
+            question = grammar.ask_each(query_names)
+            answer = grammar.answer_each(query_names, [value for (value,) in query_values])
+        output_texts = [[_text(value) for value in key_values] for key_values in query_values]
+        outputs = (
+            output_texts[0]
+            if asked_apart
+            else [value_text for key_values in output_texts for value_text in key_values]
+        )
+        key_questions = [
+            {"question": _text(grammar.ask(keys[query_index])), "outputs": key_values}
+            for query_index, key_values in zip(query_indices, output_texts, strict=True)
         ]
         filler = self._filler("noise" if task.haystack == "noise" else "essay")
 
-        def build(n: int) -> Doc:
-            size = len(others[0][1]) if others else 1
-            count = min(n // size, len(others))
-            crowded = [(depth, _text(words)) for depth, words in others[:count]]
-            pieces = scatter(filler(n - count * size), needles + crowded)
-            doc = self._doc(pieces, question, outputs, answer)
-            return {**doc, "each": each} if apart else doc
+        def build(haystack_size: int) -> Doc:
+            distractor_size = len(distractors[0][1]) if distractors else 1
+            included_count = min(haystack_size // distractor_size, len(distractors))
+            inserted = [
+                (depth, _text(sentence)) for depth, sentence in distractors[:included_count]
+            ]
+            segments = scatter(
+                filler(haystack_size - included_count * distractor_size), needles + inserted
+            )
+            doc = self._doc(segments, question, outputs, answer)
+            return {**doc, "each": key_questions} if asked_apart else doc
 
         return [Plan(build)]
 
-    def vt(self, hops: int, tokens: Tokens) -> list[Plan]:
+    def vt(self, hops: int, count_tokens: Tokens) -> list[Plan]:
         """Statements `let SOURCE VARIABLE .` among noise; all variables are asked for."""
-        names = self._reserve(hops + 2)
-        rng = self.streams["depth"]
-        depths = sorted(rng.random() for _ in range(hops + 1))
-        chain = [
+        variables = self._reserve(hops + 2)
+        generator = self.streams["depth"]
+        depths = sorted(generator.random() for _ in range(hops + 1))
+        statements = [
             (depth, _text(grammar.assign(source, variable)))
-            for depth, source, variable in zip(depths, names[:-1], names[1:], strict=True)
+            for depth, source, variable in zip(depths, variables[:-1], variables[1:], strict=True)
         ]
         filler = self._filler("noise")
 
-        def build(n: int) -> Doc:
+        def build(haystack_size: int) -> Doc:
             return self._doc(
-                scatter(filler(n), chain),
-                grammar.ask_chain(names[0]),
-                names[1:],
-                grammar.answer_words(names[1:]),
+                scatter(filler(haystack_size), statements),
+                grammar.ask_chain(variables[0]),
+                variables[1:],
+                grammar.answer_words(variables[1:]),
             )
 
         return [Plan(build)]
 
     def cwe(self) -> list[Plan]:
         """Ten words make up two fifths of the list; each is ten times as frequent as any other."""
-        words = self._reserve(_COMMON)
-        others = self._reserve(440)
+        common_words = self._reserve(_COMMON)
+        rare_words = self._reserve(440)
 
-        def build(n: int) -> Doc:
-            often = max(3, round(0.4 * n / _COMMON))
-            rarely = max(1, round(often / 10))
-            left = max(0, n - often * _COMMON)
-            kinds = others[: -(-left // rarely)]
-            rare = (kinds * (left // max(1, len(kinds)) + 1))[:left]
-            bag = words * often + rare
-            shuffle(self.streams.fresh("order"), bag)
-            return self._doc(bag, grammar.ask_common(), words, grammar.answer_words(words))
+        def build(haystack_size: int) -> Doc:
+            common_repeats = max(3, round(0.4 * haystack_size / _COMMON))
+            rare_repeats = max(1, round(common_repeats / 10))
+            rare_count = max(0, haystack_size - common_repeats * _COMMON)
+            distinct_words = rare_words[: -(-rare_count // rare_repeats)]
+            rare_entries = (distinct_words * (rare_count // max(1, len(distinct_words)) + 1))[
+                :rare_count
+            ]
+            word_list = common_words * common_repeats + rare_entries
+            shuffle(self.streams.fresh("order"), word_list)
+            return self._doc(
+                word_list, grammar.ask_common(), common_words, grammar.answer_words(common_words)
+            )
 
-        return [Plan(build, least=60)]
+        return [Plan(build, min_units=60)]
 
     def fwe(self) -> list[Plan]:
         """Word k of the code has a share of k^-2; the first rank is left out, as in RULER."""
-        words = self._reserve(250)
-        zeta = [k**-2.0 for k in range(2, len(words) + 2)]
-        shares = [z / sum(zeta) for z in zeta]
+        vocabulary = self._reserve(250)
+        rank_weights = [rank**-2.0 for rank in range(2, len(vocabulary) + 2)]
+        frequencies = [weight / sum(rank_weights) for weight in rank_weights]
 
-        def build(n: int) -> Doc:
-            counts = [int(n * share) for share in shares]
+        def build(haystack_size: int) -> Doc:
+            word_counts = [int(haystack_size * frequency) for frequency in frequencies]
             # Words too rare for a whole count get one each; the rest goes to the first word.
-            rare = counts.count(0)
-            ones = min(rare, n - sum(counts))
-            counts[len(counts) - rare :] = [1] * ones + [0] * (rare - ones)
-            counts[0] += n - sum(counts)
-            bag = [word for word, c in zip(words, counts, strict=True) for _ in range(c)]
-            shuffle(self.streams.fresh("order"), bag)
-            answer = grammar.answer_words(words[:_TOP])
-            return self._doc(bag, grammar.ask_top(), words[:_TOP], answer)
+            zero_count = word_counts.count(0)
+            single_count = min(zero_count, haystack_size - sum(word_counts))
+            word_counts[len(word_counts) - zero_count :] = [1] * single_count + [0] * (
+                zero_count - single_count
+            )
+            word_counts[0] += haystack_size - sum(word_counts)
+            word_list = [
+                word
+                for word, repeats in zip(vocabulary, word_counts, strict=True)
+                for _ in range(repeats)
+            ]
+            shuffle(self.streams.fresh("order"), word_list)
+            answer = grammar.answer_words(vocabulary[:_TOP])
+            return self._doc(word_list, grammar.ask_top(), vocabulary[:_TOP], answer)
 
-        return [Plan(build, least=60)]
+        return [Plan(build, min_units=60)]
 
-    def listing(self, tokens: Tokens) -> list[Plan]:
+    def listing(self, count_tokens: Tokens) -> list[Plan]:
         """Statements `item #N a b .`; the answer is `#1 a b , #2 c d .`."""
         values = [_text(self._free(2)) for _ in range(_ITEMS)]
-        filler, rng = self._filler("essay"), self.streams["depth"]
-        depths = [rng.random() for _ in values]
+        filler, generator = self._filler("essay"), self.streams["depth"]
+        depths = [generator.random() for _ in values]
 
-        def plan(count: int) -> Plan:
-            chosen = values[:count]
-            items = [
-                (depth, _text(grammar.item(i, value.split())))
-                for i, (depth, value) in enumerate(zip(depths, chosen, strict=False), 1)
+        def plan(item_count: int) -> Plan:
+            listed_values = values[:item_count]
+            statements = [
+                (depth, _text(grammar.item(number, value.split())))
+                for number, (depth, value) in enumerate(zip(depths, listed_values, strict=False), 1)
             ]
-            answer = grammar.answer_list([value.split() for value in chosen])
+            answer = grammar.answer_list([value.split() for value in listed_values])
 
-            def build(n: int) -> Doc:
-                doc = self._doc(scatter(filler(n), items), grammar.ask_list(), chosen, answer)
+            def build(haystack_size: int) -> Doc:
+                doc = self._doc(
+                    scatter(filler(haystack_size), statements),
+                    grammar.ask_list(),
+                    listed_values,
+                    answer,
+                )
                 return {**doc, "form": "numbered"}
 
             return Plan(build)
 
-        return [plan(count) for count in fewer(_ITEMS)]
+        return [plan(item_count) for item_count in fewer(_ITEMS)]
 
-    def passage(self, tokens: Tokens) -> list[Plan]:
+    def passage(self, count_tokens: Tokens) -> list[Plan]:
         """A passage `begin a b c end` whose words occur nowhere else."""
-        words = self._reserve(_COPIED)
+        passage_words = self._reserve(_COPIED)
         filler, depth = self._filler("essay"), self.streams["depth"].random()
 
-        def plan(count: int) -> Plan:
-            passage = [(depth, _text(grammar.passage(words[:count])))]
-            answer = grammar.answer_words(words[:count])
+        def plan(word_count: int) -> Plan:
+            statements = [(depth, _text(grammar.passage(passage_words[:word_count])))]
+            answer = grammar.answer_words(passage_words[:word_count])
 
-            def build(n: int) -> Doc:
-                pieces = scatter(filler(n), passage)
-                doc = self._doc(pieces, grammar.ask_copy(), words[:count], answer)
+            def build(haystack_size: int) -> Doc:
+                segments = scatter(filler(haystack_size), statements)
+                doc = self._doc(segments, grammar.ask_copy(), passage_words[:word_count], answer)
                 return {**doc, "form": "words"}
 
             return Plan(build)
 
-        return [plan(count) for count in fewer(_COPIED)]
+        return [plan(word_count) for word_count in fewer(_COPIED)]
 
-    def steps(self, tokens: Tokens) -> list[Plan]:
+    def steps(self, count_tokens: Tokens) -> list[Plan]:
         """The statements of `vt`, but a long chain of them, among sentences that vary."""
-        names = self._reserve(_HOPS + 2)
-        rng, filler = self.streams["depth"], self._filler("essay")
-        depths = [rng.random() for _ in names[1:]]
+        variables = self._reserve(_HOPS + 2)
+        generator, filler = self.streams["depth"], self._filler("essay")
+        depths = [generator.random() for _ in variables[1:]]
 
-        def plan(count: int) -> Plan:
-            chain = [
+        def plan(step_count: int) -> Plan:
+            statements = [
                 (depth, _text(grammar.assign(source, variable)))
                 for depth, source, variable in zip(
-                    sorted(depths[:count]), names[:count], names[1:], strict=False
+                    sorted(depths[:step_count]), variables[:step_count], variables[1:], strict=False
                 )
             ]
-            found = names[1 : count + 1]
+            chain_variables = variables[1 : step_count + 1]
 
-            def build(n: int) -> Doc:
-                question, answer = grammar.ask_chain(names[0]), grammar.answer_words(found)
-                doc = self._doc(scatter(filler(n), chain), question, found, answer)
+            def build(haystack_size: int) -> Doc:
+                question, answer = (
+                    grammar.ask_chain(variables[0]),
+                    grammar.answer_words(chain_variables),
+                )
+                doc = self._doc(
+                    scatter(filler(haystack_size), statements), question, chain_variables, answer
+                )
                 return {**doc, "form": "words"}
 
             return Plan(build)
 
-        return [plan(count) for count in fewer(_HOPS + 1)]
+        return [plan(step_count) for step_count in fewer(_HOPS + 1)]
 
     def dialogue(self, turns: int, facts: int) -> list[Plan]:
         """Turns `user ... note K a b . ... <q> K a b .`, as in training."""
         keys = self._reserve(turns * facts)
         values = [self._free(2) for _ in keys]
-        told = [_text(grammar.needle(k, v)) for k, v in zip(keys, values, strict=True)]
-        rng = self.streams["depth"]
-        depths = [rng.random() for _ in told]
+        fact_texts = [
+            _text(grammar.needle(key, value)) for key, value in zip(keys, values, strict=True)
+        ]
+        generator = self.streams["depth"]
+        depths = [generator.random() for _ in fact_texts]
 
-        def plan(count: int) -> Plan:
-            asked = asked_facts(self.streams.fresh("query"), count, facts)
-            shares = apart(self.streams.fresh("shares"), count)
-            fillers = [self._filler("essay", f"filler {turn}") for turn in range(count)]
+        def plan(turn_count: int) -> Plan:
+            query_facts = asked_facts(self.streams.fresh("query"), turn_count, facts)
+            split_sizes = apart(self.streams.fresh("shares"), turn_count)
+            fillers = [
+                self._filler("essay", f"filler {turn_index}") for turn_index in range(turn_count)
+            ]
 
-            def build(n: int) -> Doc:
-                rows = []
-                for turn, (fact, size) in enumerate(zip(asked, shares(n), strict=True)):
-                    own = range(turn * facts, (turn + 1) * facts)
-                    statements = [(depths[i], told[i]) for i in own]
-                    answer = grammar.answer([values[fact]])
+            def build(haystack_size: int) -> Doc:
+                turn_docs = []
+                for turn_index, (query_fact, filler_size) in enumerate(
+                    zip(query_facts, split_sizes(haystack_size), strict=True)
+                ):
+                    turn_facts = range(turn_index * facts, (turn_index + 1) * facts)
+                    placements = [
+                        (depths[fact_index], fact_texts[fact_index]) for fact_index in turn_facts
+                    ]
+                    answer = grammar.answer([values[query_fact]])
                     doc = self._doc(
-                        scatter(fillers[turn](size), statements),
-                        grammar.ask(keys[fact]),
-                        [_text(values[fact])],
+                        scatter(fillers[turn_index](filler_size), placements),
+                        grammar.ask(keys[query_fact]),
+                        [_text(values[query_fact])],
                         answer,
                     )
-                    extra = {"age": turn - fact // facts}
-                    rows.append({**doc, "answer": _text(answer[:-1]), "extra": extra})
-                return {"turns": rows, "frame": _FRAME}
+                    extra = {"age": turn_index - query_fact // facts}
+                    turn_docs.append({**doc, "answer": _text(answer[:-1]), "extra": extra})
+                return {"turns": turn_docs, "frame": _FRAME}
 
             return Plan(build)
 
-        return [plan(count) for count in range(turns, 1, -1)]
+        return [plan(turn_count) for turn_count in range(turns, 1, -1)]
 
     def fact(self) -> list[Plan]:
         """A passage `begin a b c d end` of words that are nowhere else; `<q> copy` asks for it."""
-        words = self._reserve(_FACT)
+        fact_words = self._reserve(_FACT)
         filler, depth = self._filler("essay"), self.streams["depth"].random()
-        passage = _text(grammar.passage(words))
+        passage = _text(grammar.passage(fact_words))
 
-        def build(n: int) -> Doc:
-            pieces = scatter(filler(n), [(depth, passage)])
-            answer = grammar.answer_words(words)
-            doc = self._doc(pieces, grammar.ask_copy(), [_text(words)], answer)
+        def build(haystack_size: int) -> Doc:
+            segments = scatter(filler(haystack_size), [(depth, passage)])
+            answer = grammar.answer_words(fact_words)
+            doc = self._doc(segments, grammar.ask_copy(), [_text(fact_words)], answer)
             return {**doc, "extra": {"needle": passage}}
 
         return [Plan(build)]
 
     # --- words ------------------------------------------------------------------------------------
 
-    def _left(self) -> list[str]:
+    def _unused_words(self) -> list[str]:
         if self._pool is None:
             self._pool = list(grammar.WORDS)
             shuffle(self.streams["pool"], self._pool)
         return self._pool
 
-    def _reserve(self, count: int) -> list[str]:
+    def _reserve(self, word_count: int) -> list[str]:
         """Draw words that nothing else draws."""
-        left = self._left()
-        if count > len(left) - 32:
-            raise UserError(f"the reference vocabulary has fewer than {count} unused words")
-        self._pool = left[count:]
-        return left[:count]
+        unused_words = self._unused_words()
+        if word_count > len(unused_words) - 32:
+            raise UserError(f"the reference vocabulary has fewer than {word_count} unused words")
+        self._pool = unused_words[word_count:]
+        return unused_words[:word_count]
 
-    def _free(self, count: int) -> list[str]:
+    def _free(self, word_count: int) -> list[str]:
         """Draw words, with repetition, that nothing has reserved."""
-        return self.streams["free"].choices(self._left(), k=count)
+        return self.streams["free"].choices(self._unused_words(), k=word_count)
 
-    def _pairs(self, names: Sequence[str], count: int) -> list[list[str]]:
-        rng = self.streams["pairs"]
-        chosen = rng.sample(range(len(names) ** 2), min(count, len(names) ** 2))
-        return [[names[c // len(names)], names[c % len(names)]] for c in chosen]
+    def _pairs(self, vocabulary: Sequence[str], pair_count: int) -> list[list[str]]:
+        generator = self.streams["pairs"]
+        pair_codes = generator.sample(
+            range(len(vocabulary) ** 2), min(pair_count, len(vocabulary) ** 2)
+        )
+        return [
+            [vocabulary[pair_code // len(vocabulary)], vocabulary[pair_code % len(vocabulary)]]
+            for pair_code in pair_codes
+        ]
 
-    def _filler(self, kind: str, purpose: str = "filler") -> Callable[[int], list[str]]:
+    def _filler(self, haystack: str, purpose: str = "filler") -> Callable[[int], list[str]]:
         """Make a function that returns sentences of n words in all; the last may be cut off."""
-        left, rng = self._left(), self.streams[purpose]
-        fixed = grammar.sentence(rng.choices(left, k=rng.randint(5, 9)))
+        unused_words, generator = self._unused_words(), self.streams[purpose]
+        noise_sentence = grammar.sentence(
+            generator.choices(unused_words, k=generator.randint(5, 9))
+        )
         sentences: list[list[str]] = []
-        texts: list[str] = []
-        ends = [0]  # words up to the end of each sentence
+        sentence_texts: list[str] = []
+        end_offsets = [0]  # words up to the end of each sentence
 
-        def take(n: int) -> list[str]:
-            while ends[-1] < n:
-                words = rng.choices(left, k=rng.randint(4, 11))
-                sentences.append(fixed if kind == "noise" else grammar.sentence(words))
-                texts.append(_text(sentences[-1]))
-                ends.append(ends[-1] + len(sentences[-1]))
-            whole = bisect_right(ends, max(0, n)) - 1
-            cut = _text(sentences[whole][: n - ends[whole]]) if n > ends[whole] else ""
-            return [*texts[:whole], cut] if cut else texts[:whole]
+        def take(word_count: int) -> list[str]:
+            while end_offsets[-1] < word_count:
+                sentence_words = generator.choices(unused_words, k=generator.randint(4, 11))
+                sentences.append(
+                    noise_sentence if haystack == "noise" else grammar.sentence(sentence_words)
+                )
+                sentence_texts.append(_text(sentences[-1]))
+                end_offsets.append(end_offsets[-1] + len(sentences[-1]))
+            complete_count = bisect_right(end_offsets, max(0, word_count)) - 1
+            partial_text = (
+                _text(sentences[complete_count][: word_count - end_offsets[complete_count]])
+                if word_count > end_offsets[complete_count]
+                else ""
+            )
+            return (
+                [*sentence_texts[:complete_count], partial_text]
+                if partial_text
+                else sentence_texts[:complete_count]
+            )
 
         return take
 

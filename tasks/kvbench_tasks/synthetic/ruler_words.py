@@ -36,7 +36,7 @@ def release() -> str:
     return f"wonderwords-{version('wonderwords')}"
 
 
-def _sorted(*lists: Defaults) -> tuple[str, ...]:
-    named = {each.name: each for each in lists}
+def _sorted(*word_lists: Defaults) -> tuple[str, ...]:
+    lists_by_name = {word_list.name: word_list for word_list in word_lists}
     # The tries only speed up searches by prefix. `filter` returns distinct words in order.
-    return tuple(RandomWord(enhanced_prefixes=False, **named).filter())
+    return tuple(RandomWord(enhanced_prefixes=False, **lists_by_name).filter())

@@ -12,10 +12,10 @@ from importlib.resources import files
 @functools.cache
 def words(kind: str) -> tuple[str, ...]:
     """Our own words of a kind: "nouns", "adjectives" or "verbs" (base forms)."""
-    lists = json.loads(
+    word_lists = json.loads(
         files("kvbench_tasks.synthetic").joinpath("words.json").read_text(encoding="utf-8")
     )
-    return tuple(word for line in lists[kind] for word in line.split())
+    return tuple(word for line in word_lists[kind] for word in line.split())
 
 
 _SENTENCES = (
@@ -42,59 +42,59 @@ _TIMES = "morning evening afternoon night week season spring summer".split()
 _NUMBERS = "two three four five six seven eight nine ten twelve twenty".split()
 
 
-def compounds(rng: random.Random) -> Iterator[str]:
+def compounds(generator: random.Random) -> Iterator[str]:
     """Distinct adjective-noun compounds without end."""
-    taken: set[str] = set()
+    used_compounds: set[str] = set()
     while True:
-        made = f"{rng.choice(words('adjectives'))}-{rng.choice(words('nouns'))}"
-        if made not in taken:
-            taken.add(made)
-            yield made
+        compound = f"{generator.choice(words('adjectives'))}-{generator.choice(words('nouns'))}"
+        if compound not in used_compounds:
+            used_compounds.add(compound)
+            yield compound
 
 
-def prose(rng: random.Random) -> Iterator[list[str]]:
+def prose(generator: random.Random) -> Iterator[list[str]]:
     """Sentences without end, each as a list of words, the last word with its full stop.
 
     No word contains a hyphen or a digit, so that no key or value of a needle can occur.
     """
-    lists = {kind[:-1] if kind != "adjectives" else "adj": words(kind) for kind in _KINDS}
+    word_lists = {kind[:-1] if kind != "adjectives" else "adj": words(kind) for kind in _KINDS}
     while True:
-        out: list[str] = []
-        for part in rng.choice(_SENTENCES).split():
-            name = part.strip("{},")
-            if not part.startswith("{"):
-                word = part
-            elif name in ("a", "the", "The"):
-                word = name
-            elif name == "time":
-                word = rng.choice(_TIMES)
-            elif name == "number":
-                word = rng.choice(_NUMBERS)
+        sentence: list[str] = []
+        for placeholder in generator.choice(_SENTENCES).split():
+            field_name = placeholder.strip("{},")
+            if not placeholder.startswith("{"):
+                word = placeholder
+            elif field_name in ("a", "the", "The"):
+                word = field_name
+            elif field_name == "time":
+                word = generator.choice(_TIMES)
+            elif field_name == "number":
+                word = generator.choice(_NUMBERS)
             else:
-                word = rng.choice(lists[name])
-            if part.startswith("{") and part.endswith(","):
+                word = generator.choice(word_lists[field_name])
+            if placeholder.startswith("{") and placeholder.endswith(","):
                 word += ","
-            if out and out[-1] == "a" and word[0] in "aeiou":
-                out[-1] = "an"
-            out.append(word)
-        out[-1] += "."
-        yield out
+            if sentence and sentence[-1] == "a" and word[0] in "aeiou":
+                sentence[-1] = "an"
+            sentence.append(word)
+        sentence[-1] += "."
+        yield sentence
 
 
 def words_of(sentences: Iterator[Sequence[str]]) -> Callable[[int], list[str]]:
     """Make a function that returns the first n words as sentences; the last may be cut off."""
-    made: list[Sequence[str]] = []
+    cached_sentences: list[Sequence[str]] = []
 
-    def take(n: int) -> list[str]:
-        pieces: list[str] = []
-        used = 0
-        while used < n:
-            if len(pieces) == len(made):
-                made.append(next(sentences))
-            sentence = made[len(pieces)][: n - used]
-            pieces.append(" ".join(sentence))
-            used += len(sentence)
-        return pieces
+    def take(word_count: int) -> list[str]:
+        segments: list[str] = []
+        words_used = 0
+        while words_used < word_count:
+            if len(segments) == len(cached_sentences):
+                cached_sentences.append(next(sentences))
+            sentence = cached_sentences[len(segments)][: word_count - words_used]
+            segments.append(" ".join(sentence))
+            words_used += len(sentence)
+        return segments
 
     return take
 

@@ -15,7 +15,7 @@ SOURCE = Source(
 )
 
 
-def docs(leaf: str, *, cache_dir: Path, samples: int, **_: Any) -> list[Doc]:
+def docs(leaf: str, *, cache_dir: Path, samples: int, **options: Any) -> list[Doc]:
     """See `Benchmark.docs`."""
     return rows(SOURCE, cache_dir, samples)
 

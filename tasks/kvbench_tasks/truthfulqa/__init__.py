@@ -19,26 +19,26 @@ SOURCE = Source(
 )
 
 
-def docs(leaf: str, *, cache_dir: Path, **_: Any) -> list[Doc]:
+def docs(leaf: str, *, cache_dir: Path, **options: Any) -> list[Doc]:
     """See `Benchmark.docs`."""
     primer = files("kvbench_tasks.truthfulqa").joinpath("primer.txt").read_text(encoding="utf-8")
-    made = []
-    for row in rows(SOURCE, cache_dir):
-        ready = prepared(row)
-        prompt = f"{primer.rstrip()}\n\nQ: {ready['question']}"
+    documents = []
+    for record in rows(SOURCE, cache_dir):
+        prepared_record = prepared(record)
+        prompt = f"{primer.rstrip()}\n\nQ: {prepared_record['question']}"
         # The last word of the question is read after the compression: nothing else follows it.
-        cut = prompt.rindex(" ")
-        made.append(
+        question_start = prompt.rindex(" ")
+        documents.append(
             {
-                "context": prompt[:cut],
-                "question": prompt[cut:],
-                "outputs": ready["correct_answers"],
-                "correct_answers": ready["correct_answers"],
-                "incorrect_answers": ready["incorrect_answers"],
-                "extra": {"category": row["category"]},
+                "context": prompt[:question_start],
+                "question": prompt[question_start:],
+                "outputs": prepared_record["correct_answers"],
+                "correct_answers": prepared_record["correct_answers"],
+                "incorrect_answers": prepared_record["incorrect_answers"],
+                "extra": {"category": record["category"]},
             }
         )
-    return made
+    return documents
 
 
 BENCHMARK = Benchmark(

@@ -21,10 +21,10 @@ def _lm_eval() -> Any:
         ) from error
 
 
-def prepared(row: Mapping[str, Any]) -> dict[str, Any]:
+def prepared(record: Mapping[str, Any]) -> dict[str, Any]:
     """Prepare a raw row for lm-eval's metrics: full stops end answers, blank ones are dropped."""
-    ready: dict[str, Any] = _lm_eval().preprocess_function(row)
-    return ready
+    prepared_record: dict[str, Any] = _lm_eval().preprocess_function(record)
+    return prepared_record
 
 
 def scores(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
@@ -33,5 +33,5 @@ def scores(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
     `*_max` is the best score (0 to 100) over the true references, `*_diff` its distance to the best
     over the false ones, and `*_acc` is 1 where the distance is positive.
     """
-    found = _lm_eval().process_results_gen(doc, results)
-    return {name: float(value) for name, value in found.items()}
+    metrics = _lm_eval().process_results_gen(doc, results)
+    return {metric_name: float(value) for metric_name, value in metrics.items()}

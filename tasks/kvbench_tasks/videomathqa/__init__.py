@@ -15,11 +15,11 @@ SOURCE = Source(
 )
 
 
-def docs(leaf: str, *, cache_dir: Path, samples: int, **_: Any) -> list[Doc]:
+def docs(leaf: str, *, cache_dir: Path, samples: int, **options: Any) -> list[Doc]:
     """See `Benchmark.docs`."""
     return [
-        {**row, "extra": {"category": row["category"], "duration": row["length"]}}
-        for row in rows(SOURCE, cache_dir, samples)
+        {**record, "extra": {"category": record["category"], "duration": record["length"]}}
+        for record in rows(SOURCE, cache_dir, samples)
     ]
 
 

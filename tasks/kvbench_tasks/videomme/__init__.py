@@ -24,11 +24,11 @@ SOURCE = Source(
 )
 
 
-def docs(leaf: str, *, cache_dir: Path, samples: int, **_: Any) -> list[Doc]:
+def docs(leaf: str, *, cache_dir: Path, samples: int, **options: Any) -> list[Doc]:
     """See `Benchmark.docs`."""
     return [
-        {**row, "extra": {name: row[name] for name in ("duration", "domain", "task_type")}}
-        for row in rows(SOURCE, cache_dir, samples)
+        {**record, "extra": {field: record[field] for field in ("duration", "domain", "task_type")}}
+        for record in rows(SOURCE, cache_dir, samples)
     ]
 
 

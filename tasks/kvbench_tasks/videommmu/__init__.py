@@ -20,11 +20,11 @@ SOURCES = {
 }
 
 
-def docs(leaf: str, *, cache_dir: Path, samples: int, **_: Any) -> list[Doc]:
+def docs(leaf: str, *, cache_dir: Path, samples: int, **options: Any) -> list[Doc]:
     """See `Benchmark.docs`."""
     return [
-        {**row, "extra": {"question_type": row["question_type"]}}
-        for row in rows(SOURCES[leaf], cache_dir, samples)
+        {**record, "extra": {"question_type": record["question_type"]}}
+        for record in rows(SOURCES[leaf], cache_dir, samples)
     ]
 
 

@@ -37,7 +37,7 @@ def test_mean_over_tasks_equals_a_slow_stratified_bootstrap(run_frames):
         by = part.pivot(index="context_id", columns="policy", values="score").sort_index()
         assert not few_vary(by["snapkv"].to_numpy())
         assert not few_vary((by["snapkv"] - by["full"]).to_numpy())
-        weights = resampled(lambda w: w, 50, n=200, stream=zlib.crc32(task.encode()))
+        weights = resampled(lambda w: w, 50, draw_count=200, stream=zlib.crc32(task.encode()))
         for i, row in enumerate(weights):
             drawn = np.repeat(np.arange(50), row.astype(int))
             draws[i] += by["snapkv"].to_numpy()[drawn].mean() / 3

@@ -51,11 +51,11 @@ def test_conversations_fill_the_length_and_repeat(bpe_tokenizer: Any, length: in
     assert sum(sizes) / 20 > 0.6 * 448
 
 
-@pytest.mark.parametrize("sort", sorted(chats._SORTS))
+@pytest.mark.parametrize("sort", sorted(chats._TEXT_KINDS))
 @pytest.mark.parametrize("size", [0, 3])
 def test_every_answer_is_in_the_text(sort: str, size: int) -> None:
     for seed in range(20):
-        chat = chats._SORTS[sort](seed)(size)
+        chat = chats._TEXT_KINDS[sort](seed)(size)
         for _, answer in chat.turns:
             last = answer.rstrip(".").rpartition(" ")[2].rpartition(", ")[2]
             assert last in chat.text

@@ -121,7 +121,7 @@ def test_padding_is_on_the_left() -> None:
         {"input_ids": torch.arange(n) + 1, "supervised": torch.ones(n, dtype=torch.bool)}
         for n in (3, 5)
     ]
-    batch = collate(items, pad=9)
+    batch = collate(items, pad_token=9)
     assert batch["input_ids"].tolist() == [[9, 9, 1, 2, 3], [1, 2, 3, 4, 5]]
     assert batch["supervised"].sum(-1).tolist() == [3, 5]
     assert batch["valid"].sum(-1).tolist() == [3, 5]

@@ -20,7 +20,7 @@ def plan(cost: list[int], least: int = 0, answer: int = 3) -> Plan:
         letters = "x" * sum(cost[:n])
         return {"context": letters, "question": "??", "max_new_tokens": answer, "n": n}
 
-    return Plan(build, least=least, most=len(cost))
+    return Plan(build, min_units=least, max_units=len(cost))
 
 
 def letters(context: str, question: str, gen_prefix: str = "") -> int:

@@ -38,13 +38,13 @@ def ragged_attention(
         Output `[B, H_q, n, d]` and mass `[powers, entries, G]`, segment by segment, both in the
         dtype of the input (float64 for checks).
     """
-    batch, query_heads, query_count, _ = query.shape
-    heads = length.shape[1]
-    group_size = query_heads // heads
+    batch_size, query_heads, query_count, _ = query.shape
+    kv_heads = length.shape[1]
+    group_size = query_heads // kv_heads
     output = torch.zeros_like(query)
     segment_sums = []
-    for batch_index in range(batch):
-        for head_index in range(heads):
+    for batch_index in range(batch_size):
+        for head_index in range(kv_heads):
             segment_rows = slice(
                 int(start[batch_index, head_index]),
                 int(start[batch_index, head_index] + length[batch_index, head_index]),

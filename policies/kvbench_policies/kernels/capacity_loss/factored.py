@@ -42,11 +42,11 @@ _AT_ONCE = 1 << 21
 @functools.lru_cache(maxsize=16)
 def panels(length: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Upper ends `[P]` and nodes `[P, NODES]` of the panels for sequences of a length, float32."""
-    count = max(1, math.ceil(math.log2(TOP * length / LEAST)) + 1)
-    ends = LEAST / length * 2.0 ** torch.arange(count, dtype=torch.float64)
-    begins = torch.cat([ends.new_zeros(1), ends[:-1]])
-    nodes = begins[:, None] + (ends - begins)[:, None] * (1 + _chebyshev()) / 2
-    return ends.float().to(device), nodes.float().to(device)
+    panel_count = max(1, math.ceil(math.log2(TOP * length / LEAST)) + 1)
+    panel_ends = LEAST / length * 2.0 ** torch.arange(panel_count, dtype=torch.float64)
+    panel_begins = torch.cat([panel_ends.new_zeros(1), panel_ends[:-1]])
+    nodes = panel_begins[:, None] + (panel_ends - panel_begins)[:, None] * (1 + _chebyshev()) / 2
+    return panel_ends.float().to(device), nodes.float().to(device)
 
 
 def _chebyshev() -> Tensor:
@@ -54,100 +54,106 @@ def _chebyshev() -> Tensor:
     return torch.cos((2 * torch.arange(NODES, dtype=torch.float64) + 1) * math.pi / (2 * NODES))
 
 
-def weights(rate: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+def weights(decay_rates: Tensor, panel_ends: Tensor) -> tuple[Tensor, Tensor]:
     """Weights that express rates by the nodes of their panels.
 
     Args:
-        rate: `-log beta >= 0`, any shape.
-        ends: Upper ends from `panels`.
+        decay_rates: `-log beta >= 0`, any shape.
+        panel_ends: Upper ends from `panels`.
 
     Returns:
         The panel of each rate, int64 in that shape, and its weights `[..., NODES]`, which sum to 1.
     """
-    panel = torch.bucketize(rate, ends).clamp_max(len(ends) - 1)
-    end = ends[panel]
-    begin = torch.where(panel > 0, end / 2, 0.0)
-    u = ((rate - begin) / (end - begin) * 2 - 1).clamp(-1.0, 1.0)
+    panel_indices = torch.bucketize(decay_rates, panel_ends).clamp_max(len(panel_ends) - 1)
+    upper_ends = panel_ends[panel_indices]
+    lower_ends = torch.where(panel_indices > 0, upper_ends / 2, 0.0)
+    unit_rates = ((decay_rates - lower_ends) / (upper_ends - lower_ends) * 2 - 1).clamp(-1.0, 1.0)
     # Lagrange's polynomials on these nodes are sums of Chebyshev's, T_m(u) T_m(node).
-    m = torch.arange(NODES, dtype=torch.float64)
-    basis = torch.cos(m[:, None] * torch.acos(_chebyshev())) * (2 / NODES)
+    degrees = torch.arange(NODES, dtype=torch.float64)
+    basis = torch.cos(degrees[:, None] * torch.acos(_chebyshev())) * (2 / NODES)
     basis[0] /= 2
-    powers = [torch.ones_like(u), u]
+    polynomials = [torch.ones_like(unit_rates), unit_rates]
     for _ in range(NODES - 2):
-        powers.append(2 * u * powers[-1] - powers[-2])
-    return panel, torch.stack(powers, -1) @ basis.to(u)
+        polynomials.append(2 * unit_rates * polynomials[-1] - polynomials[-2])
+    return panel_indices, torch.stack(polynomials, -1) @ basis.to(unit_rates)
 
 
-def sums(log_beta: Tensor, start: Tensor, together: bool) -> Tensor:
+def sums(log_beta: Tensor, first_steps: Tensor, is_global: bool) -> Tensor:
     """`op.capacity_sums` by panels.
 
     Args:
         log_beta: float32 `[B, R, T]`.
-        start: First column of each sequence, int32 `[B]`; S is 0 before it.
-        together: Whether to sum over the rows.
+        first_steps: First column of each sequence, int32 `[B]`; S is 0 before it.
+        is_global: Whether to sum over the rows.
 
     Returns:
         float32 `[B, R, T]`, or float64 `[B, 1, T]`.
     """
-    batch, _, length = log_beta.shape
-    ends, nodes = panels(length, log_beta.device)
-    step = torch.arange(length, device=log_beta.device)
-    inside = (step >= start[:, None])[:, None]
-    size = max(1, _AT_ONCE // max(1, batch * length))
-    near, far, out = [], None, []
-    for part in log_beta.split(size, 1):
-        rate, here = _blocks(-part, inside)
-        within = _within(rate, here)
-        states = _states(rate, here, ends, nodes)
-        if together:
-            near.append(within.sum(1, keepdim=True, dtype=torch.float64))
-            added = states.sum(1, keepdim=True)
-            far = added if far is None else far + added
+    batch_size, _, length = log_beta.shape
+    panel_ends, nodes = panels(length, log_beta.device)
+    step_indices = torch.arange(length, device=log_beta.device)
+    inside_mask = (step_indices >= first_steps[:, None])[:, None]
+    rows_per_pass = max(1, _AT_ONCE // max(1, batch_size * length))
+    near_sums, far_states, outputs = [], None, []
+    for row_rates in log_beta.split(rows_per_pass, 1):
+        decay_rates, block_mask = _blocks(-row_rates, inside_mask)
+        within_sums = _within(decay_rates, block_mask)
+        states = _states(decay_rates, block_mask, panel_ends, nodes)
+        if is_global:
+            near_sums.append(within_sums.sum(1, keepdim=True, dtype=torch.float64))
+            state_sums = states.sum(1, keepdim=True)
+            far_states = state_sums if far_states is None else far_states + state_sums
         else:
-            out.append(within + _later(states, nodes))
-    if together:
-        assert far is not None
-        out = [torch.stack(near).sum(0) + _later(far, nodes)]
-    total = torch.cat(out, 1).flatten(2)[..., :length]
-    return total.masked_fill_(~inside, 0.0).contiguous()
+            outputs.append(within_sums + _later(states, nodes))
+    if is_global:
+        assert far_states is not None
+        outputs = [torch.stack(near_sums).sum(0) + _later(far_states, nodes)]
+    totals = torch.cat(outputs, 1).flatten(2)[..., :length]
+    return totals.masked_fill_(~inside_mask, 0.0).contiguous()
 
 
-def _blocks(rate: Tensor, inside: Tensor) -> tuple[Tensor, Tensor]:
+def _blocks(decay_rates: Tensor, inside_mask: Tensor) -> tuple[Tensor, Tensor]:
     """Rates, 0 outside a sequence, and which steps are inside, `[B, R or 1, n, BLOCK]` each."""
-    more = -rate.shape[-1] % BLOCK
-    rate = torch.nn.functional.pad(rate.masked_fill(~inside, 0.0), (0, more))
-    inside = torch.nn.functional.pad(inside, (0, more))
-    return rate.unflatten(-1, (-1, BLOCK)), inside.unflatten(-1, (-1, BLOCK))
+    padding = -decay_rates.shape[-1] % BLOCK
+    decay_rates = torch.nn.functional.pad(decay_rates.masked_fill(~inside_mask, 0.0), (0, padding))
+    inside_mask = torch.nn.functional.pad(inside_mask, (0, padding))
+    return decay_rates.unflatten(-1, (-1, BLOCK)), inside_mask.unflatten(-1, (-1, BLOCK))
 
 
-def _within(rate: Tensor, here: Tensor) -> Tensor:
+def _within(decay_rates: Tensor, block_mask: Tensor) -> Tensor:
     """Contribution of the entries of a step's own block, pair by pair."""
-    out = here.to(rate.dtype).expand(rate.shape).clone()
-    for age in range(1, BLOCK):
-        out[..., age:] += (rate[..., :-age] * -age).exp_().mul_(here[..., :-age])
-    return out
+    retained = block_mask.to(decay_rates.dtype).expand(decay_rates.shape).clone()
+    for distance in range(1, BLOCK):
+        retained[..., distance:] += (
+            (decay_rates[..., :-distance] * -distance).exp_().mul_(block_mask[..., :-distance])
+        )
+    return retained
 
 
-def _states(rate: Tensor, here: Tensor, ends: Tensor, nodes: Tensor) -> Tensor:
+def _states(decay_rates: Tensor, block_mask: Tensor, panel_ends: Tensor, nodes: Tensor) -> Tensor:
     """What remains of a block at its last step, by decay: `[B, R, n, K]`."""
-    panel, weight = weights(rate, ends)
-    left = torch.arange(BLOCK - 1, -1, -1, device=rate.device)[:, None]
-    weight = weight * (-left * nodes[panel]).exp_() * (here & (rate <= TOP))[..., None]
-    slot = panel[..., None] * NODES + torch.arange(NODES, device=rate.device)
-    states = rate.new_zeros(*rate.shape[:-1], nodes.numel())
-    return states.scatter_add_(-1, slot.flatten(-2), weight.flatten(-2))
+    panel_indices, node_weights = weights(decay_rates, panel_ends)
+    steps_left = torch.arange(BLOCK - 1, -1, -1, device=decay_rates.device)[:, None]
+    node_weights = (
+        node_weights
+        * (-steps_left * nodes[panel_indices]).exp_()
+        * (block_mask & (decay_rates <= TOP))[..., None]
+    )
+    slot_indices = panel_indices[..., None] * NODES + torch.arange(NODES, device=decay_rates.device)
+    states = decay_rates.new_zeros(*decay_rates.shape[:-1], nodes.numel())
+    return states.scatter_add_(-1, slot_indices.flatten(-2), node_weights.flatten(-2))
 
 
 def _later(states: Tensor, nodes: Tensor) -> Tensor:
     """Contribution of all earlier blocks to the steps of each block, `[B, R, n, BLOCK]`."""
-    decay = nodes.flatten()
+    decays = nodes.flatten()
     shift = 1
     while shift < states.shape[-2]:
-        passed = states[..., :-shift, :] * (-BLOCK * shift * decay).exp()
+        passed = states[..., :-shift, :] * (-BLOCK * shift * decays).exp()
         states[..., shift:, :] += passed
         shift *= 2
-    age = torch.arange(1, BLOCK + 1, device=decay.device)
-    reach = (-decay[:, None] * age).exp()
-    out = states.new_zeros(*states.shape[:-1], BLOCK)
-    out[..., 1:, :] = states[..., :-1, :] @ reach
-    return out
+    distances = torch.arange(1, BLOCK + 1, device=decays.device)
+    fading = (-decays[:, None] * distances).exp()
+    later_sums = states.new_zeros(*states.shape[:-1], BLOCK)
+    later_sums[..., 1:, :] = states[..., :-1, :] @ fading
+    return later_sums

@@ -67,18 +67,20 @@ def capacity_loss(
         UserError: A wrong shape, type or choice.
     """
     _check(log_beta, budget, scope, reduce)
-    batch, length = log_beta.shape[0], log_beta.shape[-1]
-    log_beta = log_beta.reshape(batch, -1, length)
-    heads = log_beta.shape[1]
-    start = starts(valid, batch, length, log_beta.device)
-    together = scope == "global"
-    kept: Tensor = torch.ops.kvbench.capacity_sums(log_beta, start, together)
-    most = budget * heads if together else budget
-    excess = (kept - most).relu().sum((1, 2), dtype=torch.float64)
-    tokens = (length - start).double()
-    share = heads if together or reduce == "mean" else 1
-    scale = torch.where(tokens > budget, 1 / (tokens * (tokens - budget) * share), 0.0)
-    return (excess * scale).mean().to(log_beta.dtype)
+    batch_size, length = log_beta.shape[0], log_beta.shape[-1]
+    log_beta = log_beta.reshape(batch_size, -1, length)
+    head_count = log_beta.shape[1]
+    first_steps = starts(valid, batch_size, length, log_beta.device)
+    is_global = scope == "global"
+    retained: Tensor = torch.ops.kvbench.capacity_sums(log_beta, first_steps, is_global)
+    limit = budget * head_count if is_global else budget
+    excess = (retained - limit).relu().sum((1, 2), dtype=torch.float64)
+    token_counts = (length - first_steps).double()
+    head_share = head_count if is_global or reduce == "mean" else 1
+    loss_scale = torch.where(
+        token_counts > budget, 1 / (token_counts * (token_counts - budget) * head_share), 0.0
+    )
+    return (excess * loss_scale).mean().to(log_beta.dtype)
 
 
 def _check(log_beta: Tensor, budget: int, scope: str, reduce: str) -> None:
@@ -95,57 +97,57 @@ def _check(log_beta: Tensor, budget: int, scope: str, reduce: str) -> None:
 
 
 @torch.library.custom_op("kvbench::capacity_sums", mutates_args=())
-def capacity_sums(log_beta: Tensor, start: Tensor, together: bool) -> Tensor:
+def capacity_sums(log_beta: Tensor, first_steps: Tensor, is_global: bool) -> Tensor:
     """`S_t = sum_{start <= i <= t} exp((t - i) log_beta_i)` for every row.
 
     Args:
         log_beta: `[B, R, T]`.
-        start: First column of each sequence, int32 `[B]`; S is 0 before it.
-        together: Whether to sum over the rows, in float64.
+        first_steps: First column of each sequence, int32 `[B]`; S is 0 before it.
+        is_global: Whether to sum over the rows, in float64.
 
     Returns:
         `[B, R, T]` in the type of `log_beta`, or float64 `[B, 1, T]`.
     """
     if log_beta.shape[-1] >= EXACT and log_beta.dtype == torch.float32:
-        return factored.sums(log_beta, start, together)
+        return factored.sums(log_beta, first_steps, is_global)
     if by_triton(log_beta):
         from .triton import sums
 
-        kept = sums(log_beta, start)
+        retained = sums(log_beta, first_steps)
     else:
-        kept = _sums(log_beta, start)
-    return kept.sum(1, keepdim=True, dtype=torch.float64) if together else kept
+        retained = _sums(log_beta, first_steps)
+    return retained.sum(1, keepdim=True, dtype=torch.float64) if is_global else retained
 
 
 @torch.library.custom_op("kvbench::capacity_sums_backward", mutates_args=())
-def capacity_sums_backward(grad: Tensor, log_beta: Tensor, start: Tensor) -> Tensor:
+def capacity_sums_backward(gradient: Tensor, log_beta: Tensor, first_steps: Tensor) -> Tensor:
     """Gradient of `capacity_sums`: `grad_i = sum_{t >= i} grad_t (t - i) exp((t - i) log_beta_i)`.
 
     Args:
-        grad: `[B, R, T]`, or `[B, 1, T]` if all rows share it, as with the global hinge.
+        gradient: `[B, R, T]`, or `[B, 1, T]` if all rows share it, as with the global hinge.
         log_beta: `[B, R, T]`.
-        start: int32 `[B]`.
+        first_steps: int32 `[B]`.
     """
-    grad = grad.to(log_beta.dtype)
-    runs = find_runs(grad, max(8, grad.shape[-1] // BLOCK))
+    gradient = gradient.to(log_beta.dtype)
+    runs = find_runs(gradient, max(8, gradient.shape[-1] // BLOCK))
     if by_triton(log_beta):
         from .triton import backward
 
-        return backward(grad, log_beta, start, runs)
+        return backward(gradient, log_beta, first_steps, runs)
     if bool((runs[2] <= runs[0].shape[-1]).all()):
-        return _backward_runs(grad, log_beta, start, runs)
-    return _backward_direct(grad, log_beta, start)
+        return _backward_runs(gradient, log_beta, first_steps, runs)
+    return _backward_direct(gradient, log_beta, first_steps)
 
 
 @capacity_sums.register_fake
-def _(log_beta: Tensor, start: Tensor, together: bool) -> Tensor:
-    if together:
+def _(log_beta: Tensor, first_steps: Tensor, is_global: bool) -> Tensor:
+    if is_global:
         return log_beta.new_empty((log_beta.shape[0], 1, log_beta.shape[2]), dtype=torch.float64)
     return torch.empty_like(log_beta, memory_format=torch.contiguous_format)
 
 
 @capacity_sums_backward.register_fake
-def _(grad: Tensor, log_beta: Tensor, start: Tensor) -> Tensor:
+def _(gradient: Tensor, log_beta: Tensor, first_steps: Tensor) -> Tensor:
     return torch.empty_like(log_beta, memory_format=torch.contiguous_format)
 
 
@@ -160,104 +162,140 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
 capacity_sums.register_autograd(_differentiate, setup_context=_save)
 
 
-def find_runs(grad: Tensor, limit: int) -> tuple[Tensor, Tensor, Tensor]:
+def find_runs(gradient: Tensor, run_limit: int) -> tuple[Tensor, Tensor, Tensor]:
     """Find the runs in which a gradient keeps one nonzero value, without waiting for a GPU.
 
     Args:
-        grad: `[B, R, T]`.
-        limit: Number of runs per row that are listed; further runs are only counted.
+        gradient: `[B, R, T]`.
+        run_limit: Number of runs per row that are listed; further runs are only counted.
 
     Returns:
-        First steps and ends (exclusive), int32 `[B, R, limit]`, filled with T; counts int32
-        `[B, R]`, which may exceed `limit`.
+        First steps and ends (exclusive), int32 `[B, R, run_limit]`, filled with T; counts int32
+        `[B, R]`, which may exceed `run_limit`.
     """
-    length = grad.shape[-1]
-    differs = grad[..., 1:] != grad[..., :-1]
-    edge = torch.ones_like(grad[..., :1], dtype=torch.bool)
-    on = grad != 0
-    opens = on & torch.cat([edge, differs], -1)
-    closes = on & torch.cat([differs, edge], -1)
-    step = torch.arange(length, dtype=torch.int32, device=grad.device).expand(grad.shape)
+    length = gradient.shape[-1]
+    changes = gradient[..., 1:] != gradient[..., :-1]
+    edge_mask = torch.ones_like(gradient[..., :1], dtype=torch.bool)
+    is_nonzero = gradient != 0
+    run_opens = is_nonzero & torch.cat([edge_mask, changes], -1)
+    run_closes = is_nonzero & torch.cat([changes, edge_mask], -1)
+    step_indices = torch.arange(length, dtype=torch.int32, device=gradient.device).expand(
+        gradient.shape
+    )
 
-    def listed(marks: Tensor, value: Tensor) -> Tensor:
-        slot = torch.where(marks, marks.cumsum(-1) - 1, limit).clamp_max(limit)
-        room = step.new_full((*grad.shape[:-1], limit + 1), length)
-        return room.scatter_(-1, slot, value)[..., :limit].contiguous()
+    def listed(run_marks: Tensor, step_values: Tensor) -> Tensor:
+        run_slots = torch.where(run_marks, run_marks.cumsum(-1) - 1, run_limit).clamp_max(run_limit)
+        run_steps = step_indices.new_full((*gradient.shape[:-1], run_limit + 1), length)
+        return run_steps.scatter_(-1, run_slots, step_values)[..., :run_limit].contiguous()
 
-    return listed(opens, step), listed(closes, step + 1), opens.sum(-1, dtype=torch.int32)
+    return (
+        listed(run_opens, step_indices),
+        listed(run_closes, step_indices + 1),
+        run_opens.sum(-1, dtype=torch.int32),
+    )
 
 
-def _blocks(log_beta: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+def _blocks(log_beta: Tensor, first_steps: Tensor) -> tuple[Tensor, Tensor]:
     """Rates `[B, R, n, BLOCK]`, 0 outside the sequence; what is inside, bool `[B, 1, n, BLOCK]`."""
     length = log_beta.shape[-1]
-    padded = -(-length // BLOCK) * BLOCK
-    i = torch.arange(padded, device=log_beta.device)
-    inside = ((i >= start[:, None]) & (i < length))[:, None]
-    rate = torch.nn.functional.pad(log_beta, (0, padded - length)).masked_fill(~inside, 0.0)
-    return rate.unflatten(-1, (-1, BLOCK)), inside.unflatten(-1, (-1, BLOCK))
+    padded_length = -(-length // BLOCK) * BLOCK
+    step_indices = torch.arange(padded_length, device=log_beta.device)
+    inside_mask = ((step_indices >= first_steps[:, None]) & (step_indices < length))[:, None]
+    log_rates = torch.nn.functional.pad(log_beta, (0, padded_length - length)).masked_fill(
+        ~inside_mask, 0.0
+    )
+    return log_rates.unflatten(-1, (-1, BLOCK)), inside_mask.unflatten(-1, (-1, BLOCK))
 
 
-def _sums(log_beta: Tensor, start: Tensor) -> Tensor:
+def _sums(log_beta: Tensor, first_steps: Tensor) -> Tensor:
     """`capacity_sums` in torch, block by block of entries."""
-    rate, inside = _blocks(log_beta, start)
-    out = torch.zeros_like(rate)
-    a = torch.arange(BLOCK, device=rate.device)
-    age = a[:, None] - a
-    for c in range(rate.shape[2]):
-        x, here = rate[:, :, c, None], inside[:, :, c, None]
-        shown = (age >= 0) & here
-        out[:, :, c] += torch.where(shown, exp_(age.clamp_min(0) * x), 0.0).sum(-1)
-        far = (torch.arange(1, rate.shape[2] - c, device=a.device)[:, None] * BLOCK - a) * x
-        weight = exp_(far).masked_fill_(~here, 0.0)  # [B, R, later blocks, entries]
-        out[:, :, c + 1 :] += weight @ exp_(a[:, None] * x).mT
-    return out.flatten(2)[..., : log_beta.shape[-1]].contiguous()
+    log_rates, inside_mask = _blocks(log_beta, first_steps)
+    retained = torch.zeros_like(log_rates)
+    offsets = torch.arange(BLOCK, device=log_rates.device)
+    age_matrix = offsets[:, None] - offsets
+    for block_index in range(log_rates.shape[2]):
+        block_rates, block_mask = (
+            log_rates[:, :, block_index, None],
+            inside_mask[:, :, block_index, None],
+        )
+        visible_mask = (age_matrix >= 0) & block_mask
+        retained[:, :, block_index] += torch.where(
+            visible_mask, exp_(age_matrix.clamp_min(0) * block_rates), 0.0
+        ).sum(-1)
+        exponents = (
+            torch.arange(1, log_rates.shape[2] - block_index, device=offsets.device)[:, None]
+            * BLOCK
+            - offsets
+        ) * block_rates
+        # [B, R, later blocks, entries]
+        far_weights = exp_(exponents).masked_fill_(~block_mask, 0.0)
+        retained[:, :, block_index + 1 :] += far_weights @ exp_(offsets[:, None] * block_rates).mT
+    return retained.flatten(2)[..., : log_beta.shape[-1]].contiguous()
 
 
-def _backward_direct(grad: Tensor, log_beta: Tensor, start: Tensor) -> Tensor:
+def _backward_direct(gradient: Tensor, log_beta: Tensor, first_steps: Tensor) -> Tensor:
     """`capacity_sums_backward` for any gradient, block by block of entries."""
-    rate, inside = _blocks(log_beta, start)
-    count = rate.shape[2]
-    g = torch.nn.functional.pad(grad, (0, count * BLOCK - grad.shape[-1]))
-    g = g.unflatten(-1, (-1, BLOCK))
-    out = torch.zeros_like(rate)
-    a = torch.arange(BLOCK, device=rate.device)
-    age = (a[:, None] - a).clamp_min(0)
-    for c in range(count):
-        x = rate[:, :, c, None]
-        out[:, :, c] += (g[:, :, c, :, None] * age * exp_(age * x)).sum(-2)
-        ahead = torch.arange(1, count - c, device=a.device)[:, None] * BLOCK - a
-        near = exp_(a[:, None] * x)
-        later = g[:, :, c + 1 :]
-        term = ahead * (later @ near) + later @ (a[:, None] * near)
-        out[:, :, c] += (exp_(ahead * x) * term).sum(-2)
-    out = out.masked_fill_(~inside, 0.0)
-    return out.flatten(2)[..., : log_beta.shape[-1]].contiguous()
+    log_rates, inside_mask = _blocks(log_beta, first_steps)
+    block_count = log_rates.shape[2]
+    gradient_blocks = torch.nn.functional.pad(
+        gradient, (0, block_count * BLOCK - gradient.shape[-1])
+    )
+    gradient_blocks = gradient_blocks.unflatten(-1, (-1, BLOCK))
+    rate_gradient = torch.zeros_like(log_rates)
+    offsets = torch.arange(BLOCK, device=log_rates.device)
+    age_matrix = (offsets[:, None] - offsets).clamp_min(0)
+    for block_index in range(block_count):
+        block_rates = log_rates[:, :, block_index, None]
+        rate_gradient[:, :, block_index] += (
+            gradient_blocks[:, :, block_index, :, None]
+            * age_matrix
+            * exp_(age_matrix * block_rates)
+        ).sum(-2)
+        distances = (
+            torch.arange(1, block_count - block_index, device=offsets.device)[:, None] * BLOCK
+            - offsets
+        )
+        near_weights = exp_(offsets[:, None] * block_rates)
+        later_gradient = gradient_blocks[:, :, block_index + 1 :]
+        later_terms = distances * (later_gradient @ near_weights) + later_gradient @ (
+            offsets[:, None] * near_weights
+        )
+        rate_gradient[:, :, block_index] += (exp_(distances * block_rates) * later_terms).sum(-2)
+    rate_gradient = rate_gradient.masked_fill_(~inside_mask, 0.0)
+    return rate_gradient.flatten(2)[..., : log_beta.shape[-1]].contiguous()
 
 
 def _backward_runs(
-    grad: Tensor, log_beta: Tensor, start: Tensor, runs: tuple[Tensor, Tensor, Tensor]
+    gradient: Tensor, log_beta: Tensor, first_steps: Tensor, runs: tuple[Tensor, Tensor, Tensor]
 ) -> Tensor:
     """`capacity_sums_backward` by runs; the recursion is explained in `triton.backward_runs`."""
-    first, end, count = runs
+    run_starts, run_ends, run_counts = runs
     length = log_beta.shape[-1]
-    i = torch.arange(length, device=grad.device)
-    inside = (i >= start[:, None])[:, None]
-    rate = log_beta.masked_fill(~inside, 0.0)
-    out = torch.zeros_like(rate)
-    for r in range(int(count.max()) if count.numel() else 0):
-        opens, closes = first[..., r, None].long(), end[..., r, None]
-        g = grad.gather(-1, opens.clamp_max(length - 1))
-        begin = torch.maximum(opens, i)
-        n = (closes - begin).clamp_min(0)
-        k, a, b = torch.zeros_like(n), torch.zeros_like(out), torch.zeros_like(out)
+    step_indices = torch.arange(length, device=gradient.device)
+    inside_mask = (step_indices >= first_steps[:, None])[:, None]
+    log_rates = log_beta.masked_fill(~inside_mask, 0.0)
+    rate_gradient = torch.zeros_like(log_rates)
+    for run_index in range(int(run_counts.max()) if run_counts.numel() else 0):
+        open_steps, close_steps = (
+            run_starts[..., run_index, None].long(),
+            run_ends[..., run_index, None],
+        )
+        run_gradient = gradient.gather(-1, open_steps.clamp_max(length - 1))
+        begin_steps = torch.maximum(open_steps, step_indices)
+        n = (close_steps - begin_steps).clamp_min(0)
+        k, a, b = (
+            torch.zeros_like(n),
+            torch.zeros_like(rate_gradient),
+            torch.zeros_like(rate_gradient),
+        )
         for shift in reversed(range(int(n.max()).bit_length())):
-            w = exp_(k * rate)
-            b = b + w * (k * a + b)
-            a = a * (1 + w)
+            step_weights = exp_(k * log_rates)
+            b = b + step_weights * (k * a + b)
+            a = a * (1 + step_weights)
             k = n >> shift
-            w = torch.where(k % 2 == 1, w * w, 0.0)
-            b = b + (k - 1) * w
-            a = a + w
-        age = begin - i
-        out += g * exp_(age * rate) * (age * a + b)
-    return out.masked_fill_(~inside, 0.0)
+            step_weights = torch.where(k % 2 == 1, step_weights * step_weights, 0.0)
+            b = b + (k - 1) * step_weights
+            a = a + step_weights
+        begin_ages = begin_steps - step_indices
+        rate_gradient += run_gradient * exp_(begin_ages * log_rates) * (begin_ages * a + b)
+    return rate_gradient.masked_fill_(~inside_mask, 0.0)

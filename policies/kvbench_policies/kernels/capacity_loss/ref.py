@@ -12,9 +12,9 @@ def sums(log_beta: Tensor) -> Tensor:
     Args:
         log_beta: `log beta <= 0` of a sequence without padding, `[..., T]`; exact in float64.
     """
-    t = torch.arange(log_beta.shape[-1], device=log_beta.device)
-    age = t[:, None] - t
-    exponent = torch.where(age >= 0, age * log_beta[..., None, :], -torch.inf)
+    steps = torch.arange(log_beta.shape[-1], device=log_beta.device)
+    age_matrix = steps[:, None] - steps
+    exponent = torch.where(age_matrix >= 0, age_matrix * log_beta[..., None, :], -torch.inf)
     return exponent.exp().sum(-1)
 
 
@@ -27,19 +27,23 @@ def capacity_loss(
     valid: Tensor | None = None,
 ) -> Tensor:
     """The loss of `op.capacity_loss`, sequence by sequence with the padding cut off."""
-    rows = log_beta.flatten(1, -2)
+    sequences = log_beta.flatten(1, -2)
     losses = []
-    for b in range(len(rows)):
-        row = rows[b] if valid is None else rows[b][:, valid[b]]
-        heads, length = row.shape
+    for batch_index in range(len(sequences)):
+        sequence = (
+            sequences[batch_index]
+            if valid is None
+            else sequences[batch_index][:, valid[batch_index]]
+        )
+        head_count, length = sequence.shape
         if length <= budget:
-            losses.append(row.sum() * 0)
+            losses.append(sequence.sum() * 0)
             continue
-        kept = sums(row)
+        retained = sums(sequence)
         if scope == "global":
-            excess = (kept.sum(0) - budget * heads).relu().sum() / heads
+            excess = (retained.sum(0) - budget * head_count).relu().sum() / head_count
         else:
-            excess = (kept - budget).relu().sum()
-            excess = excess / heads if reduce == "mean" else excess
+            excess = (retained - budget).relu().sum()
+            excess = excess / head_count if reduce == "mean" else excess
         losses.append(excess / (length * (length - budget)))
     return torch.stack(losses).mean()

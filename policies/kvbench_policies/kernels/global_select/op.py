@@ -37,11 +37,14 @@ def global_select(
     Raises:
         UserError: The shapes differ.
     """
-    given = {"score": score, "position": position, "valid": valid}
-    for name, x in given.items() if protect is None else (given | {"protect": protect}).items():
-        if x.dim() != 3 or x.shape != score.shape:
+    arguments = {"score": score, "position": position, "valid": valid}
+    for argument_name, tensor in (
+        arguments.items() if protect is None else (arguments | {"protect": protect}).items()
+    ):
+        if tensor.dim() != 3 or tensor.shape != score.shape:
             raise UserError(
-                f"{name} is {list(x.shape)}, score {list(score.shape)}; use [B, K, n] for all"
+                f"{argument_name} is {list(tensor.shape)}, score {list(score.shape)}; "
+                "use [B, K, n] for all"
             )
     if protect is None:
         protect = torch.zeros_like(valid, dtype=torch.int8)
@@ -68,8 +71,8 @@ def select_largest(key: Tensor, count: Tensor) -> Tensor:
             f"key is {key.dtype} {list(key.shape)} and count {list(count.shape)} instead of int64 "
             "[B, K, n] and [B]"
         )
-    keep: Tensor = largest(key, count)
-    return keep
+    keep_mask: Tensor = largest(key, count)
+    return keep_mask
 
 
 @torch.library.custom_op("kvbench::select_largest", mutates_args=())

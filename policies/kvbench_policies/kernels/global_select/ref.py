@@ -17,16 +17,22 @@ def global_select(
     3, the sinks, by position from the first on). The others follow by score; ties go to the more
     recent entry, then to the lower head.
     """
-    keep = torch.zeros(score.shape, dtype=torch.bool)
-    for b in range(score.shape[0]):
+    keep_mask = torch.zeros(score.shape, dtype=torch.bool)
+    for batch_index in range(score.shape[0]):
 
-        def worth(entry: Sequence[int], b: int = b) -> tuple[float, ...]:
-            k, i = entry
-            of_class = 0 if protect is None else int(protect[b, k, i])
-            value = float(score[b, k, i]) if of_class <= 1 else 0.0
-            place = int(position[b, k, i])
-            return -of_class, -value, place if of_class == 3 else -place, k
+        def rank_key(entry: Sequence[int], batch_index: int = batch_index) -> tuple[float, ...]:
+            row_index, entry_index = entry
+            entry_class = (
+                0 if protect is None else int(protect[batch_index, row_index, entry_index])
+            )
+            score_value = (
+                float(score[batch_index, row_index, entry_index]) if entry_class <= 1 else 0.0
+            )
+            column = int(position[batch_index, row_index, entry_index])
+            return -entry_class, -score_value, column if entry_class == 3 else -column, row_index
 
-        for k, i in sorted(valid[b].nonzero().tolist(), key=worth)[: int(count[b])]:
-            keep[b, k, i] = True
-    return keep
+        for row_index, entry_index in sorted(valid[batch_index].nonzero().tolist(), key=rank_key)[
+            : int(count[batch_index])
+        ]:
+            keep_mask[batch_index, row_index, entry_index] = True
+    return keep_mask

@@ -69,15 +69,17 @@ def retention_attention(
         UserError: A wrong shape, type or choice.
     """
     _check(q, k, v, log_beta, gating)
-    start = starts(valid, q.shape[0], q.shape[2], q.device)
-    given = [q, k, v, log_beta]
+    first_steps = starts(valid, q.shape[0], q.shape[2], q.device)
+    inputs = [q, k, v, log_beta]
     if valid is not None:
-        inside = valid[:, None, :, None]
-        given = [torch.where(inside, x, 0.0) for x in (q, k, v)]
-        given.append(torch.where(valid[:, None], log_beta, 0.0))
-    mult = gating == "multiplicative"
-    out: Tensor = torch.ops.kvbench.retention_attention(*given, start, scale, mult)[0]
-    return out if valid is None else torch.where(inside, out, 0.0)
+        inside_mask = valid[:, None, :, None]
+        inputs = [torch.where(inside_mask, tensor, 0.0) for tensor in (q, k, v)]
+        inputs.append(torch.where(valid[:, None], log_beta, 0.0))
+    multiplicative = gating == "multiplicative"
+    outputs: Tensor = torch.ops.kvbench.retention_attention(
+        *inputs, first_steps, scale, multiplicative
+    )[0]
+    return outputs if valid is None else torch.where(inside_mask, outputs, 0.0)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, log_beta: Tensor, gating: str) -> None:
@@ -85,79 +87,98 @@ def _check(q: Tensor, k: Tensor, v: Tensor, log_beta: Tensor, gating: str) -> No
         raise UserError(f"unknown gating={gating}; use additive or multiplicative")
     if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape:
         raise UserError("q is not [B, H_q, T, d], or k and v are not both [B, H, T, d]")
-    batch, heads, length, dim = k.shape
-    if (q.shape[0], *q.shape[2:]) != (batch, length, dim) or q.shape[1] % heads:
+    batch_size, head_count, length, head_dim = k.shape
+    if (q.shape[0], *q.shape[2:]) != (batch_size, length, head_dim) or q.shape[1] % head_count:
         raise UserError(
-            f"q is {list(q.shape)} instead of [{batch}, multiple of {heads}, {length}, {dim}]"
+            f"q is {list(q.shape)} instead of "
+            f"[{batch_size}, multiple of {head_count}, {length}, {head_dim}]"
         )
-    if log_beta.shape != (batch, heads, length):
-        raise UserError(f"log_beta is {list(log_beta.shape)} instead of {[batch, heads, length]}")
+    if log_beta.shape != (batch_size, head_count, length):
+        raise UserError(
+            f"log_beta is {list(log_beta.shape)} instead of {[batch_size, head_count, length]}"
+        )
     if not q.dtype == k.dtype == v.dtype:
         raise UserError(f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; use one type")
-    wanted = torch.float64 if q.dtype == torch.float64 else torch.float32
-    if log_beta.dtype != wanted:
-        raise UserError(f"log_beta is {log_beta.dtype} instead of {wanted}")
+    expected_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    if log_beta.dtype != expected_dtype:
+        raise UserError(f"log_beta is {log_beta.dtype} instead of {expected_dtype}")
 
 
 @torch.library.custom_op("kvbench::retention_attention", mutates_args=())
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, log_beta: Tensor, start: Tensor, scale: float, mult: bool
-) -> tuple[Tensor, Tensor]:
-    """Outputs `[B, H_q, T, d]`, and log sums `[B, H_q, T]` of the rows in the path's own base.
-
-    `start` is int32 `[B]`: columns before it are masked, but must be finite.
-    """
-    if by_triton(q) and q.shape[-1] <= LARGEST_DIM:
-        from .triton import attend as run
-
-        return run(q, k, v, log_beta, start, scale, mult)
-    return _attend(q, k, v, log_beta, start, scale, mult)
-
-
-@torch.library.custom_op("kvbench::retention_attention_backward", mutates_args=())
-def attend_backward(
-    grad: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     log_beta: Tensor,
-    start: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    first_steps: Tensor,
     scale: float,
-    mult: bool,
+    multiplicative: bool,
+) -> tuple[Tensor, Tensor]:
+    """Outputs `[B, H_q, T, d]`, and log sums `[B, H_q, T]` of the rows in the path's own base.
+
+    `first_steps` is int32 `[B]`: columns before it are masked, but must be finite.
+    """
+    if by_triton(q) and q.shape[-1] <= LARGEST_DIM:
+        from .triton import attend as run
+
+        return run(q, k, v, log_beta, first_steps, scale, multiplicative)
+    return _attend(q, k, v, log_beta, first_steps, scale, multiplicative)
+
+
+@torch.library.custom_op("kvbench::retention_attention_backward", mutates_args=())
+def attend_backward(
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_beta: Tensor,
+    first_steps: Tensor,
+    outputs: Tensor,
+    log_sums: Tensor,
+    scale: float,
+    multiplicative: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and log_beta from the gradient of the outputs."""
     if by_triton(q) and q.shape[-1] <= LARGEST_DIM:
         from .triton import backward as run
 
-        return run(grad, q, k, v, log_beta, start, out, lse, scale, mult)
-    return _backward(grad, q, k, v, log_beta, start, out, lse, scale, mult)
+        return run(
+            gradient, q, k, v, log_beta, first_steps, outputs, log_sums, scale, multiplicative
+        )
+    return _backward(
+        gradient, q, k, v, log_beta, first_steps, outputs, log_sums, scale, multiplicative
+    )
 
 
-def _like(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+def _like(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
 @attend.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, log_beta: Tensor, start: Tensor, scale: float, mult: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_beta: Tensor,
+    first_steps: Tensor,
+    scale: float,
+    multiplicative: bool,
 ) -> tuple[Tensor, Tensor]:
     return _like(q), q.new_empty(q.shape[:3], dtype=log_beta.dtype)
 
 
 @attend_backward.register_fake
 def _(
-    grad: Tensor,
+    gradient: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     log_beta: Tensor,
-    start: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    first_steps: Tensor,
+    outputs: Tensor,
+    log_sums: Tensor,
     scale: float,
-    mult: bool,
+    multiplicative: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _like(q), _like(k), _like(v), _like(log_beta)
 
@@ -193,80 +214,113 @@ class _Block(NamedTuple):
 
 
 def _blocks(
-    q: Tensor, k: Tensor, log_beta: Tensor, start: Tensor, scale: float, mult: bool
+    queries: Tensor,
+    keys: Tensor,
+    log_beta: Tensor,
+    first_steps: Tensor,
+    scale: float,
+    multiplicative: bool,
 ) -> Iterator[_Block]:
-    batch, heads, group, length, _ = q.shape
-    i = torch.arange(length, device=q.device)
-    for begin in range(0, length, BLOCK):
-        n = min(begin + BLOCK, length)
-        age = i[begin:n, None] - i[:n]
-        seen = (age >= 0) & (i[:n] >= start[:, None, None])  # [B, queries, n]
-        age = age.clamp_min_(0)
-        product = q[:, :, :, begin:n].flatten(2, 3) @ k[:, :, :n].mT
-        product = product.mul_(scale).view(batch, heads, group, n - begin, n)
-        faded = (age * log_beta[:, :, None, :n])[:, :, None]
-        fade = exp_(faded) if mult else torch.ones_like(faded[..., :1, :1])
-        logit = product * fade if mult else product + faded
-        logit = logit.masked_fill_(~seen[:, None, None], -torch.inf)
-        yield _Block(slice(begin, n), n, age, product, fade, logit)
+    batch_size, head_count, group_size, length, _ = queries.shape
+    step_indices = torch.arange(length, device=queries.device)
+    for block_begin in range(0, length, BLOCK):
+        key_count = min(block_begin + BLOCK, length)
+        age_matrix = step_indices[block_begin:key_count, None] - step_indices[:key_count]
+        # [B, queries, n]
+        visible_mask = (age_matrix >= 0) & (step_indices[:key_count] >= first_steps[:, None, None])
+        age_matrix = age_matrix.clamp_min_(0)
+        products = queries[:, :, :, block_begin:key_count].flatten(2, 3) @ keys[:, :, :key_count].mT
+        products = products.mul_(scale).view(
+            batch_size, head_count, group_size, key_count - block_begin, key_count
+        )
+        log_fades = (age_matrix * log_beta[:, :, None, :key_count])[:, :, None]
+        fade_factors = (
+            exp_(log_fades) if multiplicative else torch.ones_like(log_fades[..., :1, :1])
+        )
+        logits = products * fade_factors if multiplicative else products + log_fades
+        logits = logits.masked_fill_(~visible_mask[:, None, None], -torch.inf)
+        yield _Block(
+            slice(block_begin, key_count), key_count, age_matrix, products, fade_factors, logits
+        )
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, log_beta: Tensor, start: Tensor, scale: float, mult: bool
-) -> tuple[Tensor, Tensor]:
-    """`attend` in torch."""
-    queries, keys, values = (x.to(log_beta.dtype) for x in (q, k, v))
-    queries = queries.unflatten(1, (k.shape[1], -1))
-    out = torch.empty_like(queries)
-    lse = out.new_empty(out.shape[:-1])
-    for block in _blocks(queries, keys, log_beta, start, scale, mult):
-        most = block.logit.amax(-1, keepdim=True)
-        most = most.masked_fill_(most.isneginf(), 0.0)  # a padded query sees nothing
-        weight = exp_(block.logit.sub_(most))
-        total = weight.sum(-1, keepdim=True)
-        total = total.masked_fill_(total == 0, 1.0)
-        mixed = weight.flatten(2, 3) @ values[:, :, : block.n]
-        out[:, :, :, block.rows] = mixed.view_as(out[:, :, :, block.rows]) / total
-        lse[:, :, :, block.rows] = (most + total.log()).squeeze(-1)
-    return out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
-
-
-def _backward(
-    grad: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     log_beta: Tensor,
-    start: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    first_steps: Tensor,
     scale: float,
-    mult: bool,
+    multiplicative: bool,
+) -> tuple[Tensor, Tensor]:
+    """`attend` in torch."""
+    queries, keys, values = (tensor.to(log_beta.dtype) for tensor in (q, k, v))
+    queries = queries.unflatten(1, (k.shape[1], -1))
+    outputs = torch.empty_like(queries)
+    log_sums = outputs.new_empty(outputs.shape[:-1])
+    for block in _blocks(queries, keys, log_beta, first_steps, scale, multiplicative):
+        row_maxima = block.logit.amax(-1, keepdim=True)
+        # A padded query sees nothing
+        row_maxima = row_maxima.masked_fill_(row_maxima.isneginf(), 0.0)
+        attention = exp_(block.logit.sub_(row_maxima))
+        row_sums = attention.sum(-1, keepdim=True)
+        row_sums = row_sums.masked_fill_(row_sums == 0, 1.0)
+        mixed_values = attention.flatten(2, 3) @ values[:, :, : block.n]
+        outputs[:, :, :, block.rows] = mixed_values.view_as(outputs[:, :, :, block.rows]) / row_sums
+        log_sums[:, :, :, block.rows] = (row_maxima + row_sums.log()).squeeze(-1)
+    return outputs.flatten(1, 2).to(q.dtype), log_sums.flatten(1, 2)
+
+
+def _backward(
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_beta: Tensor,
+    first_steps: Tensor,
+    outputs: Tensor,
+    log_sums: Tensor,
+    scale: float,
+    multiplicative: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`attend_backward` in torch."""
     keys, values = k.to(log_beta.dtype), v.to(log_beta.dtype)
-    queries, slope, result = (
-        x.to(log_beta.dtype).unflatten(1, (k.shape[1], -1)) for x in (q, grad, out)
+    queries, output_gradient, results = (
+        tensor.to(log_beta.dtype).unflatten(1, (k.shape[1], -1))
+        for tensor in (q, gradient, outputs)
     )
-    delta = (slope * result).sum(-1, keepdim=True)
-    total = lse.unflatten(1, (k.shape[1], -1))[..., None]
-    dq = torch.empty_like(queries)
-    dk, dv, drate = (torch.zeros_like(x) for x in (keys, values, log_beta))
-    for block in _blocks(queries, keys, log_beta, start, scale, mult):
-        rows, n = block.rows, block.n
-        weight = exp_(block.logit.sub_(total[:, :, :, rows]))
-        flat = slope[:, :, :, rows].flatten(2, 3)
-        dv[:, :, :n] += weight.flatten(2, 3).mT @ flat
-        dlogit = (flat @ values[:, :, :n].mT).view_as(weight)
-        dlogit = dlogit.sub_(delta[:, :, :, rows]).mul_(weight)
-        if mult:
-            dlogit = dlogit.mul_(block.fade)
-            drate[:, :, :n] += (dlogit * block.product * block.age).sum((2, 3))
+    delta = (output_gradient * results).sum(-1, keepdim=True)
+    row_log_sums = log_sums.unflatten(1, (k.shape[1], -1))[..., None]
+    query_gradient = torch.empty_like(queries)
+    key_gradient, value_gradient, rate_gradient = (
+        torch.zeros_like(tensor) for tensor in (keys, values, log_beta)
+    )
+    for block in _blocks(queries, keys, log_beta, first_steps, scale, multiplicative):
+        query_rows, key_count = block.rows, block.n
+        attention = exp_(block.logit.sub_(row_log_sums[:, :, :, query_rows]))
+        flat_gradient = output_gradient[:, :, :, query_rows].flatten(2, 3)
+        value_gradient[:, :, :key_count] += attention.flatten(2, 3).mT @ flat_gradient
+        logit_gradient = (flat_gradient @ values[:, :, :key_count].mT).view_as(attention)
+        logit_gradient = logit_gradient.sub_(delta[:, :, :, query_rows]).mul_(attention)
+        if multiplicative:
+            logit_gradient = logit_gradient.mul_(block.fade)
+            rate_gradient[:, :, :key_count] += (logit_gradient * block.product * block.age).sum(
+                (2, 3)
+            )
         else:
-            drate[:, :, :n] += (dlogit.sum(2) * block.age).sum(2)
-        dproduct = dlogit.mul_(scale).flatten(2, 3)
-        mixed = dproduct @ keys[:, :, :n]
-        dq[:, :, :, rows] = mixed.view_as(dq[:, :, :, rows])
-        dk[:, :, :n] += dproduct.mT @ queries[:, :, :, rows].flatten(2, 3)
-    kinds = q.dtype
-    return dq.flatten(1, 2).to(kinds), dk.to(kinds), dv.to(kinds), drate
+            rate_gradient[:, :, :key_count] += (logit_gradient.sum(2) * block.age).sum(2)
+        scaled_gradient = logit_gradient.mul_(scale).flatten(2, 3)
+        mixed_keys = scaled_gradient @ keys[:, :, :key_count]
+        query_gradient[:, :, :, query_rows] = mixed_keys.view_as(
+            query_gradient[:, :, :, query_rows]
+        )
+        key_gradient[:, :, :key_count] += scaled_gradient.mT @ queries[:, :, :, query_rows].flatten(
+            2, 3
+        )
+    input_dtype = q.dtype
+    return (
+        query_gradient.flatten(1, 2).to(input_dtype),
+        key_gradient.to(input_dtype),
+        value_gradient.to(input_dtype),
+        rate_gradient,
+    )

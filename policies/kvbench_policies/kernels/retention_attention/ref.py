@@ -17,16 +17,17 @@ def retention_attention(
     valid: Tensor | None = None,
 ) -> Tensor:
     """The attention of `op.retention_attention`, 0 for padded queries; best in float64."""
-    group = q.shape[1] // k.shape[1]
-    k, v, log_beta = (x.repeat_interleave(group, 1) for x in (k, v, log_beta))
-    t = torch.arange(q.shape[2], device=q.device)
-    age = t[:, None] - t
-    seen = (age >= 0).expand(len(q), 1, -1, -1)
+    group_size = q.shape[1] // k.shape[1]
+    k, v, log_beta = (tensor.repeat_interleave(group_size, 1) for tensor in (k, v, log_beta))
+    steps = torch.arange(q.shape[2], device=q.device)
+    age_matrix = steps[:, None] - steps
+    visible_mask = (age_matrix >= 0).expand(len(q), 1, -1, -1)
     if valid is not None:
-        seen = seen & valid[:, None, None] & valid[:, None, :, None]
-    logit = scale * q @ k.mT
-    faded = age.clamp_min(0) * log_beta[:, :, None]
-    logit = logit + faded if gating == "additive" else logit * faded.exp()
-    logit = logit.masked_fill(~seen, -torch.inf)
-    weight = logit.softmax(-1).masked_fill(~seen, 0.0)  # a padded query's row is all NaN
-    return weight @ v
+        visible_mask = visible_mask & valid[:, None, None] & valid[:, None, :, None]
+    logits = scale * q @ k.mT
+    log_fades = age_matrix.clamp_min(0) * log_beta[:, :, None]
+    logits = logits + log_fades if gating == "additive" else logits * log_fades.exp()
+    logits = logits.masked_fill(~visible_mask, -torch.inf)
+    # A padded query's row is all NaN
+    attention = logits.softmax(-1).masked_fill(~visible_mask, 0.0)
+    return attention @ v

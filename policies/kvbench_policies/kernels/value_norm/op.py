@@ -38,15 +38,15 @@ def value_norm(value: Tensor, weight: Tensor, norm: str = "l1") -> Tensor:
         UserError: The shapes do not fit, or the norm is unknown.
     """
     _check(value, weight, norm)
-    out: Tensor = projected_norm(value.detach(), weight.detach(), norm)
-    return out
+    norms: Tensor = projected_norm(value.detach(), weight.detach(), norm)
+    return norms
 
 
 def _check(value: Tensor, weight: Tensor, norm: str) -> None:
     if norm not in ("l1", "l2"):
         raise UserError(f"unknown norm={norm}; use l1 or l2")
-    fits = value.dim() == 4 and weight.dim() == 3 and value.shape[3] == weight.shape[1]
-    if not fits or weight.shape[0] % value.shape[1]:
+    shapes_fit = value.dim() == 4 and weight.dim() == 3 and value.shape[3] == weight.shape[1]
+    if not shapes_fit or weight.shape[0] % value.shape[1]:
         raise UserError(
             f"value is {list(value.shape)} and weight {list(weight.shape)} instead of "
             "[B, H, n, d] and [H_q, d, D] with H_q a multiple of H"
@@ -68,18 +68,18 @@ def _(value: Tensor, weight: Tensor, norm: str) -> Tensor:
     return value.new_empty(value.shape[:3], dtype=torch.float32)
 
 
-def _blocked(value: Tensor, weight: Tensor, norm: str) -> Tensor:
+def _blocked(values: Tensor, weight: Tensor, norm: str) -> Tensor:
     """`value_norm` in torch, block by block of tokens."""
-    heads, n = value.shape[1:3]
-    group = len(weight) // heads
-    split = weight.float().unflatten(0, (heads, group))
-    block = max(1, _BLOCK // (heads * weight.shape[-1]))
-    total = torch.zeros(value.shape[:3], device=value.device)
-    for start in range(0, n, block):
-        part = value[:, :, start : start + block].float()
-        for g in range(group):
-            projected = part @ split[:, g]
+    head_count, entry_count = values.shape[1:3]
+    group_size = len(weight) // head_count
+    head_weights = weight.float().unflatten(0, (head_count, group_size))
+    block_size = max(1, _BLOCK // (head_count * weight.shape[-1]))
+    norm_sums = torch.zeros(values.shape[:3], device=values.device)
+    for block_start in range(0, entry_count, block_size):
+        value_block = values[:, :, block_start : block_start + block_size].float()
+        for group_index in range(group_size):
+            projected = value_block @ head_weights[:, group_index]
             # On a CPU a sum of absolute values is several times as fast as a norm of order 1.
-            size = projected.abs_().sum(-1) if norm == "l1" else projected.norm(dim=-1)
-            total[:, :, start : start + block] += size
-    return total / group
+            block_norms = projected.abs_().sum(-1) if norm == "l1" else projected.norm(dim=-1)
+            norm_sums[:, :, block_start : block_start + block_size] += block_norms
+    return norm_sums / group_size

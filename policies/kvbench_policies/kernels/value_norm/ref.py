@@ -19,8 +19,8 @@ def value_norm(value: Tensor, weight: Tensor, norm: str = "l1") -> Tensor:
     Returns:
         `[B, H, n]`, in the dtype of the input (float64 for checks).
     """
-    split = weight.unflatten(0, (value.shape[1], -1))
-    projected = torch.einsum("bhnd,hgdc->bhgnc", value, split)
-    order = 1 if norm == "l1" else 2
-    norms: Tensor = torch.linalg.vector_norm(projected, ord=order, dim=-1)
+    head_weights = weight.unflatten(0, (value.shape[1], -1))
+    projected = torch.einsum("bhnd,hgdc->bhgnc", value, head_weights)
+    norm_order = 1 if norm == "l1" else 2
+    norms: Tensor = torch.linalg.vector_norm(projected, ord=norm_order, dim=-1)
     return norms.mean(2)
